@@ -23,11 +23,11 @@ import yaml
 from ray.util.actor_pool import ActorPool
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eldr_serve.artifacts import ArtifactError, CalibrationTrace
+from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
-from offline.cli import BadInput, bad_input_exits, run
+from offline.cli import BadInput, run
 
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor
 
@@ -154,7 +154,6 @@ class _Journal:
         self._path.unlink(missing_ok=True)
 
 
-@bad_input_exits
 def calibrate(
     deployment: Annotated[Path, typer.Option(help="Deployment YAML; its decode_config says model and engine.")],
     prompts: Annotated[list[Path], typer.Option(help="JSONL (or .gz) file or folder of prompts; repeatable.")],
@@ -230,4 +229,4 @@ def _top_k(model: str) -> int:
 
 
 if __name__ == "__main__":
-    run(calibrate, (ArtifactError,))
+    run(calibrate)

@@ -15,14 +15,13 @@ from typing import Annotated, Any
 import ray
 import typer
 
-from eldr_serve.artifacts import ArtifactError, CalibrationTrace
+from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from eldr_serve.serving.decode_router import actor_name, find
 from eldr_serve.serving.errors import SwapRefused
-from offline.cli import BadInput, bad_input_exits, run
+from offline.cli import BadInput, run
 
 
-@bad_input_exits
 def refit(
     trace: Annotated[Path, typer.Option(help="CalibrationTrace file.")],
     workers: Annotated[int | None, typer.Option(min=1, help="Decode workers; default: those that live now.")] = None,
@@ -74,4 +73,4 @@ def _swap(router: Any, table: bytes) -> Any:
 
 
 if __name__ == "__main__":
-    run(refit, (ArtifactError,))
+    run(refit)

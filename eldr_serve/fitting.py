@@ -1,0 +1,120 @@
+"""From a calibration trace to a routing table, and a report on what the fit found."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.clustering import Clusters, balanced_kmeans
+from eldr_serve.signature import (
+    TRANSFORMS,
+    SignatureSpec,
+    fit_signature,
+    inverse_document_frequency,
+    select_layers,
+    signature_quality,
+)
+
+
+def fit_table(
+    trace: CalibrationTrace,
+    workers: int,
+    *,
+    transform: str = "count-idf",
+    band: float = 0.1,
+    version: int = 1,
+    seed: int = 0,
+) -> tuple[RoutingTable, dict[str, Any]]:
+    """One balanced cluster a decode worker, over signatures with the mask that maximises rho.
+
+    Returns:
+        The table, and a JSON-able report: rho (kept layers, all layers), layers, cluster sizes,
+        clusters by domain, mean similarity within and to the next cluster, seconds.
+
+    Raises:
+        ValueError: fewer requests than workers, an unknown transform, a trace with no decode step.
+    """
+    if not trace.decode_steps.any():
+        raise ValueError("the trace holds no decode step, so signatures have nothing to predict")
+    if workers > len(trace.ids):
+        raise ValueError(f"cannot make {workers} clusters of {len(trace.ids)} requests")
+    start = time.perf_counter()
+    spec = fit_signature(trace, transform, seed=seed)
+    fitted = time.perf_counter()
+    points = spec.encode(trace.prefill_counts)
+    clusters = balanced_kmeans(points, workers, seed=seed)
+    clustered = time.perf_counter()
+    table = RoutingTable(
+        model=trace.model,
+        spec=spec,
+        centroids=clusters.centroids,
+        cluster_sizes=clusters.sizes,
+        domains=_majorities(clusters, trace.domains),
+        band=band,
+        version=version,
+        transform=transform,
+        seed=seed,
+        fingerprint=trace.fingerprint,
+    )
+    whole = SignatureSpec(spec.idf, np.arange(table.num_layers), spec.element)
+    report = {
+        "model": trace.model,
+        "requests": len(trace.ids),
+        "workers": workers,
+        "transform": transform,
+        "rho": signature_quality(points, trace.decode_probability, seed=seed),
+        "rho_all_layers": signature_quality(
+            whole.encode(trace.prefill_counts), trace.decode_probability, seed=seed
+        ),
+        "layers": spec.layers.tolist(),
+        "cluster_sizes": clusters.sizes.tolist(),
+        "clusters_by_domain": _by_domain(clusters, trace.domains),
+        **_separation(points, clusters),
+        "signature_s": fitted - start,
+        "clustering_s": clustered - fitted,
+    }
+    return table, report
+
+
+def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """For each transform: rho of all layers, the greedy order and rho after each layer (Fig. 7, 8)."""
+    idf = inverse_document_frequency(trace.prefill_counts)
+    decode = trace.decode_probability
+    rows: dict[str, dict[str, Any]] = {}
+    for name, (element, weighted) in TRANSFORMS.items():
+        weights = idf if weighted else np.ones_like(idf)
+        selection = select_layers(trace.prefill_counts, decode, idf=weights, element=element, seed=seed)
+        rows[name] = {
+            "rho_all_layers": float(selection.rho[-1]),
+            "rho_kept_layers": float(selection.rho.max()),
+            "layers_kept": len(selection.kept),
+            "order": selection.order.tolist(),
+            "rho": selection.rho.tolist(),
+        }
+    return rows
+
+
+def _majorities(clusters: Clusters, domains: list[str]) -> list[str]:
+    counts = [Counter(np.array(domains)[clusters.labels == c].tolist()) for c in range(len(clusters.centroids))]
+    return [count.most_common(1)[0][0] if count else "" for count in counts]
+
+
+def _by_domain(clusters: Clusters, domains: list[str]) -> dict[str, list[int]]:
+    names = np.array(domains)
+    k = len(clusters.centroids)
+    return {
+        name: np.bincount(clusters.labels[names == name], minlength=k).tolist() for name in sorted(set(domains))
+    }
+
+
+def _separation(points: NDArray[np.float32], clusters: Clusters) -> dict[str, float]:
+    similarity = points @ clusters.centroids.T
+    own = np.take_along_axis(similarity, clusters.labels[:, None], axis=1)[:, 0]
+    np.put_along_axis(similarity, clusters.labels[:, None], -np.inf, axis=1)
+    following = similarity.max(axis=1) if len(clusters.centroids) > 1 else np.zeros_like(own)
+    return {"similarity_own_cluster": float(own.mean()), "similarity_next_cluster": float(following.mean())}

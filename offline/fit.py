@@ -1,0 +1,52 @@
+"""Fit a routing table on a calibration trace, on CPU, in seconds.
+
+    python -m offline.fit --trace trace.safetensors --workers 4 --out table.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eldr_serve.artifacts import CalibrationTrace
+from eldr_serve.files import write_whole
+from eldr_serve.fitting import compare_transforms, fit_table
+from offline.cli import BadInput, run
+from offline.plots import signature_space
+
+
+def fit(
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace file, from offline.calibrate.")],
+    workers: Annotated[int, typer.Option(min=1, help="Decode workers K, one centroid each.")],
+    out: Annotated[Path, typer.Option(help="RoutingTable file to write (safetensors).")],
+    report: Annotated[Path | None, typer.Option(help="Write what the fit found (JSON).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the signature space (PNG or SVG).")] = None,
+    transform: Annotated[str, typer.Option(help="count, count-idf, sqrt-count or binary.")] = "count-idf",
+    band: Annotated[float, typer.Option(min=0.0, max=2.0, help="Band width, cosine similarity.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of pairs and clustering.")] = 0,
+) -> None:
+    """Fit IDF, layer mask and balanced clusters; write the table and a report."""
+    for path in filter(None, (out, report, plot)):
+        if not path.parent.is_dir():
+            raise BadInput(f"the folder {path.parent} is not there")
+    loaded = CalibrationTrace.load(trace)
+    table, found = fit_table(loaded, workers, transform=transform, band=band, seed=seed)
+    if report is not None:
+        found["transforms"] = compare_transforms(loaded, seed=seed)
+        write_whole(report, json.dumps(found, indent=1) + "\n")
+    if plot is not None:
+        signature_space(loaded, table, plot)
+    table.save(out)
+    typer.echo(
+        f"{found['requests']} requests, {len(found['layers'])} of {table.num_layers} layers, "
+        f"rho {found['rho']:.3f} (all layers {found['rho_all_layers']:.3f}), "
+        f"cluster sizes {found['cluster_sizes']}, "
+        f"{found['signature_s'] + found['clustering_s']:.2f} s; wrote {out}"
+    )
+
+
+if __name__ == "__main__":
+    run(fit)
