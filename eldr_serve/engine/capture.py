@@ -1,0 +1,162 @@
+"""The worker's part: what each step's tokens chose, counted as soon as the forward has run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eldr_serve.engine.signature_cache import SignatureCache, active_experts
+
+
+class Router(Protocol):
+    """What is needed of vLLM's BaseRouter."""
+
+    top_k: int
+    global_num_experts: int
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None] | None) -> None: ...
+
+
+@dataclass
+class StepPlan:
+    """What the scheduler asks of one step, beside the transfer itself.
+
+    Attributes:
+        finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
+        traced: request id -> KV slots of its generated tokens in this step (calibration).
+        requests, tokens, kv_tokens: size of the step, and KV tokens that it attends to.
+    """
+
+    finished_prompts: dict[str, list[int]] = field(default_factory=dict)
+    traced: dict[str, list[int]] = field(default_factory=dict)
+    requests: int = 0
+    tokens: int = 0
+    kv_tokens: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        """One token of each request: a pure decode step."""
+        return self.tokens == self.requests > 0
+
+
+@dataclass
+class StepCounts:
+    """What one step found: prompt counts uint32[L,E], and routes int16[tokens,L,k], by request id."""
+
+    prompts: dict[str, NDArray[np.uint32]] = field(default_factory=dict)
+    routes: dict[str, NDArray[np.int16]] = field(default_factory=dict)
+
+
+class ExpertCapture:
+    """Hooks on the MoE routers, and the signature cache that they feed.
+
+    The hooks only copy into a fixed buffer, so that they can be part of a CUDA graph; all counting is
+    done after the forward.
+
+    Args:
+        routers: one a MoE layer, ascending by layer.
+        max_tokens: tokens that a step can have, padding included.
+        num_blocks, block_size: of the KV cache; None where no signature is asked for (decode).
+    """
+
+    def __init__(
+        self,
+        routers: list[Router],
+        *,
+        max_tokens: int,
+        device: torch.device | str,
+        num_blocks: int | None,
+        block_size: int,
+    ) -> None:
+        first = routers[0]
+        if any((r.top_k, r.global_num_experts) != (first.top_k, first.global_num_experts) for r in routers):
+            raise ValueError("the MoE layers differ in experts or top-k, a signature needs them equal")
+        self.num_layers, self.num_experts, self.top_k = len(routers), first.global_num_experts, first.top_k
+        shape = (self.num_layers, max_tokens, self.top_k)
+        self._chosen = torch.zeros(shape, dtype=torch.int16, device=device)
+        self.cache = (
+            SignatureCache(num_blocks, block_size, self.num_layers, self.num_experts, device)
+            if num_blocks is not None
+            else None
+        )
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._keep, layer))
+
+    def _keep(self, layer: int, experts: Tensor) -> None:
+        self._chosen[layer, : len(experts)].copy_(experts)
+
+    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, list[int] | None]:
+        """Count the step that has just run.
+
+        Args:
+            slots: int64[T], KV slot of each token, negative for padding.
+
+        Returns:
+            What was asked for, and the active experts of each layer if it was a pure decode step.
+        """
+        chosen = self._chosen[:, : len(slots)]
+        counts = StepCounts()
+        if self.cache is not None:
+            self.cache.record(slots, chosen)
+            for request, blocks in plan.finished_prompts.items():
+                total = self.cache.total(torch.tensor(blocks, device=slots.device))
+                counts.prompts[request] = total.cpu().numpy().astype(np.uint32)
+        if plan.traced:
+            counts.routes = self._routes(slots, chosen, plan.traced)
+        active = None
+        if plan.is_decode:
+            active = active_experts(chosen[:, slots >= 0], self.num_experts).tolist()
+        return counts, active
+
+    @staticmethod
+    def _routes(slots: Tensor, chosen: Tensor, traced: dict[str, list[int]]) -> dict[str, NDArray[np.int16]]:
+        wanted = torch.tensor([slot for slots_ in traced.values() for slot in slots_], device=slots.device)
+        order = slots.argsort()
+        rows = order[torch.searchsorted(slots[order], wanted)]
+        routes = chosen[:, rows].transpose(0, 1).cpu().numpy()  # [wanted, L, k]
+        ends = np.cumsum([len(slots_) for slots_ in traced.values()])
+        return dict(zip(traced, np.split(routes, ends[:-1]), strict=True))
+
+
+class StepTimer:
+    """Time from the start of a step in the worker to the end of its forward, s.
+
+    On CPU the forward has really ended when it returns. On CUDA it has only been launched, so events
+    are recorded instead, and a step's time is known one or more steps later.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._start: Any = None
+        self._waiting: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._start = self._event() if self._cuda else time.perf_counter()
+
+    def end(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """The step's forward is over; returns the records whose time is now known, with `seconds`."""
+        if self._start is None:
+            return []
+        if not self._cuda:
+            return [record | {"seconds": time.perf_counter() - self._start}]
+        self._waiting.append((self._start, self._event(), record))
+        done = []
+        while self._waiting and self._waiting[0][1].query():
+            start, end, finished = self._waiting.pop(0)
+            done.append(finished | {"seconds": start.elapsed_time(end) / 1000})
+        return done
+
+    @staticmethod
+    def _event() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

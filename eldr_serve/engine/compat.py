@@ -1,0 +1,104 @@
+"""The internal names of vLLM that this package leans on, in one place. Checked on vLLM 0.32.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.models.utils import extract_layer_index
+
+__all__ = [
+    "NixlConnectorMetadata",
+    "NixlKVConnectorStats",
+    "NixlPromMetrics",
+    "NixlPullConnector",
+    "UnsupportedEngineError",
+    "check_engine",
+    "expire_send_lease",
+    "get_kv_transfer_group",
+    "has_kv_transfer_group",
+    "moe_routers",
+    "step_slots",
+]
+
+CHECKED = "0.32.0"
+
+
+class UnsupportedEngineError(RuntimeError):
+    """The engine is set up in a way in which counts would not be exact; one sentence says how."""
+
+
+def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
+    """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    refusals = (
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: each stage sees only its own layers"),
+        (parallel.data_parallel_size > 1, "data parallelism inside an engine: run one engine a replica"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism: a block's tokens are spread"),
+        (vllm_config.speculative_config is not None, "speculative decoding: rejected tokens would be counted"),
+        (parallel.enable_dbo, "dual-batch overlap: a step's tokens pass the gates in two parts"),
+        (
+            num_kv_groups != 1,
+            f"{num_kv_groups} KV cache groups (a hybrid cache): one row a block needs one group; "
+            "set disable_hybrid_kv_cache_manager",
+        ),
+        (
+            cache.block_size is not None and cache.block_size > 255,
+            f"block_size {cache.block_size}: a byte counts at most 255 tokens a block",
+        ),
+    )
+    for refused, reason in refusals:
+        if refused:
+            raise UnsupportedEngineError(f"the ELDR connector does not support {reason}")
+
+
+def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, BaseRouter]]:
+    """(layer index, router) of each MoE layer, ascending; UnsupportedEngineError where one is hidden."""
+    found: list[tuple[int, BaseRouter]] = []
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        router = getattr(layer, "router", None)
+        if router is None:
+            continue
+        method = getattr(layer, "_quant_method", None)
+        if getattr(method, "is_monolithic", False):
+            raise UnsupportedEngineError(
+                f"layer {name} runs a monolithic MoE kernel ({type(method).__name__}), which routes inside; "
+                "choose another with --moe-backend"
+            )
+        if not isinstance(router, BaseRouter):
+            raise UnsupportedEngineError(
+                f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
+                f"(vLLM {vllm.__version__}; checked on {CHECKED})"
+            )
+        found.append((extract_layer_index(name), router))
+    if not found:
+        raise UnsupportedEngineError(
+            f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"
+        )
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def step_slots() -> Tensor | None:
+    """int64[T], KV slot of each token of the step whose forward has just run; None if nothing ran."""
+    if not is_forward_context_available():
+        return None
+    slots = get_forward_context().slot_mapping
+    if isinstance(slots, list):
+        raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
+    return next(iter(slots.values()), None)
+
+
+def expire_send_lease(worker: Any, request_ids: list[str]) -> list[str]:
+    """End the lease of finished prompts; their blocks are freed in the next step. Returns those held."""
+    held = [request_id for request_id in request_ids if request_id in worker._reqs_to_send]
+    for request_id in held:
+        worker._reqs_to_send[request_id] = 0.0
+    return held

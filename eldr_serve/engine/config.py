@@ -1,0 +1,45 @@
+"""Engine arguments that make a vLLM engine one of ours."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Role = Literal["prefill", "decode", "calibrate"]
+_KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "calibrate": "kv_both"}
+
+
+def engine_kwargs(
+    role: Role, *, device: str = "gpu", kv_lease_s: float = 30.0, **overrides: Any
+) -> dict[str, Any]:
+    """Arguments for AsyncEngineArgs, LLM or Ray Serve LLM's `engine_kwargs`.
+
+    Args:
+        role: what the engine is for.
+        device: "cpu" or "gpu", where the KV cache lies.
+        kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
+        overrides: any further engine arguments; they win, but for `kv_transfer_config`, whose keys
+            are laid over ours.
+
+    Raises:
+        ValueError: an unknown role.
+    """
+    if role not in _KV_ROLE:
+        raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
+    asynchronous = overrides.get("async_scheduling", role != "calibrate")
+    transfer = {
+        "kv_connector": "EldrConnector",
+        "kv_connector_module_path": "eldr_serve.engine.connector",
+        "kv_role": _KV_ROLE[role],
+        "kv_buffer_device": "cpu" if device == "cpu" else "cuda",
+        "kv_connector_extra_config": {"kv_lease_duration": int(kv_lease_s)},
+    }
+    defaults: dict[str, Any] = {
+        "scheduler_cls": f"eldr_serve.engine.scheduler.Eldr{'Async' if asynchronous else ''}Scheduler",
+        "worker_extension_cls": "eldr_serve.engine.worker.EldrWorkerExtension",
+        "async_scheduling": asynchronous,
+        "enable_prefix_caching": True,
+    }
+    if device == "cpu":
+        defaults |= {"enforce_eager": True, "block_size": 32}
+    transfer |= overrides.pop("kv_transfer_config", {})
+    return defaults | overrides | {"kv_transfer_config": transfer}

@@ -1,0 +1,256 @@
+"""The KV connector: NIXL's pull connector, with expert signatures riding on `kv_transfer_params`.
+
+Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.connector"`
+(see eldr_serve.engine.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both (calibration).
+
+A step goes so: the scheduler's half says which prompts end in it and where their blocks lie
+(`build_connector_meta`); the worker's half counts after the forward (`wait_for_save`) and sends the
+sums back (`build_connector_worker_meta`); the scheduler takes them before it finishes requests
+(eldr_serve.engine.scheduler), and `request_finished` puts them on the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from eldr_serve.engine.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
+from eldr_serve.engine.compat import (
+    NixlConnectorMetadata,
+    NixlPullConnector,
+    check_engine,
+    expire_send_lease,
+    moe_routers,
+    step_slots,
+)
+from eldr_serve.engine.routes import pack_routes
+from eldr_serve.engine.stats import EldrPromMetrics, EldrStats
+from eldr_serve.signature import pack_counts
+
+SIGNATURE = "eldr_signature"
+CALIBRATE = "eldr_calibrate"
+ROUTES = "eldr_routes"
+
+
+class EldrMetadata(NixlConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler sends to the workers: NIXL's part and the step's plan."""
+
+    plan: StepPlan
+
+
+@dataclass
+class EldrWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the first worker sends back."""
+
+    counts: StepCounts
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
+@dataclass
+class _Tracked:
+    """A request whose experts were asked for. `request` is vLLM's own object."""
+
+    request: Any
+    calibrate: bool
+    want_routes: bool
+    prompt_counts: NDArray[np.uint32] | None = None
+    routes: dict[int, NDArray[np.int16]] = field(default_factory=dict)  # position -> [L,k]
+    asked: list[list[int]] = field(default_factory=list)  # positions of each step under way
+
+
+class EldrConnector(NixlPullConnector):  # type: ignore[misc]
+    """NIXL pull connector that also counts experts."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._vllm_config = vllm_config
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+        # scheduler half
+        self._tracked: dict[str, _Tracked] = {}
+        self._requests: dict[str, Any] = {}
+        # worker half
+        self._capture: ExpertCapture | None = None
+        self._timer: StepTimer | None = None
+        self._counts = StepCounts()
+        self._stats = EldrStats()
+
+    # -- scheduler half ----------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        params = request.kv_transfer_params or {}
+        self._requests[request.request_id] = request
+        calibrate = bool(params.get(CALIBRATE))
+        if calibrate or params.get("do_remote_decode"):
+            self._tracked[request.request_id] = _Tracked(request, calibrate, bool(params.get(ROUTES)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        meta = EldrMetadata()
+        meta.__dict__.update(super().build_connector_meta(scheduler_output).__dict__)
+        meta.plan = self._plan(scheduler_output.num_scheduled_tokens)
+        return meta
+
+    def _plan(self, scheduled: dict[str, int]) -> StepPlan:
+        plan = StepPlan(requests=len(scheduled), tokens=sum(scheduled.values()))
+        for request_id, tokens in scheduled.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            before = request.num_computed_tokens
+            plan.kv_tokens += before + tokens
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                self._plan_tracked(plan, tracked, before, before + tokens)
+        return plan
+
+    def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
+        request, prompt = tracked.request, tracked.request.num_prompt_tokens
+        blocks = self._kv_cache_manager.get_block_ids(request.request_id)[0]
+        # After a preemption a prompt may end a second time, together with tokens that followed it:
+        # the first sum stands.
+        if before < prompt <= after and tracked.prompt_counts is None:
+            plan.finished_prompts[request.request_id] = list(blocks[: -(-prompt // self._block_size)])
+        if tracked.calibrate:
+            positions = [p for p in range(max(before, prompt), after)]
+            if positions:
+                tracked.asked.append(positions)
+                plan.traced[request.request_id] = [
+                    blocks[p // self._block_size] * self._block_size + p % self._block_size for p in positions
+                ]
+
+    def take_counts(self, meta: EldrWorkerMetadata) -> None:
+        """Take what the workers counted, before the requests of the step are finished."""
+        for request_id, counts in meta.counts.prompts.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.prompt_counts is None:
+                tracked.prompt_counts = counts
+        for request_id, routes in meta.counts.routes.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.asked:
+                for position, route in zip(tracked.asked.pop(0), routes, strict=True):
+                    tracked.routes.setdefault(position, route)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, *super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, *super().request_finished_all_groups(request, block_ids))
+
+    def _finished(
+        self, request: Any, delay_free: bool, params: dict[str, Any] | None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or tracked.prompt_counts is None:
+            return delay_free, params
+        if tracked.calibrate:
+            return delay_free, (params or {}) | _calibration(tracked)
+        if params is not None:
+            params[SIGNATURE] = pack_counts(tracked.prompt_counts)
+        return delay_free, params
+
+    # -- worker half -------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        device = next(iter(kv_caches.values())).device
+        scheduler = self._vllm_config.scheduler_config
+        graphs = self._vllm_config.compilation_config.cudagraph_capture_sizes or []
+        self._capture = ExpertCapture(
+            [router for _, router in moe_routers(self._vllm_config)],
+            max_tokens=max([scheduler.max_num_batched_tokens, scheduler.max_num_seqs, *graphs]),
+            device=device,
+            # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
+            num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
+            block_size=self._block_size,
+        )
+        self._timer = StepTimer(device)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._timer is not None:
+            self._timer.begin()
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        slots = step_slots()
+        metadata = self._connector_metadata
+        if self._capture is None or self._timer is None or slots is None or not isinstance(metadata, EldrMetadata):
+            return
+        plan = metadata.plan
+        # Ranks choose alike; the first one reports.
+        first = get_tensor_model_parallel_rank() == 0
+        if not first and not (self._capture.cache is not None):
+            return
+        timed = self._timer.end({"requests": plan.requests, "kv_tokens": plan.kv_tokens}) if plan.is_decode else []
+        start = time.perf_counter()
+        counts, active = self._capture.after_forward(slots, plan)
+        if not first:
+            return
+        self._counts = counts
+        for record in timed:
+            mean = sum(active) / len(active) if active else 0.0
+            self._stats.data["steps"].append(record | {"active_experts": mean, "active_by_layer": active})
+        if plan.tokens:
+            self._stats.data["capture_s"].append(time.perf_counter() - start)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        counts, self._counts = self._counts, StepCounts()
+        return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
+
+    def release(self, request_ids: list[str]) -> list[str]:
+        """Free the blocks of finished prompts that no decode engine will read; returns those held."""
+        return expire_send_lease(self.connector_worker, request_ids)
+
+    # -- stats -------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> EldrStats | None:
+        nixl = super().get_kv_connector_stats()
+        stats, self._stats = self._stats, EldrStats()
+        if nixl is not None and not nixl.is_empty():
+            stats.data["nixl"] = nixl.data
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EldrStats:
+        return EldrStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> EldrPromMetrics:
+        return EldrPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _calibration(tracked: _Tracked) -> dict[str, Any]:
+    assert tracked.prompt_counts is not None
+    shape = tracked.prompt_counts.shape
+    last = tracked.request.num_tokens - 1  # the last sampled token never passes the gates
+    steps = [tracked.routes[p] for p in sorted(tracked.routes) if p < last]
+    routes = np.stack(steps) if steps else np.zeros((0, shape[0], 1), np.int16)
+    decode = np.zeros(shape, np.uint32)
+    layers = np.arange(shape[0])[None, :, None]
+    np.add.at(decode, (layers, routes.astype(np.int64)), 1)
+    return {
+        "eldr_prefill": pack_counts(tracked.prompt_counts),
+        "eldr_decode": pack_counts(decode),
+        "eldr_decode_steps": len(steps),
+        "eldr_routes": pack_routes(routes) if tracked.want_routes else None,
+    }

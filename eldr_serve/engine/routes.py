@@ -1,0 +1,30 @@
+"""The wire form of one request's routes."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_HEADER = struct.Struct("<IHH")  # steps, L, k
+
+
+def pack_routes(routes: NDArray[Any]) -> str:
+    """ASCII text of int[steps, L, k] expert ids below 65536."""
+    return base64.b64encode(
+        _HEADER.pack(*routes.shape) + zlib.compress(routes.astype("<u2").tobytes(), level=1)
+    ).decode()
+
+
+def unpack_routes(text: str) -> NDArray[np.uint16]:
+    """uint16[steps, L, k] from pack_routes's text; ValueError if it is anything else."""
+    try:
+        data = base64.b64decode(text, validate=True)
+        shape = _HEADER.unpack_from(data)
+        return np.frombuffer(zlib.decompress(data[_HEADER.size :]), "<u2").reshape(shape)
+    except (ValueError, struct.error, zlib.error) as error:
+        raise ValueError(f"not packed routes: {error}") from error

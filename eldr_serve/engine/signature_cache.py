@@ -1,0 +1,70 @@
+"""Expert counts at KV-block granularity (ELDR, section 4.4): one row a block, indexed by its id.
+
+Array sizes: B KV blocks, L MoE layers, E experts a layer, k experts a token, T tokens of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_BLOCK_SIZE = 255  # tokens; a cell counts at most one a token, in one byte
+
+
+class SignatureCache:
+    """uint8[B,L,E]: how many tokens of block b chose expert e in layer l.
+
+    It needs no life cycle of its own. A row means what its block's KV means: a block that is written
+    at offset 0 is a new block, so its row starts again from zero; a block that is found in the prefix
+    cache keeps the row of whoever computed it.
+
+    Args:
+        num_blocks: KV blocks of the engine.
+        block_size: tokens a block, at most 255.
+        device: where the counts lie; that of the KV cache.
+
+    Raises:
+        ValueError: block_size over 255.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_layers: int, num_experts: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if not 1 <= block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size is {block_size}, a byte counts at most {MAX_BLOCK_SIZE} tokens a block")
+        self._block_size = block_size
+        self.rows = torch.zeros((num_blocks, num_layers, num_experts), dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, bytes."""
+        return self.rows.nbytes
+
+    def record(self, slots: Tensor, experts: Tensor) -> None:
+        """Count one step's tokens.
+
+        Args:
+            slots: int64[T], the KV slot that each token's KV was written to; negative for padding.
+            experts: int[L,T,k], the experts chosen.
+        """
+        real = slots >= 0
+        slots = slots[real]
+        experts = experts[:, real].long()
+        blocks = torch.div(slots, self._block_size, rounding_mode="floor")
+        self.rows[blocks[slots % self._block_size == 0]] = 0
+        _, num_layers, num_experts = self.rows.shape
+        layers = torch.arange(num_layers, device=slots.device)
+        cells = ((blocks[None, :] * num_layers + layers[:, None]) * num_experts)[..., None] + experts
+        flat = cells.flatten()
+        self.rows.view(-1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.uint8))
+
+    def total(self, blocks: Tensor) -> Tensor:
+        """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""
+        return self.rows[blocks].sum(dim=0, dtype=torch.int32)
+
+
+def active_experts(experts: Tensor, num_experts: int) -> Tensor:
+    """int64[L], distinct experts that a step's tokens chose, from int[L,T,k]."""
+    chosen = torch.zeros((experts.shape[0], num_experts), dtype=torch.bool, device=experts.device)
+    chosen.scatter_(1, experts.flatten(1).long(), True)
+    return chosen.sum(dim=1)
