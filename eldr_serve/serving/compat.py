@@ -5,13 +5,30 @@ from __future__ import annotations
 import inspect
 
 import ray
-from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+    OpenAIHTTPException,
+    to_model_metadata,
+)
 from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
 from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.llm.ingress import OpenAiIngress
 
-__all__ = ["DEFAULT_ENDPOINTS", "RawRequestInfo", "check_ray", "picklable_chat", "to_model_metadata"]
+# The public classes of these names are subclasses; what the endpoints and engines pass are these.
+__all__ = [
+    "DEFAULT_ENDPOINTS",
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "ErrorResponse",
+    "OpenAIHTTPException",
+    "RawRequestInfo",
+    "check_ray",
+    "picklable_chat",
+    "to_model_metadata",
+]
 
 _CHECKED = "2.60"
 

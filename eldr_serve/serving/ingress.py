@@ -9,16 +9,23 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from eldr_serve.serving.compat import DEFAULT_ENDPOINTS, RawRequestInfo, check_ray, picklable_chat
+from eldr_serve.serving.compat import (
+    DEFAULT_ENDPOINTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    OpenAIHTTPException,
+    RawRequestInfo,
+    check_ray,
+    picklable_chat,
+)
 from eldr_serve.serving.decode_router import RouterSpec, actor_name, connect
 from eldr_serve.serving.errors import Overloaded, SwapRefused
 from eldr_serve.serving.messages import Lease
@@ -140,6 +147,10 @@ class EldrIngress(OpenAiIngress):
             response: Response = await endpoint(body, request)
         except Overloaded as error:
             return _refusal(str(error), error.status, error.retry_after_s)
+        except OpenAIHTTPException as error:
+            return _refusal(error.message, error.status_code)
+        except HTTPException as error:
+            return _refusal(str(error.detail), error.status_code)
         lease: Lease | None = getattr(request.state, "eldr_lease", None)
         if lease is not None:
             response.headers["x-eldr-decode-worker"] = lease.replica

@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.openai_api_models import ErrorResponse
 
+from eldr_serve.serving.compat import ErrorResponse
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Lease, PlacementRequest
 from eldr_serve.serving.replicas import ReplicaDirectory

@@ -9,8 +9,8 @@ import uuid
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.openai_api_models import CompletionRequest, ErrorResponse
 
+from eldr_serve.serving.compat import CompletionRequest, ErrorResponse
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.wire import REPLICA, decode_request, prefill_request, signature_of, transfer_params

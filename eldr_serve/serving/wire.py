@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
+from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
 from eldr_serve.signature import unpack_counts
 
 # Keys of ours in `kv_transfer_params`; the engines ignore the ones that they do not know.
