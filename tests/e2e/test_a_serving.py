@@ -1,0 +1,245 @@
+"""What clients and operators get from the running application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import Service, wait_for
+
+from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.routing import policy_names
+
+
+def test_trace_from_a_ray_job_is_whole(trace_file: Path) -> None:
+    trace = CalibrationTrace.load(trace_file)
+    assert len(trace.ids) == 40
+    assert len(set(trace.domains)) > 2
+    assert trace.decode_steps.min() >= 1
+    assert trace.routes is not None
+
+
+def test_refit_swaps_a_table_for_the_live_replicas(table_file: Path, service: Service) -> None:
+    table = RoutingTable.load(table_file)
+    status = service.status()
+    assert len(table.centroids) == len(status["workers"]) == 2
+    assert status["table"]["version"] >= 1
+    assert not status["table"]["refit_advised"]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_greedy_answers_equal_the_single_engine(
+    policy: str, service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
+) -> None:
+    service.set_policy(policy)
+    client = service.client
+    for prompt, completion, chat in zip(
+        prompts, single_engine["completions"], single_engine["chats"], strict=True
+    ):
+        answer = client.completions.create(model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0)
+        assert answer.choices[0].text == completion
+        stream = client.chat.completions.create(
+            model="eldr-demo",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == chat
+
+
+def test_every_answer_names_its_worker_and_band(service: Service, table_file: Path, prompts: list[str]) -> None:
+    service.set_policy("locality-band", band=0.0)
+    replicas = {worker["replica"] for worker in service.status()["workers"]}
+    before = service.status()["counters"]
+    for prompt in prompts:
+        raw = service.client.completions.with_raw_response.create(
+            model="eldr-demo", prompt=prompt, max_tokens=2, temperature=0
+        )
+        assert raw.headers["x-eldr-decode-worker"] in replicas
+        assert raw.headers["x-eldr-band"] == "1"
+    after = service.status()["counters"]
+    # With a band of width 0 every request with a signature lands on its most similar worker.
+    assert after["best_worker"] - before.get("best_worker", 0) == len(prompts)
+    assert after["reason:locality-band"] - before.get("reason:locality-band", 0) == len(prompts)
+    assert after.get("signature_missing", 0) == before.get("signature_missing", 0)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"n": 2, "temperature": 0.7, "seed": 1},
+        {"logprobs": 3},
+        {"echo": True},
+        {"echo": True, "logprobs": 1},
+        {"stop": ["e"]},
+        {"best_of": 2, "n": 1, "temperature": 0.7},
+    ],
+)
+def test_completion_options_are_the_engines(service: Service, extra: dict[str, object]) -> None:
+    options = {"temperature": 0.0} | extra
+    answer = service.client.completions.create(
+        model="eldr-demo", prompt="The quick brown fox", max_tokens=6, **options
+    )  # type: ignore[call-overload]
+    assert len(answer.choices) == extra.get("n", 1)
+    for choice in answer.choices:
+        if extra.get("echo"):
+            assert choice.text.startswith("The quick brown fox")
+        if extra.get("logprobs"):
+            assert choice.logprobs is not None
+            assert len(choice.logprobs.tokens) >= 6
+        if extra.get("stop"):
+            assert "e" not in choice.text
+
+
+def test_several_prompts_in_one_completion(service: Service) -> None:
+    both = service.client.completions.create(
+        model="eldr-demo", prompt=["one two", "three four"], max_tokens=5, temperature=0
+    )
+    single = [
+        service.client.completions.create(model="eldr-demo", prompt=p, max_tokens=5, temperature=0).choices[0].text
+        for p in ("one two", "three four")
+    ]
+    assert [choice.text for choice in both.choices] == single
+
+
+def test_chat_with_tools_and_logprobs(service: Service) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    answer = service.client.chat.completions.create(
+        model="eldr-demo",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=4,
+        temperature=0,
+        tools=[tool],  # type: ignore[list-item]
+        tool_choice="none",
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.content or []) == 4
+
+
+def test_one_token_is_enough(service: Service, prompts: list[str], single_engine: dict[str, list[str]]) -> None:
+    answer = service.client.completions.create(model="eldr-demo", prompt=prompts[0], max_tokens=1, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+    assert single_engine["completions"][0].startswith(answer.choices[0].text)
+
+
+def test_other_openai_endpoints_stay(service: Service) -> None:
+    assert [m.id for m in service.client.models.list().data] == ["eldr-demo"]
+    tokens = httpx.post(f"{service.url}/tokenize", json={"model": "eldr-demo", "prompt": "hello"}, timeout=60).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+
+
+# -- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ('{"model": "eldr-demo", "prompt": "a', 400),
+        ('{"model": "unknown", "prompt": "a"}', 404),
+        ('{"model": "eldr-demo", "prompt": "a", "max_tokens": -3}', 400),
+        (json.dumps({"model": "eldr-demo", "prompt": "word " * 9000}), 400),
+        ('{"model": "eldr-demo"}', 400),
+        ("[]", 400),
+    ],
+)
+def test_bad_requests_get_an_openai_error(service: Service, body: str, status: int) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{service.url}/v1/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_kv_transfer_params_of_a_client_are_dropped(service: Service) -> None:
+    foreign = {"do_remote_prefill": True, "remote_host": "203.0.113.1", "remote_port": 1, "eldr_replica": "nobody"}
+    answer = service.client.completions.create(
+        model="eldr-demo", prompt="hello", max_tokens=3, extra_body={"kv_transfer_params": foreign}
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+def test_admin_endpoints_need_the_key(service: Service) -> None:
+    before = service.status()["settings_version"]
+    for key in (None, "wrong"):
+        assert service.admin("PUT", "/eldr/policy", key=key, json={"name": "random"}).status_code == 401
+        assert service.admin("PUT", "/eldr/table", key=key, content=b"x").status_code == 401
+    assert service.status()["settings_version"] == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "nearest"},
+        {"name": "locality-band", "parameters": {"width": 0.1}},
+        {"name": "locality-band", "parameters": {"band": "wide"}},
+        {"policy": "random"},
+    ],
+)
+def test_a_policy_that_does_not_exist_changes_nothing(service: Service, change: dict[str, object]) -> None:
+    before = service.status()
+    answer = service.admin("PUT", "/eldr/policy", json=change)
+    assert answer.status_code == 400
+    assert "\n" not in answer.json()["error"]["message"]
+    after = service.status()
+    assert (after["policy"], after["settings_version"]) == (before["policy"], before["settings_version"])
+
+
+def test_a_table_that_does_not_fit_leaves_the_old_one(service: Service, table_file: Path) -> None:
+    good = RoutingTable.load(table_file)
+    other_model = RoutingTable(**{**good.__dict__, "model": "another"})
+    before = service.status()["table"]
+    for body in (b"", b"garbage", good.to_bytes()[:-100], other_model.to_bytes()):
+        answer = service.admin("PUT", "/eldr/table", content=body)
+        assert answer.status_code == 400, answer.text
+        assert "\n" not in answer.json()["error"]["message"]
+    assert service.status()["table"] == before
+
+
+# -- load --------------------------------------------------------------------------------------------
+
+
+async def test_swaps_and_policy_changes_under_200_requests(
+    service: Service, table_file: Path, prompts: list[str]
+) -> None:
+    client = service.async_client
+    table = table_file.read_bytes()
+    version = service.status()["table"]["version"]
+
+    async def ask(number: int) -> int:
+        stream = await client.completions.create(
+            model="eldr-demo",
+            prompt=f"{number} {prompts[number % len(prompts)]}",
+            max_tokens=12,
+            extra_body={"ignore_eos": True},
+            stream=True,
+        )
+        return len([chunk async for chunk in stream if chunk.choices and chunk.choices[0].text is not None])
+
+    async def operate() -> None:
+        policies = ["shortest-queue", "locality-band", "random", "least-tokens", "locality-band"]
+        async with httpx.AsyncClient(base_url=service.url, headers={"Authorization": "Bearer e2e-key"}) as admin:
+            for number in range(20):
+                answer = await admin.put("/eldr/table", content=table, timeout=60)
+                assert answer.status_code == 200, answer.text
+                if number % 4 == 0:
+                    answer = await admin.put("/eldr/policy", json={"name": policies[number // 4]}, timeout=60)
+                    assert answer.status_code == 200, answer.text
+                await asyncio.sleep(0.1)
+
+    *lengths, _ = await asyncio.gather(*(ask(number) for number in range(200)), operate())
+    assert min(lengths) >= 1
+    assert service.status()["table"]["version"] == version + 20
+
+
+def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
+    service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0)
+    for name in ("eldr_active_experts_count", "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
+                 "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version"):  # fmt: skip
+        wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
