@@ -155,6 +155,7 @@ class RequestPath:
                 finished = True
                 replica = self._prefill_replicas.take_routed(request_id)
                 if not isinstance(response, ErrorResponse):
+                    self._client.count("prefills")
                     return Prefilled(
                         request_id,
                         replica,

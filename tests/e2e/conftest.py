@@ -148,7 +148,7 @@ def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Iterator[S
         arguments[role]["model_loading_config"]["model_source"] = str(MODEL)
     arguments["admin_key"] = ADMIN_KEY
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    serve.run(build_app(arguments), name="eldr", route_prefix="/", _blocking=True)
+    serve.run(build_app(arguments), name="eldr", route_prefix="/")
     running = Service(f"http://127.0.0.1:{PORT}")
     wait_for(lambda: running.status()["ingress"]["ready"], "every pair of engines is warm", 180)
     yield running

@@ -1,0 +1,22 @@
+"""Small tables and traces for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.signature import SignatureSpec
+
+
+def unit_table(k: int, *, model: str = "m", num_layers: int = 2, num_experts: int = 8, band: float = 0.1) -> RoutingTable:
+    """Centroid c points at expert c of layer 0, so that counts choose their worker in plain sight."""
+    spec = SignatureSpec(np.ones((num_layers, num_experts), np.float32), np.arange(num_layers))
+    centroids = np.eye(k, spec.dim, dtype=np.float32)
+    return RoutingTable(model, spec, centroids, np.ones(k, np.int64), [f"domain{c}" for c in range(k)], band)
+
+
+def counts_for(centroid: int, num_layers: int = 2, num_experts: int = 8) -> np.ndarray:
+    """uint32[L,E] whose signature is exactly centroid `centroid` of unit_table."""
+    counts = np.zeros((num_layers, num_experts), np.uint32)
+    counts[0, centroid] = 5
+    return counts

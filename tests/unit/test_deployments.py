@@ -1,0 +1,97 @@
+"""Every deployment YAML builds its application graph; no engine is started."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tables import unit_table
+
+from eldr_serve.serving.app import build_app
+from eldr_serve.serving.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[2]
+TOPOLOGIES = {  # file -> prefill replicas, decode replicas, GPUs a replica
+    "cpu_demo": (1, 2, 0),
+    "cpu_demo_4d": (1, 4, 0),
+    "qwen3_30b_8p16d": (8, 16, 1),
+    "gpt_oss_120b_8p16d": (8, 16, 1),
+    "gemma_4_26b_8p16d": (8, 16, 1),
+    "qwen3_235b_2p8d": (2, 8, 4),
+}
+
+
+def arguments(name: str) -> dict[str, Any]:
+    document = yaml.safe_load((ROOT / "deployments" / f"{name}.yaml").read_text())
+    assert document["applications"][0]["import_path"] == "eldr_serve.serving.app:build_app"
+    args: dict[str, Any] = document["applications"][0]["args"]
+    return copy.deepcopy(args)
+
+
+def engines(app: Any) -> tuple[Any, Any]:
+    bound = app._bound_deployment.init_kwargs
+    (decode,) = bound["llm_deployments"].values()
+    return bound["prefill"]._bound_deployment, decode._bound_deployment
+
+
+def test_no_deployment_is_untested() -> None:
+    assert {p.stem for p in (ROOT / "deployments").glob("*.yaml")} == set(TOPOLOGIES)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    prefill, decode = engines(build_app(arguments(name)))
+    num_prefill, num_decode, gpus = TOPOLOGIES[name]
+    assert prefill._deployment_config.num_replicas == num_prefill
+    assert decode._deployment_config.num_replicas == num_decode
+    for deployment, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        config = deployment.init_kwargs["llm_config"]
+        assert config.engine_kwargs["kv_transfer_config"]["kv_role"] == role
+        assert config.engine_kwargs["scheduler_cls"] == "eldr_serve.engine.scheduler.EldrAsyncScheduler"
+        bundles = deployment.replica_config.placement_group_bundles
+        assert sum(bundle.get("GPU", 0) for bundle in bundles) == gpus
+    assert prefill.init_kwargs["llm_config"].model_id == decode.init_kwargs["llm_config"].model_id
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"rooter": {}}, "rooter"),
+        ({"router": {"policy": "nearest"}}, "nearest"),
+        ({"router": {"table": "/nowhere/table.safetensors"}}, "table"),
+        ({"ingress": {"max_in_flight": 0}}, "max_in_flight"),
+        ({"path": {"kv_lease_s": -1}}, "kv_lease_s"),
+        ({"prefill_config": {}}, "prefill_config"),
+    ],
+)
+def test_a_mistake_in_the_file_stops_the_build_with_one_sentence(change: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigurationError) as mistake:
+        build_app(arguments("cpu_demo") | change)
+    assert word in str(mistake.value)
+
+
+def test_two_models_in_one_deployment_are_refused() -> None:
+    args = arguments("cpu_demo")
+    args["decode_config"]["model_loading_config"] = {"model_id": "other", "model_source": "demo_model/weights"}
+    with pytest.raises(ConfigurationError, match="other"):
+        build_app(args)
+
+
+def test_a_table_in_the_file_is_what_the_router_starts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    unit_table(2, model="eldr-demo").save(tmp_path / "table.safetensors")
+    app = build_app(arguments("cpu_demo") | {"router": {"table": str(tmp_path / "table.safetensors")}})
+    spec = app._bound_deployment.init_kwargs["router"]
+    assert spec.table == unit_table(2, model="eldr-demo").to_bytes()
+
+
+def test_the_cluster_file_passes_rays_own_validation() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    for name in ("ray_cluster.yaml", "ray_cluster_local.yaml"):
+        config = yaml.safe_load((ROOT / name).read_text())
+        validate_config(prepare_config(config))

@@ -1,0 +1,327 @@
+"""The path of one request over fake engines: retries, placement after failure, releases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, ErrorResponse
+from eldr_serve.serving.errors import Overloaded
+from eldr_serve.serving.messages import Lease, PlacementRequest
+from eldr_serve.serving.path import PathOptions, RequestPath
+from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.wire import ATTEMPT, REPLICA, SIGNATURE, needs_whole_engine, prefill_request
+from eldr_serve.signature import pack_counts
+
+COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
+
+
+class Stream:
+    """A DeploymentResponseGenerator: an async iterator that can be cancelled."""
+
+    def __init__(self, chunks: AsyncIterator[Any]) -> None:
+        self._chunks = chunks
+        self.cancelled = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await anext(self._chunks)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Deployment:
+    """A DeploymentHandle whose every call is answered by `answer(request)`, an async generator."""
+
+    def __init__(self, answer: Callable[[Any], AsyncIterator[Any]]) -> None:
+        self._answer = answer
+        self.requests: list[Any] = []
+        self.streams: list[Stream] = []
+        self.released: list[Any] = []
+
+    def options(self, **_: Any) -> Deployment:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self, request: Any, raw_info: Any = None) -> Any:
+        if not hasattr(request, "max_tokens"):
+            self.released.append(request)
+            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            done.set_result(True)
+            return done
+        self.requests.append(request)
+        self.streams.append(Stream(self._answer(request)))
+        return self.streams[-1]
+
+
+class Usage:
+    prompt_tokens = 7
+
+
+class PrefillAnswer:
+    usage = Usage()
+    kv_transfer_params = {"do_remote_prefill": True, "remote_request_id": "r", SIGNATURE: pack_counts(COUNTS)}  # noqa: RUF012
+
+
+class Client:
+    """A RouterClient that leases the first replica that is not excluded."""
+
+    def __init__(self) -> None:
+        self.placed: list[tuple[PlacementRequest, Any]] = []
+        self.held: set[str] = set()
+        self.counted: list[str] = []
+        self.moved: list[str] = []
+
+    async def place(self, request: PlacementRequest, counts: Any) -> Lease:
+        self.placed.append((request, counts))
+        self.held.add(request.request_id)
+        replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
+        return Lease(request.request_id, replica, request.prompt_tokens)
+
+    def release(self, request_id: str) -> None:
+        self.held.discard(request_id)
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        assert request_id in self.held
+
+    def served_by(self, request_id: str, replica: str) -> None:
+        self.moved.append(replica)
+
+    def count(self, event: str) -> None:
+        self.counted.append(event)
+
+
+def error(code: int) -> ErrorResponse:
+    return ErrorResponse(error={"message": "no", "type": "test", "code": code})
+
+
+async def good_prefill(request: Any) -> AsyncIterator[Any]:
+    yield PrefillAnswer()
+
+
+async def good_decode(request: Any) -> AsyncIterator[Any]:
+    for text in ("a", "b", "c"):
+        yield f"data: {text}"
+
+
+class World:
+    def __init__(self, prefill: Any = good_prefill, decode: Any = good_decode, **options: Any) -> None:
+        self.prefill, self.decode, self.client = Deployment(prefill), Deployment(decode), Client()
+        self.prefills = ReplicaDirectory()
+        self.path = RequestPath(
+            prefill=self.prefill,  # type: ignore[arg-type]
+            decode=self.decode,  # type: ignore[arg-type]
+            client=self.client,  # type: ignore[arg-type]
+            prefill_replicas=self.prefills,
+            decode_replicas=ReplicaDirectory(),
+            options=PathOptions(retry_backoff_s=0.0, **options),
+        )
+
+    async def run(self, **fields: Any) -> list[Any]:
+        request = CompletionRequest(model="m", prompt="hello", **({"max_tokens": 5} | fields))
+        found = [chunk async for chunk in self.path.generate(request, "completions")]
+        await asyncio.sleep(0)
+        return found
+
+
+async def test_prefill_then_place_then_decode() -> None:
+    world = World()
+    assert await world.run() == ["data: a", "data: b", "data: c"]
+    (placement, counts), = world.client.placed
+    np.testing.assert_array_equal(counts, COUNTS)
+    assert placement.prompt_tokens == 7
+    sent = world.decode.requests[0].kv_transfer_params
+    assert sent[REPLICA] == "d0"
+    assert sent["do_remote_prefill"]
+    assert SIGNATURE not in sent
+    assert world.prefill.requests[0].max_tokens == 1
+    assert not world.client.held
+    assert not world.prefill.released
+
+
+async def test_a_prefill_without_signature_is_placed_all_the_same() -> None:
+    class Bare(PrefillAnswer):
+        kv_transfer_params = {"do_remote_prefill": True}  # noqa: RUF012
+
+    async def bare(request: Any) -> AsyncIterator[Any]:
+        yield Bare()
+
+    world = World(prefill=bare)
+    assert len(await world.run()) == 3
+    assert world.client.placed[0][1] is None
+
+
+async def test_a_malformed_signature_is_no_signature() -> None:
+    class Malformed(PrefillAnswer):
+        kv_transfer_params = {SIGNATURE: "AAAA"}  # noqa: RUF012
+
+    async def malformed(request: Any) -> AsyncIterator[Any]:
+        yield Malformed()
+
+    world = World(prefill=malformed)
+    assert len(await world.run()) == 3
+    assert world.client.placed[0][1] is None
+
+
+async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
+    async def second_works(request: Any) -> AsyncIterator[Any]:
+        if request.kv_transfer_params[ATTEMPT] == 0:
+            raise RayActorError
+        yield PrefillAnswer()
+
+    world = World(prefill=second_works)
+    assert len(await world.run()) == 3
+    assert [r.kv_transfer_params[ATTEMPT] for r in world.prefill.requests] == [0, 1]
+    assert len({r.request_id for r in world.prefill.requests}) == 2
+    assert world.client.counted.count("prefill_retries") == 1
+
+
+async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
+    async def busy(request: Any) -> AsyncIterator[Any]:
+        yield error(503)
+
+    world = World(prefill=busy, prefill_tries=2)
+    with pytest.raises(Overloaded) as refusal:
+        await world.run()
+    assert refusal.value.retry_after_s >= 1
+    assert len(world.prefill.requests) == 2
+    assert not world.client.placed
+
+
+async def test_a_request_that_is_wrong_is_not_tried_again() -> None:
+    async def wrong(request: Any) -> AsyncIterator[Any]:
+        yield error(400)
+
+    world = World(prefill=wrong)
+    answer, = await world.run()
+    assert answer.error.code == 400
+    assert len(world.prefill.requests) == 1
+    assert not world.decode.requests
+
+
+@pytest.mark.parametrize("failure", ["dies", "refuses", "error-event"])
+async def test_a_decode_that_fails_before_its_first_token_is_placed_elsewhere(failure: str) -> None:
+    async def first_fails(request: Any) -> AsyncIterator[Any]:
+        if request.kv_transfer_params[REPLICA] == "d0":
+            if failure == "dies":
+                raise RayActorError
+            yield error(500) if failure == "refuses" else 'data: {"error": {"code": 500}}'
+            return
+        yield "data: a"
+
+    world = World(decode=first_fails)
+    assert await world.run() == ["data: a"]
+    assert world.client.placed[1][0].exclude == ("d0",)
+    assert len(world.prefill.requests) == 1  # the prompt's blocks still stand
+    assert not world.client.held
+
+
+async def test_a_second_prefill_where_the_blocks_no_longer_stand() -> None:
+    async def first_dies(request: Any) -> AsyncIterator[Any]:
+        if request.kv_transfer_params[REPLICA] == "d0":
+            raise RayActorError
+        yield "data: a"
+
+    world = World(decode=first_dies, kv_lease_s=1e-9)
+    assert await world.run() == ["data: a"]
+    assert len(world.prefill.requests) == 2
+
+
+async def test_when_no_decode_works_the_prompts_blocks_are_released() -> None:
+    async def dead(request: Any) -> AsyncIterator[Any]:
+        raise RayActorError
+        yield
+
+    world = World(decode=dead, decode_tries=2)
+    for attempt in range(3):
+        world.prefills.sent("unused", f"p{attempt}")
+    original = world.prefills.take_routed
+    world.prefills.take_routed = lambda request_id: original(request_id) or "p0"  # type: ignore[method-assign]
+    with pytest.raises(Overloaded):
+        await world.run()
+    await asyncio.sleep(0)
+    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+    assert not world.client.held
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    async def breaks(request: Any) -> AsyncIterator[Any]:
+        yield "data: a"
+        raise RayActorError
+
+    world = World(decode=breaks)
+    first, last = await world.run()
+    assert first == "data: a"
+    assert '"engine_lost"' in last
+    assert world.client.counted[-1] == "streams_lost"
+    assert not world.client.held
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
+    reached = asyncio.Event()
+
+    async def hangs(request: Any) -> AsyncIterator[Any]:
+        reached.set()
+        await asyncio.sleep(60)
+        yield "never"
+
+    world = World(**{leg: hangs})
+    world.prefills.take_routed = lambda request_id: "p0"  # type: ignore[method-assign]
+    task = asyncio.create_task(world.run())
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.01)
+    assert getattr(world, leg).streams[-1].cancelled
+    assert not world.client.held
+    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"n": 2}, "n>1"),
+        ({"prompt": ["a", "b"]}, "several-prompts"),
+        ({"prompt": ["a"]}, "several-prompts"),
+        ({"echo": True, "logprobs": 1}, "echo-logprobs"),
+        ({"prompt_logprobs": 1}, "prompt-logprobs"),
+        ({"echo": True}, None),
+        ({"logprobs": 1}, None),
+        ({"prompt": [1, 2, 3]}, None),
+        ({"stop": ["x"], "stream": True}, None),
+    ],
+)
+async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(fields: dict[str, Any], reason: str | None) -> None:
+    request = CompletionRequest(**({"model": "m", "prompt": "hello", "max_tokens": 5} | fields))
+    assert needs_whole_engine(request) == reason
+    world = World()
+    [chunk async for chunk in world.path.generate(request, "completions")]
+    assert len(world.prefill.requests) == (0 if reason else 1)
+    assert set(world.decode.requests[0].kv_transfer_params) >= ({REPLICA} if reason else {REPLICA, "do_remote_prefill"})
+
+
+def test_a_prefill_call_leaves_the_answer_to_decode() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    chat = ChatCompletionRequest(
+        model="m", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=50, stream=True,
+        stream_options={"include_usage": True}, tools=[tool], tool_choice="auto", logprobs=True, top_logprobs=3, stop="x",
+    )  # fmt: skip
+    sent = prefill_request(chat, "id", 0)
+    assert (sent.max_tokens, sent.max_completion_tokens, sent.stream) == (1, 1, False)
+    assert sent.tools == chat.tools  # the chat template writes them into the prompt
+    assert sent.tool_choice == "none"
+    assert not sent.logprobs
+    assert chat.stream
+    assert chat.kv_transfer_params is None

@@ -1,0 +1,50 @@
+"""Prefix-hash routing of prompts with bounded load."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
+from eldr_serve.serving.request_router import choose_prefill, prompt_head
+
+REPLICAS = [f"p{n}" for n in range(8)]
+IDLE = dict.fromkeys(REPLICAS, 0)
+
+
+def test_equal_heads_meet_and_different_heads_spread() -> None:
+    assert len({choose_prefill(b"the same head", IDLE) for _ in range(5)}) == 1
+    spread = Counter(choose_prefill(f"head {n}".encode(), IDLE) for n in range(800))
+    assert set(spread) == set(REPLICAS)
+    assert max(spread.values()) < 2 * 100
+
+
+def test_a_replica_that_leaves_moves_only_its_own_prefixes() -> None:
+    fewer = {name: 0 for name in REPLICAS if name != "p3"}
+    for n in range(300):
+        before, after = choose_prefill(f"{n}".encode(), IDLE), choose_prefill(f"{n}".encode(), fewer)
+        assert after == before or before == "p3"
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=8), st.binary(max_size=20))
+def test_no_replica_is_taken_over_its_bound(loads: list[int], head: bytes) -> None:
+    in_flight = {f"p{n}": load for n, load in enumerate(loads)}
+    chosen = choose_prefill(head, in_flight, max_load_ratio=1.25)
+    mean = (sum(loads) + 1) / len(loads)
+    assert in_flight[chosen] + 1 <= max(1.0, 1.25 * mean) or in_flight[chosen] == min(loads)
+
+
+def test_each_further_attempt_takes_another_replica() -> None:
+    assert len({choose_prefill(b"head", IDLE, attempt=n) for n in range(8)}) == 8
+
+
+def test_heads_of_every_kind_of_request() -> None:
+    long = "shared beginning " * 40
+    first, second = (CompletionRequest(model="m", prompt=long + end) for end in ("a", "b"))
+    assert prompt_head(first, 64) == prompt_head(second, 64)
+    assert prompt_head(CompletionRequest(model="m", prompt=[1, 2, 3]), 2) == b"[1, 2]"
+    chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": long}])
+    assert prompt_head(chat, 64).startswith(b"user:shared")
+    assert prompt_head(object(), 64) == b""
