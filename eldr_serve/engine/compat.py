@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 
 __all__ = [
     "NixlConnectorMetadata",
@@ -26,6 +31,7 @@ __all__ = [
     "get_kv_transfer_group",
     "has_kv_transfer_group",
     "moe_routers",
+    "polled_nixl",
     "step_slots",
 ]
 
@@ -102,3 +108,22 @@ def expire_send_lease(worker: Any, request_ids: list[str]) -> list[str]:
     for request_id in held:
         worker._reqs_to_send[request_id] = 0.0
     return held
+
+
+@contextmanager
+def polled_nixl() -> Iterator[None]:
+    """Within it, a NIXL agent is made without its progress thread where engines share CPU cores.
+
+    The thread spins: it takes a whole core for each engine, idle or not, and vLLM has no setting for it.
+    Without it transfers progress when the engine looks at them, which it does in every step, and it
+    steps as long as a transfer or a lease is open. On GPUs the thread stays.
+    """
+    original = getattr(base_worker, "nixl_agent_config", None)
+    if not current_platform.is_cpu() or original is None:
+        yield
+        return
+    base_worker.nixl_agent_config = partial(original, enable_prog_thread=False)
+    try:
+        yield
+    finally:
+        base_worker.nixl_agent_config = original

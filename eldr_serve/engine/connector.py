@@ -32,6 +32,7 @@ from eldr_serve.engine.compat import (
     check_engine,
     expire_send_lease,
     moe_routers,
+    polled_nixl,
     step_slots,
 )
 from eldr_serve.engine.routes import pack_routes
@@ -76,7 +77,8 @@ class EldrConnector(NixlPullConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
-        super().__init__(vllm_config, role, kv_cache_config)
+        with polled_nixl():
+            super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
