@@ -1,0 +1,167 @@
+"""Files that are what they should be come back; all others are refused with one sentence."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save as save_tensors
+from tables import unit_table
+from traces import synthetic_trace
+
+from eldr_serve.artifacts import ArtifactError, CalibrationTrace, RoutingTable
+from eldr_serve.files import write_whole
+from eldr_serve.signature import SignatureSpec
+
+TRACE = synthetic_trace(12)
+TABLE = unit_table(3)
+KINDS: list[tuple[Any, Any]] = [(TRACE, CalibrationTrace), (TABLE, RoutingTable)]
+
+
+@pytest.mark.parametrize(("artifact", "kind"), KINDS)
+def test_a_file_comes_back_byte_for_byte(artifact: Any, kind: Any, tmp_path: Path) -> None:
+    artifact.save(tmp_path / "file")
+    loaded = kind.load(tmp_path / "file")
+    assert loaded.to_bytes() == artifact.to_bytes() == (tmp_path / "file").read_bytes()
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
+
+
+def test_a_table_means_the_same_after_loading(tmp_path: Path) -> None:
+    TABLE.save(tmp_path / "table")
+    loaded = RoutingTable.load(tmp_path / "table")
+    counts = np.random.default_rng(0).integers(0, 9, (2, 8)).astype(np.uint32)
+    np.testing.assert_array_equal(loaded.similarity(counts), TABLE.similarity(counts))
+    np.testing.assert_allclose(loaded.similarity(loaded.spec.encode(counts)), TABLE.similarity(counts), atol=1e-6)
+    assert (loaded.domains, loaded.band, loaded.model) == (TABLE.domains, TABLE.band, TABLE.model)
+    for wrong in (np.zeros(5, np.float32), np.zeros((3, 8), np.uint32)):
+        with pytest.raises(ValueError):
+            loaded.similarity(wrong)
+
+
+def refused(kind: Any, data: bytes) -> str:
+    with pytest.raises(ArtifactError) as refusal:
+        kind.from_bytes(data)
+    message = str(refusal.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(("artifact", "kind"), KINDS)
+def test_cut_files_are_refused(artifact: Any, kind: Any) -> None:
+    data = artifact.to_bytes()
+    for length in (0, 4, 8, 60, len(data) // 2, len(data) - 1):
+        refused(kind, data[:length])
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    for _, kind in KINDS:
+        refused(kind, data)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+@pytest.mark.parametrize(("artifact", "kind"), KINDS)
+def test_foreign_files_are_refused_and_never_unpickled(artifact: Any, kind: Any, tmp_path: Path) -> None:
+    refused(kind, pickle.dumps(Bomb()))
+    refused(kind, save_tensors({"a": np.zeros(3)}))
+    refused(kind, save_tensors({"a": np.zeros(3)}, metadata={"eldr": "{}"}))
+    refused(kind, save_tensors({"a": np.zeros(3)}, metadata={"eldr": "not json"}))
+    for other, _ in KINDS:
+        if other is not artifact:
+            assert "schema" in refused(kind, other.to_bytes())
+    with pytest.raises(ArtifactError, match="nowhere"):
+        kind.load(tmp_path / "nowhere")
+
+
+def with_array(artifact: Any, name: str, value: Any) -> bytes:
+    """The artifact's bytes with one array replaced, past the checks of its class."""
+    changed = object.__new__(type(artifact))
+    changed.__dict__.update(artifact.__dict__)
+    changed.__dict__[name] = value
+    data: bytes = changed.to_bytes()
+    return data
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("centroids", np.full_like(TABLE.centroids, np.nan), "finite"),
+        ("centroids", 2 * TABLE.centroids, "norm"),
+        ("centroids", TABLE.centroids[:, :-1].copy(), "columns"),
+        ("centroids", TABLE.centroids.astype(np.float64), "float32"),
+        ("centroids", TABLE.centroids[0], "shape"),
+        ("cluster_sizes", np.ones(4, np.int64), "sizes"),
+        ("domains", ["a"], "names"),
+        ("spec", SignatureSpec(np.ones((2, 9), np.float32), np.arange(2)), "columns"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(name: str, value: Any, word: str) -> None:
+    assert word in refused(RoutingTable, with_array(TABLE, name, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("prefill_counts", TRACE.prefill_counts + np.uint32(1), "add up"),
+        ("decode_counts", TRACE.decode_counts[:, :2].copy(), "shape"),
+        ("prompt_tokens", TRACE.prompt_tokens[:-1].copy(), "entries"),
+        ("decode_steps", TRACE.decode_steps.astype(np.int64), "uint32"),
+        ("ids", ["same"] * 12, "same id"),
+        ("domains", ["a"], "entries"),
+        ("top_k", 99, "top_k"),
+        ("routes", np.full_like(TRACE.routes, 200), "unknown expert"),
+        ("routes", None, "together"),
+        ("route_offsets", np.zeros(13, np.int64), "offsets"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(name: str, value: Any, word: str) -> None:
+    data = with_array(TRACE, name, value)
+    if name == "routes" and value is None:  # a file then carries neither
+        assert CalibrationTrace.from_bytes(data).routes is None
+        return
+    assert word in refused(CalibrationTrace, data)
+
+
+def test_a_band_outside_its_range_is_refused() -> None:
+    for band in (-0.5, 2.5):
+        with pytest.raises(ArtifactError, match="band"):
+            replace(TABLE, band=band)
+
+
+def test_decode_probability_is_a_share_of_steps() -> None:
+    probability = TRACE.decode_probability
+    assert probability.max() <= 1
+    np.testing.assert_allclose(probability.sum(axis=2), TRACE.top_k, rtol=1e-5)
+    still = replace(TRACE, decode_counts=0 * TRACE.decode_counts, decode_steps=0 * TRACE.decode_steps, routes=None, route_offsets=None)  # fmt: skip
+    assert not still.decode_probability.any()
+
+
+def test_a_subset_is_a_trace() -> None:
+    subset = TRACE.subset(np.array([3, 1]))
+    assert subset.ids == ["3", "1"]
+    assert CalibrationTrace.from_bytes(subset.to_bytes()).fingerprint == subset.fingerprint != TRACE.fingerprint
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "file", b"old")
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        write_whole(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,112 @@
+"""Balanced K-means against enumeration and against the Hungarian algorithm."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from eldr_serve.clustering import balanced_assignment, balanced_kmeans, kmeans
+
+
+def hungarian(cost: np.ndarray, capacity: int) -> float:
+    rows, columns = linear_sum_assignment(np.repeat(cost, capacity, axis=1))
+    return float(np.repeat(cost, capacity, axis=1)[rows, columns].sum())
+
+
+def total(cost: np.ndarray, labels: np.ndarray) -> float:
+    return float(cost[np.arange(len(cost)), labels].sum())
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**16), st.booleans())
+@settings(deadline=None)
+def test_assignment_equals_the_best_of_all(n: int, k: int, seed: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    cost = rng.integers(0, 3, (n, k)).astype(float) if ties else rng.random((n, k))
+    capacity = -(-n // k)
+    labels, _ = balanced_assignment(cost, capacity)
+    allowed = (
+        choice
+        for choice in itertools.product(range(k), repeat=n)
+        if max(choice.count(c) for c in range(k)) <= capacity
+    )
+    assert np.bincount(labels, minlength=k).max() <= capacity
+    assert total(cost, labels) == pytest.approx(min(total(cost, np.array(choice)) for choice in allowed))
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 2**16), st.integers(0, 2), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_assignment_equals_the_hungarian_algorithm(n: int, k: int, seed: int, slack: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    cost = rng.integers(0, 4, (n, k)).astype(float) if ties else rng.normal(size=(n, k))
+    capacity = -(-n // k) + slack
+    labels, prices = balanced_assignment(cost, capacity, rng.normal(size=k))
+    assert total(cost, labels) == pytest.approx(hungarian(cost, capacity))
+    # The prices prove it: nobody would rather be elsewhere.
+    paid = (cost + prices)[np.arange(n), labels]
+    assert (paid <= (cost + prices).min(axis=1) + 1e-9).all()
+
+
+def test_a_large_assignment_is_exact_too() -> None:
+    cost = np.random.default_rng(0).random((900, 30)) ** 3
+    labels, _ = balanced_assignment(cost, 30)
+    assert total(cost, labels) == pytest.approx(hungarian(cost, 30))
+
+
+def test_points_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 points"):
+        balanced_assignment(np.zeros((7, 2)), 3)
+
+
+def blobs(sizes: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    centres = np.eye(len(sizes), 12)
+    points = np.concatenate([c + 0.05 * rng.normal(size=(n, 12)) for c, n in zip(centres, sizes, strict=True)])
+    return points / np.linalg.norm(points, axis=1, keepdims=True), np.repeat(np.arange(len(sizes)), sizes)
+
+
+def test_equal_blobs_are_found() -> None:
+    points, truth = blobs([20, 20, 20, 20])
+    clusters = balanced_kmeans(points, 4)
+    assert sorted(clusters.sizes) == [20] * 4
+    for blob in range(4):
+        assert len(set(clusters.labels[truth == blob])) == 1
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
+@settings(deadline=None, max_examples=40)
+def test_no_cluster_is_over_its_share(n: int, k: int, seed: int) -> None:
+    points = np.random.default_rng(seed).normal(size=(n, 5))
+    points[:: max(2, seed % 7)] = 0  # signatures of zeros happen
+    points /= np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-9)
+    if k > n:
+        with pytest.raises(ValueError):
+            balanced_kmeans(points, k)
+        return
+    clusters = balanced_kmeans(points, k, seed=seed)
+    assert clusters.sizes.max() <= -(-n // k)
+    assert clusters.sizes.sum() == n
+    np.testing.assert_allclose(np.linalg.norm(clusters.centroids, axis=1), 1, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_clusters() -> None:
+    points, _ = blobs([9, 30, 5])
+    first, second = (balanced_kmeans(points, 3, seed=4) for _ in range(2))
+    np.testing.assert_array_equal(first.labels, second.labels)
+    np.testing.assert_array_equal(first.centroids, second.centroids)
+
+
+def test_plain_kmeans_follows_the_crowd_and_balanced_kmeans_does_not() -> None:
+    points, _ = blobs([60, 6, 6])
+    assert kmeans(points, 3).sizes.max() == 60
+    assert balanced_kmeans(points, 3).sizes.max() == 24
+
+
+def test_points_that_are_not_numbers_are_refused() -> None:
+    for bad in (np.ones(4), np.array([[np.nan, 1.0]])):
+        with pytest.raises(ValueError, match="finite"):
+            balanced_kmeans(bad, 1)

@@ -1,0 +1,85 @@
+"""The offline commands on good and on bad input; no engine is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from traces import synthetic_trace
+
+from eldr_serve.artifacts import RoutingTable
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    synthetic_trace().save(tmp_path / "trace.safetensors")
+    return tmp_path / "trace.safetensors"
+
+
+def test_fit_writes_table_report_and_plot(trace: Path) -> None:
+    out, report, plot = (trace.with_name(name) for name in ("table.safetensors", "report.json", "plot.png"))
+    done = command("offline.fit", "--trace", trace, "--workers", 3, "--out", out, "--report", report, "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    table, found = RoutingTable.load(out), json.loads(report.read_text())
+    assert table.cluster_sizes.tolist() == found["cluster_sizes"] == [20, 20, 20]
+    assert sorted(table.domains) == ["d0", "d1", "d2"]
+    assert found["rho"] >= found["rho_all_layers"] - 0.02
+    assert set(found["transforms"]) == {"count", "count-idf", "sqrt-count", "binary"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["offline.fit", "--trace", "nowhere", "--workers", "3", "--out", "{out}"],
+        ["offline.fit", "--trace", "{trace}", "--workers", "61", "--out", "{out}"],
+        ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "{out}", "--transform", "gate-prob"],
+        ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "nowhere/table"],
+        ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "{out}", "--report", "nowhere/report"],
+        ["offline.fit", "--trace", "README.md", "--workers", "3", "--out", "{out}"],
+        ["offline.refit", "--trace", "{trace}"],
+        ["offline.refit", "--trace", "{trace}", "--out", "{out}"],
+        ["offline.refit", "--trace", "nowhere", "--workers", "3", "--out", "{out}"],
+        ["offline.calibrate", "--deployment", "nowhere", "--prompts", "demo_model/prompts", "--out", "{out}"],
+        ["offline.calibrate", "--deployment", "Makefile", "--prompts", "demo_model/prompts", "--out", "{out}"],
+        ["offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "nowhere", "--out", "{out}"],
+        ["offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "Makefile", "--out", "{out}"],
+    ],
+)
+def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], trace: Path) -> None:
+    out = trace.with_name("table.safetensors")
+    done = command(*(a.format(trace=trace, out=out) for a in arguments))
+    assert done.returncode == 2, done.stdout + done.stderr
+    sentences = [line for line in done.stderr.strip().splitlines() if not line.startswith("{")]
+    assert len(sentences) == 1, done.stderr
+    assert not out.exists()
+    assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
+
+
+@pytest.mark.parametrize("module", ["offline.fit", "offline.refit", "offline.calibrate", "offline.demo"])
+def test_help_says_units_and_defaults(module: str) -> None:
+    done = command(module, "--help")
+    assert done.returncode == 0
+    assert "--seed" in done.stdout
+    assert "default" in done.stdout
+
+
+def test_a_dry_run_of_calibrate_says_what_it_would_do() -> None:
+    done = command(
+        "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "demo_model/prompts",
+        "--out", "nothing.safetensors", "--limit", "20", "--dry-run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "20 prompts" in done.stdout
+    assert not (ROOT / "nothing.safetensors").exists()

@@ -1,0 +1,247 @@
+"""Policies, the band at its edges, and the ledger."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tables import counts_for, unit_table
+
+from eldr_serve.routing import (
+    Decision,
+    Handoff,
+    LoadLedger,
+    NoWorkerError,
+    PolicyError,
+    WorkerLoad,
+    make_policy,
+    policy_names,
+    worker_similarity,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def loads(*in_flight: int) -> list[WorkerLoad]:
+    return [WorkerLoad(n, 100 * n) for n in in_flight]
+
+
+def handoff(**fields: Any) -> Handoff:
+    return Handoff(**({"request_id": "r", "signature": None, "prompt_tokens": 10, "max_new_tokens": 5} | fields))
+
+
+def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
+    decision: Decision = policy.choose(
+        handoff(similarity=np.array(similarity, np.float32)), loads(*in_flight), np.random.default_rng(0)
+    )
+    return decision
+
+
+def band(width: float, k: int = 3, **parameters: Any) -> Any:
+    return make_policy("locality-band", band=width, **parameters).with_table(unit_table(k))
+
+
+def test_load_policies() -> None:
+    state = loads(3, 1, 2)
+    assert make_policy("shortest-queue").choose(handoff(), state, RNG).worker == 1
+    tokens = [WorkerLoad(1, 500), WorkerLoad(9, 20), WorkerLoad(1, 300)]
+    assert make_policy("least-tokens").choose(handoff(), tokens, RNG).worker == 1
+    robin = make_policy("round-robin")
+    assert [robin.choose(handoff(), state, RNG).worker for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    drawn = Counter(make_policy("random").choose(handoff(), state, RNG).worker for _ in range(600))
+    assert min(drawn.values()) > 140
+    two = Counter(make_policy("power-of-two").choose(handoff(), loads(9, 1, 5), RNG).worker for _ in range(300))
+    assert two[0] == 0  # of any two, the fullest is never the emptier
+    assert two[1] > two[2] > 0
+
+
+def test_domain_goes_to_the_clusters_of_its_name() -> None:
+    policy = make_policy("domain").with_table(unit_table(3))
+    assert policy.choose(handoff(domain="domain2"), loads(0, 0, 5), RNG).worker == 2
+    assert policy.choose(handoff(), loads(4, 0, 5), RNG).reason == "no-domain"
+    unknown = [policy.choose(handoff(domain="other"), loads(0, 0, 0), RNG) for _ in range(5)]
+    assert len({d.worker for d in unknown}) == 1
+    without = make_policy("domain")
+    assert len({without.choose(handoff(domain="x"), loads(n, 1, 1), RNG).worker for n in range(5)}) == 1
+
+
+def test_a_band_of_zero_is_the_nearest_centroid_whatever_its_load() -> None:
+    assert choose(band(0.0), [0.5, 0.9, 0.8], 0, 99, 0) == Decision(1, 1, pytest.approx(0.9), "locality-band")
+
+
+def test_the_widest_band_is_shortest_queue() -> None:
+    assert choose(band(2.0), [-1.0, 1.0, 0.0], 0, 1, 1).worker == 0
+
+
+def test_a_worker_on_the_edge_is_inside() -> None:
+    # 0.75 and 0.5 are exact in binary, so that the edge is met exactly.
+    assert choose(band(0.25), [0.5, 0.75, 0.25], 0, 1, 0) == Decision(0, 2, 0.5, "locality-band")
+    assert choose(band(0.2499), [0.5, 0.75, 0.25], 0, 1, 0).worker == 1
+
+
+def test_ties_break_by_load_then_similarity_then_id() -> None:
+    assert choose(band(0.5), [0.75, 0.5, 0.75], 2, 1, 2).worker == 1
+    assert choose(band(0.5), [0.5, 0.75, 0.5], 1, 1, 1).worker == 1
+    assert choose(band(0.5), [0.75, 0.75, 0.75], 1, 1, 1).worker == 0
+
+
+def test_the_tables_band_stands_where_none_is_given() -> None:
+    policy = make_policy("locality-band").with_table(unit_table(2, band=0.5))
+    assert choose(policy, [0.5, 0.75], 0, 1).band == 2
+
+
+def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
+    capped = band(0.1, max_load_ratio=1.5)
+    assert choose(capped, [1.0, 0.95, 0.0], 8, 2, 2).worker == 1
+    decision = choose(capped, [1.0, 0.0, 0.0], 8, 3, 2)
+    assert (decision.worker, decision.reason) == (2, "load-cap")
+    assert choose(capped, [1.0, 0.0, 0.0], 2, 2, 2).worker == 0
+
+
+@given(arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)), st.lists(st.integers(0, 9), min_size=5, max_size=5), st.floats(0, 2))
+def test_the_band_rule_equals_its_definition(similarity: np.ndarray, in_flight: list[int], tau: float) -> None:
+    decision = choose(band(tau, 5), similarity.tolist(), *in_flight)
+    if not similarity.any():
+        assert decision.reason == "no-signature"
+        return
+    values = [float(s) for s in similarity]
+    inside = [w for w in range(5) if values[w] >= max(values) - tau]
+    assert decision.band == len(inside)
+    assert decision.worker == min(inside, key=lambda w: (in_flight[w], -values[w], w))
+
+
+@pytest.mark.parametrize("name", policy_names())
+@given(available=st.lists(st.booleans(), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_no_policy_takes_a_worker_that_is_not_available(name: str, available: list[bool], seed: int) -> None:
+    policy = make_policy(name).with_table(unit_table(4))
+    state = [WorkerLoad(w % 3, w, available=a) for w, a in enumerate(available)]
+    request = handoff(signature=counts_for(seed % 4), domain="domain1")
+    rng = np.random.default_rng(seed)
+    if not any(available):
+        with pytest.raises(NoWorkerError):
+            policy.choose(request, state, rng)
+        return
+    for _ in range(5):
+        assert available[policy.choose(request, state, rng).worker]
+
+
+@pytest.mark.parametrize(
+    ("fields", "table", "reason"),
+    [
+        ({}, True, "no-signature"),
+        ({"signature": counts_for(1)}, False, "no-table"),
+        ({"signature": np.zeros((2, 8), np.uint32)}, True, "no-signature"),
+        ({"signature": np.ones((5, 8), np.uint32)}, True, "bad-signature"),
+        ({"signature": np.ones(3, np.float32)}, True, "bad-signature"),
+        ({"similarity": np.ones(9, np.float32)}, True, "bad-signature"),
+        ({"similarity": np.full(3, np.nan, np.float32)}, True, "bad-signature"),
+    ],
+)
+def test_without_a_usable_signature_load_decides(fields: dict[str, Any], table: bool, reason: str) -> None:
+    policy = make_policy("locality-band").with_table(unit_table(3) if table else None)
+    decision = policy.choose(handoff(**fields), loads(2, 1, 0), RNG)
+    assert (decision.worker, decision.reason, decision.similarity) == (2, reason, None)
+
+
+def test_counts_and_their_encoding_are_placed_alike() -> None:
+    table = unit_table(3)
+    policy = make_policy("locality-band").with_table(table)
+    for signature in (counts_for(2), table.spec.encode(counts_for(2))):
+        assert policy.choose(handoff(signature=signature), loads(0, 0, 0), RNG).worker == 2
+
+
+@given(arrays(np.float32, st.integers(1, 12), elements=st.floats(-1, 1, width=32)), st.integers(1, 12))
+def test_centroids_are_shared_out_whatever_the_numbers(similarity: np.ndarray, workers: int) -> None:
+    found = worker_similarity(similarity, workers)
+    k = len(similarity)
+    for worker in range(workers):
+        served = [c for c in range(k) if c % workers == worker] if k >= workers else [worker % k]
+        assert found[worker] == max(similarity[c] for c in served)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "word"),
+    [
+        ("nearest", {}, "shortest-queue"),
+        ("random", {"seed": 1}, "no parameter"),
+        ("locality-band", {"tau": 0.1}, "band"),
+        ("locality-band", {"band": -0.1}, "0 to 2"),
+        ("locality-band", {"band": "wide"}, "0 to 2"),
+        ("locality-band", {"band": True}, "0 to 2"),
+        ("locality-band", {"band": float("nan")}, "0 to 2"),
+        ("locality-band", {"max_load_ratio": 0.5}, "at least 1"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_with_what_can(name: str, parameters: dict[str, Any], word: str) -> None:
+    with pytest.raises(PolicyError, match=word):
+        make_policy(name, **parameters)
+
+
+def test_the_names_are_those_that_are_documented() -> None:
+    assert policy_names() == sorted(
+        ["random", "round-robin", "shortest-queue", "power-of-two", "least-tokens", "domain", "locality-band"]
+    )
+
+
+def test_routing_needs_neither_ray_nor_vllm_nor_torch_nor_sklearn() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('ray', 'vllm', 'torch', 'sklearn', 'pydantic'):\n"
+        "    sys.modules[name] = None\n"
+        "import eldr_serve.routing as r\n"
+        "print(r.make_policy('locality-band').name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.stdout.strip() == "locality-band", done.stderr
+
+
+class Ledger(RuleBasedStateMachine):
+    """Loads equal a recount after any sequence of events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = LoadLedger()
+        self.held: dict[str, tuple[str, int, int]] = {}
+
+    @rule(request=st.integers(0, 8), worker=st.sampled_from("abc"), tokens=st.integers(0, 50))
+    def add(self, request: int, worker: str, tokens: int) -> None:
+        self.ledger.add(str(request), worker, tokens)
+        self.held[str(request)] = (worker, tokens, 0)
+
+    @rule(request=st.integers(0, 8), tokens=st.integers(0, 99))
+    def progress(self, request: int, tokens: int) -> None:
+        self.ledger.progress(str(request), tokens)
+        if str(request) in self.held:
+            worker, prompt, before = self.held[str(request)]
+            self.held[str(request)] = (worker, prompt, max(before, tokens))
+
+    @rule(request=st.integers(0, 8))
+    def release(self, request: int) -> None:
+        self.ledger.release(str(request))
+        self.held.pop(str(request), None)
+
+    @invariant()
+    def equals_a_recount(self) -> None:
+        for worker in "abc":
+            mine = [prompt + generated for w, prompt, generated in self.held.values() if w == worker]
+            assert self.ledger.load(worker) == WorkerLoad(len(mine), sum(mine))
+        assert len(self.ledger) == len(self.held)
+
+    def teardown(self) -> None:
+        for request in list(self.held):
+            self.ledger.release(request)
+        assert all(self.ledger.load(w) == WorkerLoad(0, 0) for w in "abc")
+
+
+TestLedger = Ledger.TestCase

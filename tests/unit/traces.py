@@ -1,0 +1,35 @@
+"""A synthetic calibration trace: requests of a few domains, each with its favourite experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eldr_serve.artifacts import CalibrationTrace
+
+
+def synthetic_trace(n: int = 60, num_layers: int = 4, num_experts: int = 16, top_k: int = 2, domains: int = 3, seed: int = 0) -> CalibrationTrace:
+    """Layer 0 is noise; in the others prefill and decode favour the domain's experts alike."""
+    rng = np.random.default_rng(seed)
+    taste = rng.normal(size=(domains, num_layers, num_experts)) * 2
+    taste[:, 0] = 0
+    domain = np.arange(n) % domains
+    prompt, steps = (rng.integers(5, 40, n).astype(np.uint32) for _ in range(2))
+
+    def route(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        counts = np.zeros((n, num_layers, num_experts), np.uint32)
+        routes = []
+        for r in range(n):
+            scores = taste[domain[r]] + rng.gumbel(size=(tokens[r], num_layers, num_experts))
+            chosen = np.argsort(-scores, axis=-1)[..., :top_k]
+            routes.append(chosen.astype(np.uint8))
+            for step in chosen:
+                np.add.at(counts[r], (np.arange(num_layers)[:, None], step), 1)
+        return counts, np.concatenate(routes)
+
+    prefill, _ = route(prompt)
+    decode, routes = route(steps)
+    return CalibrationTrace(
+        model="m", top_k=top_k, prefill_counts=prefill, decode_counts=decode, decode_steps=steps, prompt_tokens=prompt,
+        domains=[f"d{d}" for d in domain], ids=[str(r) for r in range(n)], routes=routes,
+        route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
+    )  # fmt: skip
