@@ -6,21 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
-import openai
 import pytest
 import yaml
+from service import ADMIN_KEY, ROOT, Service, submit_job, wait_for
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo_model" / "weights"
 PROMPTS = ROOT / "demo_model" / "prompts"
-ADMIN_KEY = "e2e-key"
 PORT = 8231
 ENGINE_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -29,60 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)
-
-
-@dataclass
-class Service:
-    """The running application, as a client and an operator see it."""
-
-    url: str
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-    @property
-    def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
-
-    def status(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.url}/eldr/status", timeout=30)
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return found
-
-    def admin(self, method: str, path: str, key: str | None = ADMIN_KEY, **kwargs: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=60, **kwargs)
-
-    def set_policy(self, name: str, **parameters: Any) -> None:
-        answer = self.admin("PUT", "/eldr/policy", json={"name": name, "parameters": parameters})
-        assert answer.status_code == 200, answer.text
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples whose labels contain the given texts, from Ray's own endpoint."""
-        total = 0.0
-        for line in self._metrics().splitlines():
-            head, _, value = line.rpartition(" ")
-            if head.partition("{")[0] == f"ray_{name}" and all(f'{k}="{v}' in head for k, v in labels.items()):
-                total += float(value)
-        return total
-
-    def _metrics(self) -> str:
-        import ray
-
-        port = ray.nodes()[0]["MetricsExportPort"]
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Poll until the condition holds; fails the test with `what` if it never does."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.2)
-    pytest.fail(f"not within {timeout_s} s: {what}")
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +84,9 @@ def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Iterator[S
     from eldr_serve.serving.app import build_app
 
     arguments = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())["applications"][0]["args"]
-    for role in ("prefill_config", "decode_config"):
+    for role, port in (("prefill_config", 27100), ("decode_config", 27200)):
         arguments[role]["model_loading_config"]["model_source"] = str(MODEL)
+        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
     arguments["admin_key"] = ADMIN_KEY
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(build_app(arguments), name="eldr", route_prefix="/")
@@ -168,21 +109,6 @@ def trace_file(service: Service, ray_cluster: str, tmp_path_factory: pytest.Temp
     ]  # fmt: skip
     submit_job(ray_cluster, command)
     return out
-
-
-def submit_job(dashboard: str, command: list[str]) -> str:
-    """`ray job submit` and wait; returns its output."""
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", dashboard, "--", *command],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": dashboard},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Service, wait_for
+from service import Service, wait_for
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.routing import policy_names

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Service, wait_for
+from service import Service, wait_for
 
 KV_USAGE = "vllm_kv_cache_usage_perc"
 
