@@ -26,7 +26,13 @@ def environment() -> dict[str, Any]:
 
 
 def publish(
-    name: str, rows: list[dict[str, Any]], *, inputs: dict[str, Any], seed: int, notes: str, out: Path | None = None
+    name: str,
+    rows: list[dict[str, Any]],
+    *,
+    inputs: dict[str, Any],
+    seed: int,
+    notes: str,
+    out: Path | None = None,
 ) -> Path:
     """Print the rows as a table and write them as JSON; returns the file's path."""
     table = Table(title=name)
@@ -42,7 +48,9 @@ def publish(
     return path
 
 
-def median_ci(values: list[float], *, confidence: float = 0.95, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+def median_ci(
+    values: list[float], *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
     """Median and its bootstrap confidence interval (low, high)."""
     data = np.asarray(values)
     medians = np.median(np.random.default_rng(seed).choice(data, (draws, len(data))), axis=1)
@@ -65,7 +73,9 @@ def time_calls(call: Callable[[int], object], *, calls: int, warm_up: int = 50) 
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -73,7 +83,9 @@ def _machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
         model = names[0] if names else model
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
 

@@ -34,7 +34,9 @@ def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
         return found
 
     names = [str(i) for i in range(n)]
-    return CalibrationTrace("m", TOP_K, counts(), counts(), tokens, tokens, [f"d{i % 12}" for i in range(n)], names)
+    return CalibrationTrace(
+        "m", TOP_K, counts(), counts(), tokens, tokens, [f"d{i % 12}" for i in range(n)], names
+    )
 
 
 def fit_time(

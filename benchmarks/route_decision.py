@@ -31,16 +31,22 @@ def route_decision(
     """Time the decision of locality-band and of shortest-queue for K = 4 ... 1024 workers."""
     rng = np.random.default_rng(seed)
     spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    prompts = [rng.multinomial(300 * K_TOP, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32) for _ in range(64)]
+    prompts = [
+        rng.multinomial(300 * K_TOP, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
+        for _ in range(64)
+    ]
     rows = []
     for k in (4, 16, 64, 256, 1024):
-        centroids = spec.encode(np.stack([prompts[i % 64] + rng.integers(0, 3, (L, E), dtype=np.uint32) for i in range(k)]))
+        centroids = spec.encode(
+            np.stack([prompts[i % 64] + rng.integers(0, 3, (L, E), dtype=np.uint32) for i in range(k)])
+        )
         table = RoutingTable("m", spec, centroids, np.ones(k, np.int64), [""] * k)
         loads = [WorkerLoad(int(n), 0) for n in rng.integers(0, 20, k)]
         for name in ("shortest-queue", "locality-band"):
             policy = make_policy(name).with_table(table)
             seconds = time_calls(
-                lambda i, p=policy, w=loads: p.choose(Handoff("r", prompts[i % 64], 300, 64), w, rng), calls=calls
+                lambda i, p=policy, w=loads: p.choose(Handoff("r", prompts[i % 64], 300, 64), w, rng),
+                calls=calls,
             )
             p50, p99 = np.percentile(seconds, [50, 99])
             rows.append({"policy": name, "workers": k, "p50_us": 1e6 * p50, "p99_us": 1e6 * p99})

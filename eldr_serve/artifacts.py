@@ -109,7 +109,9 @@ class CalibrationTrace:
         if self.routes is None or self.route_offsets is None:
             return
         offsets = np.concatenate([[0], np.cumsum(self.decode_steps, dtype=np.int64)])
-        _require(np.array_equal(self.route_offsets, offsets), "route offsets are not those of the decode steps")
+        _require(
+            np.array_equal(self.route_offsets, offsets), "route offsets are not those of the decode steps"
+        )
         expected = (int(offsets[-1]), shape[1], self.top_k)
         _require(self.routes.shape == expected, f"routes have shape {self.routes.shape}, not {expected}")
         _require(not self.routes.size or int(self.routes.max()) < shape[2], "a route names an unknown expert")
@@ -146,7 +148,9 @@ class CalibrationTrace:
         }
         if self.routes is not None and self.route_offsets is not None:
             arrays |= {"routes": self.routes, "route_offsets": self.route_offsets}
-        return _pack(arrays, _TraceRecord(model=self.model, top_k=self.top_k, domains=self.domains, ids=self.ids))
+        return _pack(
+            arrays, _TraceRecord(model=self.model, top_k=self.top_k, domains=self.domains, ids=self.ids)
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the trace") -> Self:
@@ -221,12 +225,12 @@ class RoutingTable:
     @property
     def num_layers(self) -> int:
         """L, MoE layers of the model."""
-        return self.spec.idf.shape[0]
+        return int(self.spec.idf.shape[0])
 
     @property
     def num_experts(self) -> int:
         """E, experts a layer."""
-        return self.spec.idf.shape[1]
+        return int(self.spec.idf.shape[1])
 
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
         """float32[K] cosine to each centroid, of counts[L,E] or of an encoded vector [n*E].
@@ -242,7 +246,7 @@ class RoutingTable:
 
     def to_bytes(self) -> bytes:
         """The file's content; equal tables give equal bytes."""
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "idf": self.spec.idf,
             "layers": self.spec.layers,
             "centroids": self.centroids,
@@ -311,7 +315,8 @@ def _read(path: Path | str) -> bytes:
 
 def _pack(arrays: Mapping[str, NDArray[Any]], record: _Record) -> bytes:
     contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
-    return save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
+    data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
+    return data
 
 
 def _unpack(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[Any]], R]:

@@ -146,7 +146,9 @@ def _refresh(
     movers[cluster] = members[cheapest]
 
 
-def _soft_prices(costs: NDArray[np.float64], capacity: int, price: NDArray[np.float64]) -> NDArray[np.float64]:
+def _soft_prices(
+    costs: NDArray[np.float64], capacity: int, price: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Prices under which about `capacity` points choose each cluster: entropic transport, annealed."""
     scale = float(np.std(costs)) or 1.0
     for temperature in scale * np.geomspace(0.3, 0.01, 8):
@@ -171,7 +173,9 @@ def _seeds(x: NDArray[np.float32], k: int, seed: int) -> NDArray[np.float32]:
     return seeds
 
 
-def _means(x: NDArray[np.float32], labels: NDArray[np.int64], old: NDArray[np.float32]) -> NDArray[np.float32]:
+def _means(
+    x: NDArray[np.float32], labels: NDArray[np.int64], old: NDArray[np.float32]
+) -> NDArray[np.float32]:
     sums = np.zeros_like(old)
     order = np.argsort(labels, kind="stable")
     filled, starts = np.unique(labels[order], return_index=True)

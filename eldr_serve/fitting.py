@@ -100,7 +100,9 @@ def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, d
 
 
 def _majorities(clusters: Clusters, domains: list[str]) -> list[str]:
-    counts = [Counter(np.array(domains)[clusters.labels == c].tolist()) for c in range(len(clusters.centroids))]
+    counts = [
+        Counter(np.array(domains)[clusters.labels == c].tolist()) for c in range(len(clusters.centroids))
+    ]
     return [count.most_common(1)[0][0] if count else "" for count in counts]
 
 
@@ -108,7 +110,8 @@ def _by_domain(clusters: Clusters, domains: list[str]) -> dict[str, list[int]]:
     names = np.array(domains)
     k = len(clusters.centroids)
     return {
-        name: np.bincount(clusters.labels[names == name], minlength=k).tolist() for name in sorted(set(domains))
+        name: np.bincount(clusters.labels[names == name], minlength=k).tolist()
+        for name in sorted(set(domains))
     }
 
 

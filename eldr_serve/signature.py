@@ -66,7 +66,7 @@ class SignatureSpec:
     @property
     def dim(self) -> int:
         """Length n*E of a signature."""
-        return len(self.layers) * self.idf.shape[1]
+        return len(self.layers) * int(self.idf.shape[1])
 
     @cached_property
     def _weights(self) -> NDArray[np.float32]:
@@ -80,7 +80,9 @@ class SignatureSpec:
         """
         array = np.asarray(counts)
         if array.shape[-2:] != self.idf.shape:
-            raise ValueError(f"counts have shape {array.shape}, the signature is for [..., L, E] = {self.idf.shape}")
+            raise ValueError(
+                f"counts have shape {array.shape}, the signature is for [..., L, E] = {self.idf.shape}"
+            )
         cells = _cells(array[..., self.layers, :], self.element)
         cells *= self._weights
         flat: NDArray[np.float32] = cells.reshape(*array.shape[:-2], self.dim)
@@ -169,7 +171,9 @@ def select_layers(
     i, j = _pairs(len(cells), pairs, seed)
     target = _centred_ranks(_cosine_distance(decode.reshape(len(decode), -1), i, j)[None])[0]
     # The cosine of a set of layers is a sum over its layers, so each layer is looked at once.
-    dots = np.stack([np.einsum("pe,pe->p", cells[i, layer], cells[j, layer]) for layer in range(cells.shape[1])])
+    dots = np.stack(
+        [np.einsum("pe,pe->p", cells[i, layer], cells[j, layer]) for layer in range(cells.shape[1])]
+    )
     squares = np.einsum("nle,nle->ln", cells, cells)
     norms_i, norms_j = squares[:, i], squares[:, j]
     order: list[int] = []
@@ -231,7 +235,9 @@ def _pairs(num_requests: int, pairs: int, seed: int) -> tuple[NDArray[np.int64],
     return i, (i + rng.integers(1, num_requests, size=pairs)) % num_requests
 
 
-def _cosine_distance(x: NDArray[np.float32], i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.float32]:
+def _cosine_distance(
+    x: NDArray[np.float32], i: NDArray[np.int64], j: NDArray[np.int64]
+) -> NDArray[np.float32]:
     norm = np.sqrt(np.einsum("nd,nd->n", x, x))
     unit = np.divide(x, norm[:, None], out=np.zeros_like(x), where=norm[:, None] > 0)
     distance: NDArray[np.float32] = 1 - np.einsum("pd,pd->p", unit[i], unit[j])
@@ -262,7 +268,9 @@ def pack_counts(counts: ArrayLike) -> str:
     """
     array = np.asarray(counts)
     if array.ndim != 2 or not 0 < array.size <= _MAX_CELLS or max(array.shape) > 0xFFFF:
-        raise ValueError(f"counts have shape {array.shape}, they must be [L, E] with at most {_MAX_CELLS} cells")
+        raise ValueError(
+            f"counts have shape {array.shape}, they must be [L, E] with at most {_MAX_CELLS} cells"
+        )
     if array.dtype.kind not in "ui" or array.min() < 0 or array.max() > 0xFFFFFFFF:
         raise ValueError("counts must be integers from 0 to 2**32 - 1")
     width = next(w for w in (1, 2, 4) if int(array.max()) < 1 << 8 * w)

@@ -50,9 +50,7 @@ def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Pr
     for members in by_domain.values():
         rng.shuffle(members)
     chosen: list[Prompt] = []
-    for left, members in zip(
-        range(len(by_domain), 0, -1), sorted(by_domain.values(), key=len), strict=True
-    ):
+    for left, members in zip(range(len(by_domain), 0, -1), sorted(by_domain.values(), key=len), strict=True):
         chosen += members[: -(-(count - len(chosen)) // left)]
     rng.shuffle(chosen)
     return chosen[:count]

@@ -108,7 +108,9 @@ def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes
     """
     missing = [r["id"] for r in records if not r.get("eldr_prefill")]
     if missing:
-        raise BadInput(f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}")
+        raise BadInput(
+            f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}"
+        )
     steps = np.array([r["eldr_decode_steps"] for r in records], np.uint32)
     route_arrays = [_unpack_routes(r, steps) for r in records] if routes else []
     return CalibrationTrace(
@@ -155,8 +157,12 @@ class _Journal:
 
 
 def calibrate(
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML; its decode_config says model and engine.")],
-    prompts: Annotated[list[Path], typer.Option(help="JSONL (or .gz) file or folder of prompts; repeatable.")],
+    deployment: Annotated[
+        Path, typer.Option(help="Deployment YAML; its decode_config says model and engine.")
+    ],
+    prompts: Annotated[
+        list[Path], typer.Option(help="JSONL (or .gz) file or folder of prompts; repeatable.")
+    ],
     out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (safetensors).")],
     actors: Annotated[int, typer.Option(min=1, help="Engines at once.")] = 1,
     limit: Annotated[int, typer.Option(min=2, help="Prompts at most, evenly over the domains.")] = 1000,
@@ -175,16 +181,28 @@ def calibrate(
     if not out.parent.is_dir():
         raise BadInput(f"the folder {out.parent} is not there")
     domains = sorted({p.domain for p in chosen})
-    typer.echo(f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)")
+    typer.echo(
+        f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
+    )
     if dry_run:
         return
-    shape = json.dumps([model_id, kwargs, max_tokens, temperature, routes, chat, seed], sort_keys=True, default=str)
+    shape = json.dumps(
+        [model_id, kwargs, max_tokens, temperature, routes, chat, seed], sort_keys=True, default=str
+    )
     journal = _Journal(out, hashlib.sha256(shape.encode()).hexdigest()[:12])
     todo = [p for p in chosen if p.id not in journal.records]
     if len(todo) < len(chosen):
         typer.echo(f"going on with an interrupted run: {len(chosen) - len(todo)} prompts are done")
     if todo:
-        _run_pool(todo, kwargs, environment, resources, actors, journal, (max_tokens, temperature, routes, chat, seed))
+        _run_pool(
+            todo,
+            kwargs,
+            environment,
+            resources,
+            actors,
+            journal,
+            (max_tokens, temperature, routes, chat, seed),
+        )
     records = [journal.records[p.id] for p in chosen]
     trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes)
     trace.save(out)

@@ -65,7 +65,10 @@ def _command(*arguments: str, log: Path) -> None:
     """Run a command of ours, with its own progress on the terminal; BadInput with its last line if it fails."""
     with log.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-m", *arguments], stderr=file, env=os.environ | {"RAY_ADDRESS": "auto"}, check=False
+            [sys.executable, "-m", *arguments],
+            stderr=file,
+            env=os.environ | {"RAY_ADDRESS": "auto"},
+            check=False,
         )
     if done.returncode:
         last = (log.read_text().strip().splitlines() or ["no output"])[-1]
@@ -144,7 +147,9 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[_Service]
             ray.shutdown()
 
 
-def _drive(service: _Service, block: Block, prompts: Path, users: int, seconds: int, out: Path, seed: int) -> None:
+def _drive(
+    service: _Service, block: Block, prompts: Path, users: int, seconds: int, out: Path, seed: int
+) -> None:
     """Load for some seconds under the block's policy."""
     service.set_policy(block.policy)
     service.wait_idle()
@@ -176,7 +181,9 @@ def _drive(service: _Service, block: Block, prompts: Path, users: int, seconds: 
     block.requests = [json.loads(line) for line in record.read_text().splitlines()]
     block.placed = now["placed"] - counters.get("placed", 0)
     block.best = now["best_worker"] - counters.get("best_worker", 0)
-    block.active_sum, block.steps, block.batch_sum = (after[k] - before[k] for k in ("active", "steps", "batch"))
+    block.active_sum, block.steps, block.batch_sum = (
+        after[k] - before[k] for k in ("active", "steps", "batch")
+    )
 
 
 def summarise(policy: str, blocks: list[Block]) -> dict[str, Any]:
@@ -221,7 +228,11 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
     distribution, *loads = figure.subplots(1, 3)
     for row in rows:
         values = [
-            1000 * r["tpot_s"] for b in blocks if b.policy == row["policy"] for r in b.requests if r.get("tpot_s")
+            1000 * r["tpot_s"]
+            for b in blocks
+            if b.policy == row["policy"]
+            for r in b.requests
+            if r.get("tpot_s")
         ]
         distribution.ecdf(values, label=row["policy"])
     distribution.set(xlabel="TPOT, ms", ylabel="share of requests")
@@ -230,12 +241,17 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
         block = next(b for b in blocks if b.policy == row["policy"])
         times = [t for t, _ in block.load]
         for worker in range(max((len(w) for _, w in block.load), default=0)):
-            axes.plot(times, [w[worker] if worker < len(w) else 0 for _, w in block.load], label=f"worker {worker}")
+            axes.plot(
+                times, [w[worker] if worker < len(w) else 0 for _, w in block.load], label=f"worker {worker}"
+            )
         axes.set(xlabel="time, s", ylabel="requests in flight", title=row["policy"])
         axes.legend()
     names = list(rows[0])
     cells = "".join(
-        "<tr>" + "".join(f"<td>{row[n]:.2f}</td>" if isinstance(row[n], float) else f"<td>{row[n]}</td>" for n in names)
+        "<tr>"
+        + "".join(
+            f"<td>{row[n]:.2f}</td>" if isinstance(row[n], float) else f"<td>{row[n]}</td>" for n in names
+        )
         + "</tr>"
         for row in rows
     )
@@ -286,7 +302,12 @@ def demo(
             wide = (out / f"model_{intermediate}").resolve()
             if not (wide / "config.json").exists():
                 _command(
-                    "demo_model.widen", "--intermediate", str(intermediate), "--out", str(wide), log=out / "widen.log"
+                    "demo_model.widen",
+                    "--intermediate",
+                    str(intermediate),
+                    "--out",
+                    str(wide),
+                    log=out / "widen.log",
                 )
             model = wide
     trace, table = out / "trace.safetensors", out / "table.safetensors"

@@ -1,6 +1,6 @@
 """Fit a routing table on a calibration trace, on CPU, in seconds.
 
-    python -m offline.fit --trace trace.safetensors --workers 4 --out table.safetensors
+python -m offline.fit --trace trace.safetensors --workers 4 --out table.safetensors
 """
 
 from __future__ import annotations

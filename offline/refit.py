@@ -24,7 +24,9 @@ from offline.cli import BadInput, run
 
 def refit(
     trace: Annotated[Path, typer.Option(help="CalibrationTrace file.")],
-    workers: Annotated[int | None, typer.Option(min=1, help="Decode workers; default: those that live now.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Decode workers; default: those that live now.")
+    ] = None,
     swap: Annotated[bool, typer.Option(help="Make the new table the live one.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the table to this file.")] = None,
     application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",

@@ -157,6 +157,6 @@ class StepTimer:
 
     @staticmethod
     def _event() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

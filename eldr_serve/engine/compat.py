@@ -48,8 +48,14 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
     refusals = (
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: each stage sees only its own layers"),
         (parallel.data_parallel_size > 1, "data parallelism inside an engine: run one engine a replica"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism: a block's tokens are spread"),
-        (vllm_config.speculative_config is not None, "speculative decoding: rejected tokens would be counted"),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism: a block's tokens are spread",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding: rejected tokens would be counted",
+        ),
         (parallel.enable_dbo, "dual-batch overlap: a step's tokens pass the gates in two parts"),
         (
             num_kv_groups != 1,

@@ -44,14 +44,14 @@ CALIBRATE = "eldr_calibrate"
 ROUTES = "eldr_routes"
 
 
-class EldrMetadata(NixlConnectorMetadata):  # type: ignore[misc]
+class EldrMetadata(NixlConnectorMetadata):
     """What the scheduler sends to the workers: NIXL's part and the step's plan."""
 
     plan: StepPlan
 
 
 @dataclass
-class EldrWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class EldrWorkerMetadata(KVConnectorWorkerMetadata):
     """What the first worker sends back."""
 
     counts: StepCounts
@@ -72,7 +72,7 @@ class _Tracked:
     asked: list[list[int]] = field(default_factory=list)  # positions of each step under way
 
 
-class EldrConnector(NixlPullConnector):  # type: ignore[misc]
+class EldrConnector(NixlPullConnector):
     """NIXL pull connector that also counts experts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -194,14 +194,23 @@ class EldrConnector(NixlPullConnector):  # type: ignore[misc]
         super().wait_for_save()
         slots = step_slots()
         metadata = self._connector_metadata
-        if self._capture is None or self._timer is None or slots is None or not isinstance(metadata, EldrMetadata):
+        if (
+            self._capture is None
+            or self._timer is None
+            or slots is None
+            or not isinstance(metadata, EldrMetadata)
+        ):
             return
         plan = metadata.plan
         # Ranks choose alike; the first one reports.
         first = get_tensor_model_parallel_rank() == 0
         if not first and not (self._capture.cache is not None):
             return
-        timed = self._timer.end({"requests": plan.requests, "kv_tokens": plan.kv_tokens}) if plan.is_decode else []
+        timed = (
+            self._timer.end({"requests": plan.requests, "kv_tokens": plan.kv_tokens})
+            if plan.is_decode
+            else []
+        )
         start = time.perf_counter()
         counts, active = self._capture.after_forward(slots, plan)
         if not first:

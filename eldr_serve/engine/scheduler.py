@@ -25,9 +25,9 @@ class _CountsFirst:
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
 
-class EldrScheduler(_CountsFirst, Scheduler):  # type: ignore[misc]
+class EldrScheduler(_CountsFirst, Scheduler):
     """The synchronous scheduler."""
 
 
-class EldrAsyncScheduler(_CountsFirst, AsyncScheduler):  # type: ignore[misc]
+class EldrAsyncScheduler(_CountsFirst, AsyncScheduler):
     """The asynchronous scheduler, vLLM's default."""

@@ -28,10 +28,17 @@ class SignatureCache:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_layers: int, num_experts: int, device: torch.device | str = "cpu"
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_layers: int,
+        num_experts: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size is {block_size}, a byte counts at most {MAX_BLOCK_SIZE} tokens a block")
+            raise ValueError(
+                f"block_size is {block_size}, a byte counts at most {MAX_BLOCK_SIZE} tokens a block"
+            )
         self._block_size = block_size
         self.rows = torch.zeros((num_blocks, num_layers, num_experts), dtype=torch.uint8, device=device)
 

@@ -44,7 +44,7 @@ class EldrStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"nixl": None, "steps": [], "capture_s": []}
+        self.data: dict[str, Any] = {"nixl": None, "steps": [], "capture_s": []}
 
     def aggregate(self, other: KVConnectorStats) -> EldrStats:
         """Join two; ranks other than the first report no steps, so that none is counted twice."""

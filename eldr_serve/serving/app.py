@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from ray import serve
@@ -95,7 +95,12 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def llm_config(
-    given: dict[str, Any], role: str, *, router: str, router_kwargs: dict[str, Any], kv_lease_s: float
+    given: dict[str, Any],
+    role: Literal["prefill", "decode"],
+    *,
+    router: str,
+    router_kwargs: dict[str, Any],
+    kv_lease_s: float,
 ) -> LLMConfig:
     """Ray's LLMConfig with the ELDR connector, scheduler and request router filled in."""
     config = copy.deepcopy(given)

@@ -18,7 +18,9 @@ class RouterOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: str = Field(default="locality-band", description="policy to start with; PUT /eldr/policy changes it")
+    policy: str = Field(
+        default="locality-band", description="policy to start with; PUT /eldr/policy changes it"
+    )
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="parameters of the policy, as `band: 0.1` (cosine similarity)"
     )

@@ -126,7 +126,9 @@ class _Metrics:
         self._in_flight = Gauge("eldr_decode_in_flight", "requests leased to the worker", by_worker)
         self._kv_tokens = Gauge("eldr_decode_kv_tokens", "KV tokens of those requests", by_worker)
         self._table = Gauge("eldr_table_version", "version of the live table, 0 if none", ("policy",))
-        self._missing = Counter("eldr_signature_missing_total", "requests placed without signature", ("policy",))
+        self._missing = Counter(
+            "eldr_signature_missing_total", "requests placed without signature", ("policy",)
+        )
         self._reroute = Counter("eldr_reroute_total", "requests placed again after a failure", ("policy",))
         self._seen = {"signature_missing": 0, "rerouted": 0}
 

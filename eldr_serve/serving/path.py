@@ -43,7 +43,9 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
 
     prefill_tries: int = Field(default=3, ge=1, description="prefill replicas tried for one request")
     decode_tries: int = Field(default=3, ge=1, description="decode replicas tried before the first token")
-    retry_backoff_s: float = Field(default=0.05, ge=0, description="wait before the first retry, s; then doubled")
+    retry_backoff_s: float = Field(
+        default=0.05, ge=0, description="wait before the first retry, s; then doubled"
+    )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
     )
@@ -205,7 +207,8 @@ class RequestPath:
     ) -> AsyncGenerator[Any, None]:
         """Yield the engine's chunks; an engine lost in mid-stream ends them with an error event."""
         call = getattr(self._decode_handle, method).remote(
-            decode_request(request, engine_id, lease.replica, prefilled.params if prefilled else None), raw_info
+            decode_request(request, engine_id, lease.replica, prefilled.params if prefilled else None),
+            raw_info,
         )
         chunks = 0
         finished = False

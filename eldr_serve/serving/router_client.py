@@ -108,7 +108,9 @@ class RouterClient:
 
     # -- one request -----------------------------------------------------------------------------
 
-    async def place(self, request: PlacementRequest, counts: NDArray[np.unsignedinteger[Any]] | None) -> Lease:
+    async def place(
+        self, request: PlacementRequest, counts: NDArray[np.unsignedinteger[Any]] | None
+    ) -> Lease:
         """Lease a decode worker. Never fails because routing could not decide.
 
         Args:

@@ -86,9 +86,7 @@ class RouterState:
 
     def swap_table(self, table: bytes) -> Settings:
         """Make `table` the live one; SwapRefused, and no change, if it does not fit."""
-        changed = Settings(
-            self._next_version(), self._settings.policy, self._settings.parameters, None, 0
-        )
+        changed = Settings(self._next_version(), self._settings.policy, self._settings.parameters, None, 0)
         version = self._settings.table_version + 1
         self._adopt(self._checked(changed, table=table, table_version=version))
         self.counters["table_swaps"] += 1
@@ -122,7 +120,7 @@ class RouterState:
         if self._signature_shape not in (None, shape):
             raise SwapRefused(
                 f"the table is for {shape[0]} MoE layers x {shape[1]} experts, but the prefill engines "
-                f"report {self._signature_shape[0]} x {self._signature_shape[1]}"  # type: ignore[index]
+                f"report {self._signature_shape[0]} x {self._signature_shape[1]}"
             )
 
     def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
@@ -234,7 +232,9 @@ class RouterState:
         if request.similarity is None:
             return False
         similarity = worker_similarity(request.similarity, len(loads))
-        return bool(similarity[worker] >= max(s for s, load in zip(similarity, loads, strict=True) if load.available))
+        return bool(
+            similarity[worker] >= max(s for s, load in zip(similarity, loads, strict=True) if load.available)
+        )
 
     def _hold(self, client: str, lease: Lease) -> None:
         self._leases[lease.request_id] = (client, lease)

@@ -29,7 +29,7 @@ class ReleaseKv:
 class EngineServer(LLMServer):
     """A vLLM engine with the ELDR connector, as a Ray Serve deployment."""
 
-    async def __init__(self, llm_config: Any, **kwargs: Any) -> None:
+    async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         register_ray_backend()  # Ray prepares NIXL's ports for connector names that it knows
         await super().__init__(llm_config, **kwargs)
 
@@ -41,7 +41,7 @@ class PrefillServer(EngineServer):
     (`kv_lease_duration`, s) ends. If the client goes away in between, `release_kv` frees them at once.
     """
 
-    async def __init__(self, llm_config: Any, *, kv_lease_s: float = 30.0, **kwargs: Any) -> None:
+    async def __init__(self, llm_config: Any, *, kv_lease_s: float = 30.0, **kwargs: Any) -> None:  # type: ignore[misc]
         self._kv_lease_s = kv_lease_s
         self._kept: OrderedDict[str, tuple[float, str]] = OrderedDict()  # request id -> since, engine's id
         await super().__init__(llm_config, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ SIGNATURE = "eldr_signature"  # from the prefill engine: packed expert counts of
 REPLICA = "eldr_replica"  # the replica that a call must go to
 ATTEMPT = "eldr_attempt"  # how many prefill replicas have failed this request
 
-GenerationRequest = ChatCompletionRequest | CompletionRequest
+GenerationRequest: TypeAlias = Any  # ChatCompletionRequest | CompletionRequest, unknown to mypy
 
 
 def transfer_params(request: Any) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Iterator[S
 
     from eldr_serve.serving.app import build_app
 
-    arguments = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())["applications"][0]["args"]
+    arguments = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())["applications"][0][
+        "args"
+    ]
     for role, port in (("prefill_config", 27100), ("decode_config", 27200)):
         arguments[role]["model_loading_config"]["model_source"] = str(MODEL)
         arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
@@ -130,8 +132,10 @@ def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     if "service" in request.fixturenames:
         running: Service = request.getfixturevalue("service")
         wait_for(
-            lambda: running.status()["leases"] == 0
-            and all(w["in_flight"] == w["kv_tokens"] == 0 for w in running.status()["workers"]),
+            lambda: (
+                running.status()["leases"] == 0
+                and all(w["in_flight"] == w["kv_tokens"] == 0 for w in running.status()["workers"])
+            ),
             "all leases are released",
             30,
         )

@@ -52,7 +52,9 @@ class Service:
         total = 0.0
         for line in self._metrics().splitlines():
             head, _, value = line.rpartition(" ")
-            if head.partition("{")[0] == f"ray_{name}" and all(f'{k}="{v}' in head for k, v in labels.items()):
+            if head.partition("{")[0] == f"ray_{name}" and all(
+                f'{k}="{v}' in head for k, v in labels.items()
+            ):
                 total += float(value)
         return total
 

@@ -51,7 +51,9 @@ def test_greedy_answers_equal_the_single_engine(
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == chat
 
 
-def test_every_answer_names_its_worker_and_band(service: Service, table_file: Path, prompts: list[str]) -> None:
+def test_every_answer_names_its_worker_and_band(
+    service: Service, table_file: Path, prompts: list[str]
+) -> None:
     service.set_policy("locality-band", band=0.0)
     replicas = {worker["replica"] for worker in service.status()["workers"]}
     before = service.status()["counters"]
@@ -100,7 +102,9 @@ def test_several_prompts_in_one_completion(service: Service) -> None:
         model="eldr-demo", prompt=["one two", "three four"], max_tokens=5, temperature=0
     )
     single = [
-        service.client.completions.create(model="eldr-demo", prompt=p, max_tokens=5, temperature=0).choices[0].text
+        service.client.completions.create(model="eldr-demo", prompt=p, max_tokens=5, temperature=0)
+        .choices[0]
+        .text
         for p in ("one two", "three four")
     ]
     assert [choice.text for choice in both.choices] == single
@@ -122,8 +126,12 @@ def test_chat_with_tools_and_logprobs(service: Service) -> None:
     assert len(answer.choices[0].logprobs.content or []) == 4
 
 
-def test_one_token_is_enough(service: Service, prompts: list[str], single_engine: dict[str, list[str]]) -> None:
-    answer = service.client.completions.create(model="eldr-demo", prompt=prompts[0], max_tokens=1, temperature=0)
+def test_one_token_is_enough(
+    service: Service, prompts: list[str], single_engine: dict[str, list[str]]
+) -> None:
+    answer = service.client.completions.create(
+        model="eldr-demo", prompt=prompts[0], max_tokens=1, temperature=0
+    )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 1
     assert single_engine["completions"][0].startswith(answer.choices[0].text)
@@ -131,7 +139,9 @@ def test_one_token_is_enough(service: Service, prompts: list[str], single_engine
 
 def test_other_openai_endpoints_stay(service: Service) -> None:
     assert [m.id for m in service.client.models.list().data] == ["eldr-demo"]
-    tokens = httpx.post(f"{service.url}/tokenize", json={"model": "eldr-demo", "prompt": "hello"}, timeout=60).json()
+    tokens = httpx.post(
+        f"{service.url}/tokenize", json={"model": "eldr-demo", "prompt": "hello"}, timeout=60
+    ).json()
     assert tokens["count"] == len(tokens["tokens"]) > 0
 
 
@@ -157,7 +167,12 @@ def test_bad_requests_get_an_openai_error(service: Service, body: str, status: i
 
 
 def test_kv_transfer_params_of_a_client_are_dropped(service: Service) -> None:
-    foreign = {"do_remote_prefill": True, "remote_host": "203.0.113.1", "remote_port": 1, "eldr_replica": "nobody"}
+    foreign = {
+        "do_remote_prefill": True,
+        "remote_host": "203.0.113.1",
+        "remote_port": 1,
+        "eldr_replica": "nobody",
+    }
     answer = service.client.completions.create(
         model="eldr-demo", prompt="hello", max_tokens=3, extra_body={"kv_transfer_params": foreign}
     )
@@ -224,7 +239,9 @@ async def test_swaps_and_policy_changes_under_200_requests(
 
     async def operate() -> None:
         policies = ["shortest-queue", "locality-band", "random", "least-tokens", "locality-band"]
-        async with httpx.AsyncClient(base_url=service.url, headers={"Authorization": "Bearer e2e-key"}) as admin:
+        async with httpx.AsyncClient(
+            base_url=service.url, headers={"Authorization": "Bearer e2e-key"}
+        ) as admin:
             for number in range(20):
                 answer = await admin.put("/eldr/table", content=table, timeout=60)
                 assert answer.status_code == 200, answer.text

@@ -29,7 +29,9 @@ async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
 
     async def leave(number: int) -> None:
         async with httpx.AsyncClient(timeout=60) as client:
-            request = client.stream("POST", f"{service.url}/v1/completions", json=body | {"prompt": f"{number} {prompt}"})
+            request = client.stream(
+                "POST", f"{service.url}/v1/completions", json=body | {"prompt": f"{number} {prompt}"}
+            )
             try:
                 async with asyncio.timeout(after_s), request as response:
                     async for _ in response.aiter_bytes():
@@ -43,7 +45,9 @@ async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
     wait_for(lambda: prefill_kv_usage(service) == 0.0, "the prefill engine's KV is free", 20)
 
 
-async def test_the_router_may_die_in_mid_traffic(service: Service, table_file: Path, prompts: list[str]) -> None:
+async def test_the_router_may_die_in_mid_traffic(
+    service: Service, table_file: Path, prompts: list[str]
+) -> None:
     import ray
 
     from eldr_serve.serving.decode_router import actor_name, find
@@ -55,7 +59,10 @@ async def test_the_router_may_die_in_mid_traffic(service: Service, table_file: P
     async def ask(number: int) -> int:
         await asyncio.sleep(0.05 * number)
         answer = await client.completions.create(
-            model="eldr-demo", prompt=prompts[number % len(prompts)], max_tokens=30, extra_body={"ignore_eos": True}
+            model="eldr-demo",
+            prompt=prompts[number % len(prompts)],
+            max_tokens=30,
+            extra_body={"ignore_eos": True},
         )
         assert answer.usage is not None
         return answer.usage.completion_tokens
@@ -128,7 +135,13 @@ async def test_a_decode_engine_lost_in_mid_stream_ends_the_stream_with_an_error(
     from ray.util.state import list_actors
 
     lost = service.status()["counters"].get("streams_lost", 0)
-    body = {"model": "eldr-demo", "prompt": "go on and on", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "eldr-demo",
+        "prompt": "go on and on",
+        "max_tokens": 1500,
+        "stream": True,
+        "ignore_eos": True,
+    }
     events: list[str] = []
     async with (
         httpx.AsyncClient(timeout=120) as client,
@@ -138,11 +151,15 @@ async def test_a_decode_engine_lost_in_mid_stream_ends_the_stream_with_an_error(
         async for line in response.aiter_lines():
             events.append(line)
             if len(events) == 10:
-                name = next(a.name for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or ""))
+                name = next(
+                    a.name for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or "")
+                )
                 started = time.monotonic()
                 ray.kill(ray.get_actor(name, namespace="serve"))
     assert time.monotonic() - started < 15
     data = [line.removeprefix("data: ") for line in events if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     assert json.loads(data[-2])["error"]["type"] == "engine_lost"
-    wait_for(lambda: service.status()["counters"].get("streams_lost", 0) == lost + 1, "the loss is counted", 10)
+    wait_for(
+        lambda: service.status()["counters"].get("streams_lost", 0) == lost + 1, "the loss is counted", 10
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_model
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "engine" in item.path.parts:

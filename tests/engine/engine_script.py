@@ -22,7 +22,9 @@ def prompts(seed: int) -> list[list[int]]:
     """Token ids: stems of whole and broken blocks, each continued in several ways, some repeated."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(1, 257, int(n)).tolist() for n in (64, 33, 100, 16)]
-    found = [stem + rng.integers(1, 257, int(rng.integers(0, 60))).tolist() for stem in stems for _ in range(6)]
+    found = [
+        stem + rng.integers(1, 257, int(rng.integers(0, 60))).tolist() for stem in stems for _ in range(6)
+    ]
     found += [stems[0], stems[0], stems[2], stems[3], [5]]
     order = rng.permutation(len(found))
     return [found[i] for i in order]

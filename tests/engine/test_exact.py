@@ -17,7 +17,9 @@ from eldr_serve.signature import unpack_counts
 
 
 @pytest.fixture(scope="module", params=["async", "sync"])
-def report(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("engine") / "report.json"
     port = {"async": "21871", "sync": "21872"}[request.param]
     run_script("engine_script.py", model, out, request.param, VLLM_NIXL_SIDE_CHANNEL_PORT=port)
@@ -35,7 +37,9 @@ def choices(model: Path) -> Any:
     @torch.no_grad()
     def route(tokens: list[int]) -> np.ndarray:
         logits = reference(torch.tensor([tokens]), output_router_logits=True, use_cache=False).router_logits
-        return torch.stack([x.reshape(len(tokens), -1).topk(tiny_model.TOP_K).indices for x in logits], 1).numpy()
+        return torch.stack(
+            [x.reshape(len(tokens), -1).topk(tiny_model.TOP_K).indices for x in logits], 1
+        ).numpy()
 
     return route
 

@@ -13,7 +13,12 @@ from eldr_serve.engine.config import engine_kwargs
 
 
 def config(block_size: int = 16, speculative: Any = None, layers: Any = None, **parallel: Any) -> Any:
-    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1, "enable_dbo": False}
+    sizes = {
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "enable_dbo": False,
+    }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
         cache_config=SimpleNamespace(block_size=block_size),
@@ -38,7 +43,9 @@ def test_a_plain_engine_is_accepted() -> None:
         ({}, 2, "disable_hybrid_kv_cache_manager"),
     ],
 )
-def test_an_engine_that_would_not_count_exactly_is_refused(settings: dict[str, Any], groups: int, reason: str) -> None:
+def test_an_engine_that_would_not_count_exactly_is_refused(
+    settings: dict[str, Any], groups: int, reason: str
+) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
         check_engine(config(**settings), groups)
 

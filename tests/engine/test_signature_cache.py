@@ -15,7 +15,9 @@ from eldr_serve.engine.signature_cache import SignatureCache, active_experts
 
 BLOCKS, SIZE, LAYERS, EXPERTS, K = 6, 4, 2, 5, 2
 Writes = st.lists(  # steps of (block, first offset, tokens), each a run of consecutive slots
-    st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=4
+    ),
     max_size=12,
 )
 
@@ -50,7 +52,9 @@ def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
         cache.record(torch.tensor(slots, dtype=torch.int64), torch.from_numpy(chosen).to(dtype))
     for block, counts in expected.items():
         total = cache.total(torch.tensor([block]))
-        assert {(i, e): int(total[i, e]) for i in range(LAYERS) for e in range(EXPERTS) if total[i, e]} == counts
+        assert {
+            (i, e): int(total[i, e]) for i in range(LAYERS) for e in range(EXPERTS) if total[i, e]
+        } == counts
     everything = cache.total(torch.arange(BLOCKS))
     assert int(everything.sum()) == sum(sum(c.values()) for c in expected.values())
 
@@ -66,7 +70,9 @@ def test_a_full_block_of_the_largest_size_does_not_overflow() -> None:
 @given(st.integers(0, 9), st.integers(0, 99))
 def test_active_experts_are_the_distinct_ones(tokens: int, seed: int) -> None:
     chosen = torch.from_numpy(np.random.default_rng(seed).integers(0, EXPERTS, (LAYERS, tokens, K)))
-    assert active_experts(chosen, EXPERTS).tolist() == [len(set(layer.flatten().tolist())) for layer in chosen]
+    assert active_experts(chosen, EXPERTS).tolist() == [
+        len(set(layer.flatten().tolist())) for layer in chosen
+    ]
 
 
 def test_routes_come_back_and_others_are_refused() -> None:

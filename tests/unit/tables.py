@@ -8,7 +8,9 @@ from eldr_serve.artifacts import RoutingTable
 from eldr_serve.signature import SignatureSpec
 
 
-def unit_table(k: int, *, model: str = "m", num_layers: int = 2, num_experts: int = 8, band: float = 0.1) -> RoutingTable:
+def unit_table(
+    k: int, *, model: str = "m", num_layers: int = 2, num_experts: int = 8, band: float = 0.1
+) -> RoutingTable:
     """Centroid c points at expert c of layer 0, so that counts choose their worker in plain sight."""
     spec = SignatureSpec(np.ones((num_layers, num_experts), np.float32), np.arange(num_layers))
     centroids = np.eye(k, spec.dim, dtype=np.float32)

@@ -39,7 +39,9 @@ def test_a_table_means_the_same_after_loading(tmp_path: Path) -> None:
     loaded = RoutingTable.load(tmp_path / "table")
     counts = np.random.default_rng(0).integers(0, 9, (2, 8)).astype(np.uint32)
     np.testing.assert_array_equal(loaded.similarity(counts), TABLE.similarity(counts))
-    np.testing.assert_allclose(loaded.similarity(loaded.spec.encode(counts)), TABLE.similarity(counts), atol=1e-6)
+    np.testing.assert_allclose(
+        loaded.similarity(loaded.spec.encode(counts)), TABLE.similarity(counts), atol=1e-6
+    )
     assert (loaded.domains, loaded.band, loaded.model) == (TABLE.domains, TABLE.band, TABLE.model)
     for wrong in (np.zeros(5, np.float32), np.zeros((3, 8), np.uint32)):
         with pytest.raises(ValueError):
@@ -151,10 +153,14 @@ def test_decode_probability_is_a_share_of_steps() -> None:
 def test_a_subset_is_a_trace() -> None:
     subset = TRACE.subset(np.array([3, 1]))
     assert subset.ids == ["3", "1"]
-    assert CalibrationTrace.from_bytes(subset.to_bytes()).fingerprint == subset.fingerprint != TRACE.fingerprint
+    assert (
+        CalibrationTrace.from_bytes(subset.to_bytes()).fingerprint == subset.fingerprint != TRACE.fingerprint
+    )
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_whole(tmp_path / "file", b"old")
 
     def fail(*_: Any) -> None:

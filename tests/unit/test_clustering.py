@@ -65,7 +65,9 @@ def test_points_that_do_not_fit_are_refused() -> None:
 def blobs(sizes: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     centres = np.eye(len(sizes), 12)
-    points = np.concatenate([c + 0.05 * rng.normal(size=(n, 12)) for c, n in zip(centres, sizes, strict=True)])
+    points = np.concatenate(
+        [c + 0.05 * rng.normal(size=(n, 12)) for c, n in zip(centres, sizes, strict=True)]
+    )
     return points / np.linalg.norm(points, axis=1, keepdims=True), np.repeat(np.arange(len(sizes)), sizes)
 
 

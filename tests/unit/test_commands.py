@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, "-m", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
     )
 
 
@@ -29,7 +34,9 @@ def trace(tmp_path: Path) -> Path:
 
 def test_fit_writes_table_report_and_plot(trace: Path) -> None:
     out, report, plot = (trace.with_name(name) for name in ("table.safetensors", "report.json", "plot.png"))
-    done = command("offline.fit", "--trace", trace, "--workers", 3, "--out", out, "--report", report, "--plot", plot)
+    done = command(
+        "offline.fit", "--trace", trace, "--workers", 3, "--out", out, "--report", report, "--plot", plot
+    )
     assert done.returncode == 0, done.stderr
     table, found = RoutingTable.load(out), json.loads(report.read_text())
     assert table.cluster_sizes.tolist() == found["cluster_sizes"] == [20, 20, 20]
@@ -46,15 +53,49 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
         ["offline.fit", "--trace", "{trace}", "--workers", "61", "--out", "{out}"],
         ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "{out}", "--transform", "gate-prob"],
         ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "nowhere/table"],
-        ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "{out}", "--report", "nowhere/report"],
+        [
+            "offline.fit",
+            "--trace",
+            "{trace}",
+            "--workers",
+            "3",
+            "--out",
+            "{out}",
+            "--report",
+            "nowhere/report",
+        ],
         ["offline.fit", "--trace", "README.md", "--workers", "3", "--out", "{out}"],
         ["offline.refit", "--trace", "{trace}"],
         ["offline.refit", "--trace", "{trace}", "--out", "{out}"],
         ["offline.refit", "--trace", "nowhere", "--workers", "3", "--out", "{out}"],
         ["offline.calibrate", "--deployment", "nowhere", "--prompts", "demo_model/prompts", "--out", "{out}"],
-        ["offline.calibrate", "--deployment", "Makefile", "--prompts", "demo_model/prompts", "--out", "{out}"],
-        ["offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "nowhere", "--out", "{out}"],
-        ["offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "Makefile", "--out", "{out}"],
+        [
+            "offline.calibrate",
+            "--deployment",
+            "Makefile",
+            "--prompts",
+            "demo_model/prompts",
+            "--out",
+            "{out}",
+        ],
+        [
+            "offline.calibrate",
+            "--deployment",
+            "deployments/cpu_demo.yaml",
+            "--prompts",
+            "nowhere",
+            "--out",
+            "{out}",
+        ],
+        [
+            "offline.calibrate",
+            "--deployment",
+            "deployments/cpu_demo.yaml",
+            "--prompts",
+            "Makefile",
+            "--out",
+            "{out}",
+        ],
     ],
 )
 def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], trace: Path) -> None:

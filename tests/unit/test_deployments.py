@@ -76,12 +76,17 @@ def test_a_mistake_in_the_file_stops_the_build_with_one_sentence(change: dict[st
 
 def test_two_models_in_one_deployment_are_refused() -> None:
     args = arguments("cpu_demo")
-    args["decode_config"]["model_loading_config"] = {"model_id": "other", "model_source": "demo_model/weights"}
+    args["decode_config"]["model_loading_config"] = {
+        "model_id": "other",
+        "model_source": "demo_model/weights",
+    }
     with pytest.raises(ConfigurationError, match="other"):
         build_app(args)
 
 
-def test_a_table_in_the_file_is_what_the_router_starts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_in_the_file_is_what_the_router_starts_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     unit_table(2, model="eldr-demo").save(tmp_path / "table.safetensors")
     app = build_app(arguments("cpu_demo") | {"router": {"table": str(tmp_path / "table.safetensors")}})

@@ -97,7 +97,9 @@ def test_missing_empty_and_cut_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_balanced_sample_gives_each_domain_its_share() -> None:
-    prompts = [Prompt(f"{d}{n}", d, "") for d, size in (("a", 100), ("b", 100), ("c", 5)) for n in range(size)]
+    prompts = [
+        Prompt(f"{d}{n}", d, "") for d, size in (("a", 100), ("b", 100), ("c", 5)) for n in range(size)
+    ]
     sample = balanced_sample(prompts, 45, seed=1)
     assert len(sample) == len({p.id for p in sample}) == 45
     sizes = {d: sum(p.domain == d for p in sample) for d in "abc"}

@@ -137,7 +137,7 @@ class World:
 async def test_prefill_then_place_then_decode() -> None:
     world = World()
     assert await world.run() == ["data: a", "data: b", "data: c"]
-    (placement, counts), = world.client.placed
+    ((placement, counts),) = world.client.placed
     np.testing.assert_array_equal(counts, COUNTS)
     assert placement.prompt_tokens == 7
     sent = world.decode.requests[0].kv_transfer_params
@@ -203,7 +203,7 @@ async def test_a_request_that_is_wrong_is_not_tried_again() -> None:
         yield error(400)
 
     world = World(prefill=wrong)
-    answer, = await world.run()
+    (answer,) = await world.run()
     assert answer.error.code == 400
     assert len(world.prefill.requests) == 1
     assert not world.decode.requests
@@ -303,13 +303,17 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
         ({"stop": ["x"], "stream": True}, None),
     ],
 )
-async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(fields: dict[str, Any], reason: str | None) -> None:
+async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
+    fields: dict[str, Any], reason: str | None
+) -> None:
     request = CompletionRequest(**({"model": "m", "prompt": "hello", "max_tokens": 5} | fields))
     assert needs_whole_engine(request) == reason
     world = World()
     [chunk async for chunk in world.path.generate(request, "completions")]
     assert len(world.prefill.requests) == (0 if reason else 1)
-    assert set(world.decode.requests[0].kv_transfer_params) >= ({REPLICA} if reason else {REPLICA, "do_remote_prefill"})
+    assert set(world.decode.requests[0].kv_transfer_params) >= (
+        {REPLICA} if reason else {REPLICA, "do_remote_prefill"}
+    )
 
 
 def test_a_prefill_call_leaves_the_answer_to_decode() -> None:

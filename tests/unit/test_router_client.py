@@ -22,7 +22,11 @@ class FakeActor:
     """An actor handle over a RouterState."""
 
     def __init__(self, **options: Any) -> None:
-        self.options = {"model_id": "m", "policy": "locality-band", "table": unit_table(2).to_bytes()} | options
+        self.options = {
+            "model_id": "m",
+            "policy": "locality-band",
+            "table": unit_table(2).to_bytes(),
+        } | options
         self.state = RouterState(**self.options)
         self.alive = True
         self.delay_s = 0.0

@@ -16,7 +16,9 @@ from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Resto
 from eldr_serve.serving.router_state import RouterState
 
 
-def make(workers: int = 3, table: int | None = 3, policy: str = "locality-band", **options: Any) -> RouterState:
+def make(
+    workers: int = 3, table: int | None = 3, policy: str = "locality-band", **options: Any
+) -> RouterState:
     state = RouterState(
         model_id="m", policy=policy, table=unit_table(table).to_bytes() if table else None, **options
     )

@@ -36,7 +36,9 @@ def loads(*in_flight: int) -> list[WorkerLoad]:
 
 
 def handoff(**fields: Any) -> Handoff:
-    return Handoff(**({"request_id": "r", "signature": None, "prompt_tokens": 10, "max_new_tokens": 5} | fields))
+    return Handoff(
+        **({"request_id": "r", "signature": None, "prompt_tokens": 10, "max_new_tokens": 5} | fields)
+    )
 
 
 def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
@@ -59,7 +61,9 @@ def test_load_policies() -> None:
     assert [robin.choose(handoff(), state, RNG).worker for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     drawn = Counter(make_policy("random").choose(handoff(), state, RNG).worker for _ in range(600))
     assert min(drawn.values()) > 140
-    two = Counter(make_policy("power-of-two").choose(handoff(), loads(9, 1, 5), RNG).worker for _ in range(300))
+    two = Counter(
+        make_policy("power-of-two").choose(handoff(), loads(9, 1, 5), RNG).worker for _ in range(300)
+    )
     assert two[0] == 0  # of any two, the fullest is never the emptier
     assert two[1] > two[2] > 0
 
@@ -107,8 +111,14 @@ def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
     assert choose(capped, [1.0, 0.0, 0.0], 2, 2, 2).worker == 0
 
 
-@given(arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)), st.lists(st.integers(0, 9), min_size=5, max_size=5), st.floats(0, 2))
-def test_the_band_rule_equals_its_definition(similarity: np.ndarray, in_flight: list[int], tau: float) -> None:
+@given(
+    arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
+    st.lists(st.integers(0, 9), min_size=5, max_size=5),
+    st.floats(0, 2),
+)
+def test_the_band_rule_equals_its_definition(
+    similarity: np.ndarray, in_flight: list[int], tau: float
+) -> None:
     decision = choose(band(tau, 5), similarity.tolist(), *in_flight)
     if not similarity.any():
         assert decision.reason == "no-signature"
@@ -181,7 +191,9 @@ def test_centroids_are_shared_out_whatever_the_numbers(similarity: np.ndarray, w
         ("locality-band", {"max_load_ratio": 0.5}, "at least 1"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_with_what_can(name: str, parameters: dict[str, Any], word: str) -> None:
+def test_a_policy_that_cannot_be_is_refused_with_what_can(
+    name: str, parameters: dict[str, Any], word: str
+) -> None:
     with pytest.raises(PolicyError, match=word):
         make_policy(name, **parameters)
 
@@ -201,7 +213,11 @@ def test_routing_needs_neither_ray_nor_vllm_nor_torch_nor_sklearn() -> None:
         "print(r.make_policy('locality-band').name)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
     )
     assert done.stdout.strip() == "locality-band", done.stderr
 

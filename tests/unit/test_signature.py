@@ -36,7 +36,9 @@ def test_encode_equals_a_loop(counts: np.ndarray, element: str) -> None:
     s = spec(element)
     cell = {"count": float, "sqrt": math.sqrt, "binary": lambda c: float(c > 0)}[element]
     for row, request in zip(s.encode(counts), counts, strict=True):
-        vector = [cell(int(request[layer, e])) * float(s.idf[layer, e]) for layer in (0, 2, 3) for e in range(5)]
+        vector = [
+            cell(int(request[layer, e])) * float(s.idf[layer, e]) for layer in (0, 2, 3) for e in range(5)
+        ]
         norm = math.sqrt(sum(v * v for v in vector))
         expected = [v / norm if norm else 0.0 for v in vector]
         np.testing.assert_allclose(row, expected, atol=1e-6)
@@ -99,7 +101,9 @@ def test_quality_equals_spearman_over_all_pairs() -> None:
     a, b = rng.random((12, 7)), rng.random((12, 9))
     b[:, :7] += 2 * a
     pairs = [(i, j) for i in range(12) for j in range(12) if i != j]
-    exact = stats.spearmanr([_distance(a[i], a[j]) for i, j in pairs], [_distance(b[i], b[j]) for i, j in pairs])
+    exact = stats.spearmanr(
+        [_distance(a[i], a[j]) for i, j in pairs], [_distance(b[i], b[j]) for i, j in pairs]
+    )
     assert signature_quality(a, b, pairs=60_000) == pytest.approx(exact.statistic, abs=0.01)
     assert signature_quality(a, a) == pytest.approx(1.0)
     assert signature_quality(a, b, seed=3) == signature_quality(a, b, seed=3)

@@ -7,7 +7,9 @@ import numpy as np
 from eldr_serve.artifacts import CalibrationTrace
 
 
-def synthetic_trace(n: int = 60, num_layers: int = 4, num_experts: int = 16, top_k: int = 2, domains: int = 3, seed: int = 0) -> CalibrationTrace:
+def synthetic_trace(
+    n: int = 60, num_layers: int = 4, num_experts: int = 16, top_k: int = 2, domains: int = 3, seed: int = 0
+) -> CalibrationTrace:
     """Layer 0 is noise; in the others prefill and decode favour the domain's experts alike."""
     rng = np.random.default_rng(seed)
     taste = rng.normal(size=(domains, num_layers, num_experts)) * 2
