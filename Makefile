@@ -1,0 +1,54 @@
+# Every target sets up what it needs; `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRA ?= cpu
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(EXTRA)
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-unit test-engine test-e2e lint format demo bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
+
+# The registries' torchvision, torchaudio and torchcodec are CUDA builds; beside CPU torch they break
+# `import transformers`, and text models need none of them.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]'
+	@if [ '$(EXTRA)' = cpu ]; then $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	@touch $@
+
+test: setup ## the whole suite: unit, engine and end to end, on real engines
+	$(BIN)/python -m pytest
+
+test-unit: setup ## the fast part: no engine, no Ray
+	$(BIN)/python -m pytest tests/unit
+
+test-engine: setup ## the engine extension on a real vLLM CPU engine
+	$(BIN)/python -m pytest tests/engine
+
+test-e2e: setup ## Ray Serve, three engines, HTTP
+	$(BIN)/python -m pytest tests/e2e
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: setup ## serve, calibrate, fit, swap, compare two policies, report; then stop it all
+	$(BIN)/python -m offline.demo $(DEMO_ARGS)
+
+bench: setup ## run the benchmarks; results in benchmarks/results
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean: ## remove what runs left behind (not .venv)
+	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis

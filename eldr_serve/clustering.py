@@ -1,0 +1,191 @@
+"""Balanced K-means over signatures (ELDR, section 4.3.1): as many requests for every decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import logsumexp
+from sklearn.cluster import KMeans, kmeans_plusplus
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Centroids float32[k,D] of unit norm, and the cluster of each point, int64[N]."""
+
+    centroids: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64[k], points a cluster."""
+        return np.bincount(self.labels, minlength=len(self.centroids))
+
+
+def balanced_kmeans(points: ArrayLike, k: int, *, seed: int = 0, iterations: int = 20) -> Clusters:
+    """K-means by cosine distance in which no cluster exceeds ceil(N/k) points.
+
+    Each round assigns all points at the least total distance that the bound allows (exactly, see
+    `balanced_assignment`) and moves the centroids to the directions of their clusters' means, until
+    nothing changes.
+
+    Args:
+        points: float[N,D], unit rows (rows of zeros are allowed, and are equally far from all).
+        iterations: rounds at most.
+
+    Raises:
+        ValueError: not a finite [N, D] array, or k not in 1..N.
+    """
+    x = _checked(points, k)
+    capacity = -(-len(x) // k)
+    centroids = _unit(_seeds(x, k, seed))
+    labels = np.full(len(x), -1)
+    prices = np.zeros(k)
+    for _ in range(iterations):
+        previous = labels
+        labels, prices = balanced_assignment(1 - x @ centroids.T, capacity, prices)
+        if (labels == previous).all():
+            break
+        centroids = _means(x, labels, centroids)
+    return Clusters(centroids, labels)
+
+
+def kmeans(points: ArrayLike, k: int, *, seed: int = 0) -> Clusters:
+    """Plain K-means, without the bound: what balance is measured against."""
+    x = _checked(points, k)
+    model = KMeans(k, n_init=4, random_state=seed).fit(x)
+    return Clusters(_unit(model.cluster_centers_.astype(np.float32)), model.labels_.astype(np.int64))
+
+
+def balanced_assignment(
+    cost: ArrayLike, capacity: int, prices: NDArray[np.float64] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The assignment of N points to K clusters of least total cost, with at most `capacity` in each.
+
+    Exact. It works on the K clusters rather than on N x N cells as a Hungarian solve would: every
+    point goes to the cluster with the least cost + price, and points move from overfull clusters
+    along shortest paths to clusters with room, which keeps the reduced costs non-negative, as in
+    successive shortest paths from a pseudoflow. Good starting prices only save moves.
+
+    Args:
+        cost: float[N,K], finite.
+        capacity: points a cluster may take; N <= K * capacity.
+        prices: float64[K] to start from, as returned for a similar problem.
+
+    Returns:
+        labels int64[N] and the clusters' prices float64[K]; they prove each other optimal.
+
+    Raises:
+        ValueError: the points do not fit.
+    """
+    costs = np.asarray(cost, np.float64)
+    num_points, k = costs.shape
+    if num_points > k * capacity:
+        raise ValueError(f"{num_points} points do not fit into {k} clusters of {capacity}")
+    # Points that cost nothing anywhere fill the clusters up, so that all end exactly full.
+    costs = np.vstack([costs, np.zeros((k * capacity - num_points, k))])
+    price = _soft_prices(costs, capacity, np.zeros(k) if prices is None else prices.copy())
+    labels = np.argmin(costs + price, axis=1)
+    sizes = np.bincount(labels, minlength=k)
+    moves = np.full((k, k), np.inf)  # least extra cost of moving some point from a to b
+    movers = np.zeros((k, k), np.int64)
+    for cluster in range(k):
+        _refresh(cluster, costs, labels, moves, movers)
+    while (sizes > capacity).any():
+        path = _shortest_path(moves, price, sizes, capacity)
+        for a, b in zip(path, path[1:], strict=False):
+            labels[movers[a, b]] = b
+        sizes[path[0]] -= 1
+        sizes[path[-1]] += 1
+        for cluster in path:
+            _refresh(cluster, costs, labels, moves, movers)
+    return labels[:num_points], price
+
+
+def _shortest_path(
+    moves: NDArray[np.float64], price: NDArray[np.float64], sizes: NDArray[np.int64], capacity: int
+) -> list[int]:
+    """Dijkstra from the overfull clusters to the nearest one with room; updates `price` in place."""
+    k = len(sizes)
+    distance = np.where(sizes > capacity, 0.0, np.inf)
+    parent = np.full(k, -1)
+    open_distance = distance.copy()
+    while True:
+        a = int(np.argmin(open_distance))
+        reached = open_distance[a]
+        if sizes[a] < capacity:
+            break
+        open_distance[a] = np.inf
+        through = reached + np.maximum(moves[a] + price - price[a], 0.0)
+        better = through < distance
+        distance[better] = through[better]
+        open_distance[better] = through[better]
+        parent[better] = a
+    price += reached - np.minimum(distance, reached)
+    path = [a]
+    while parent[path[-1]] >= 0:
+        path.append(int(parent[path[-1]]))
+    return path[::-1]
+
+
+def _refresh(
+    cluster: int,
+    costs: NDArray[np.float64],
+    labels: NDArray[np.int64],
+    moves: NDArray[np.float64],
+    movers: NDArray[np.int64],
+) -> None:
+    members = np.flatnonzero(labels == cluster)
+    if not len(members):
+        moves[cluster] = np.inf
+        return
+    extra = costs[members] - costs[members, cluster, None]
+    cheapest = np.argmin(extra, axis=0)
+    moves[cluster] = extra[cheapest, np.arange(len(moves))]
+    movers[cluster] = members[cheapest]
+
+
+def _soft_prices(costs: NDArray[np.float64], capacity: int, price: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Prices under which about `capacity` points choose each cluster: entropic transport, annealed."""
+    scale = float(np.std(costs)) or 1.0
+    for temperature in scale * np.geomspace(0.3, 0.01, 8):
+        for _ in range(2):
+            logits = -(costs + price) / temperature
+            share = logsumexp(logits - logsumexp(logits, axis=1, keepdims=True), axis=0)
+            price += temperature * (share - np.log(capacity))
+    return price
+
+
+def _checked(points: ArrayLike, k: int) -> NDArray[np.float32]:
+    x = np.asarray(points, np.float32)
+    if x.ndim != 2 or not np.isfinite(x).all():
+        raise ValueError(f"points must be a finite array [N, D], got shape {x.shape}")
+    if not 1 <= k <= len(x):
+        raise ValueError(f"cannot make {k} clusters of {len(x)} points")
+    return x
+
+
+def _seeds(x: NDArray[np.float32], k: int, seed: int) -> NDArray[np.float32]:
+    seeds: NDArray[np.float32] = kmeans_plusplus(x, k, random_state=seed)[0]
+    return seeds
+
+
+def _means(x: NDArray[np.float32], labels: NDArray[np.int64], old: NDArray[np.float32]) -> NDArray[np.float32]:
+    sums = np.zeros_like(old)
+    order = np.argsort(labels, kind="stable")
+    filled, starts = np.unique(labels[order], return_index=True)
+    sums[filled] = np.add.reduceat(x[order], starts, axis=0)
+    # A cluster without points, or whose points cancel out, keeps its direction.
+    hopeless = np.linalg.norm(sums, axis=1) < 1e-12
+    sums[hopeless] = old[hopeless]
+    return _unit(sums)
+
+
+def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    norm = np.linalg.norm(rows, axis=1, keepdims=True)
+    if not norm.all():
+        rows = np.where(norm > 0, rows, 1.0)  # zeros point nowhere: any direction will do
+        norm = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: NDArray[np.float32] = (rows / norm).astype(np.float32)
+    return unit

@@ -1,0 +1,264 @@
+"""Policies: which decode worker takes a prefilled request.
+
+Each is one class with a registered name. The simulator and the server call the same objects. A
+request without a usable signature is placed by load; that is never an error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
+
+_REGISTRY: dict[str, type[Policy]] = {}
+
+
+class CentroidTable(Protocol):
+    """What a policy needs of a RoutingTable."""
+
+    @property
+    def centroids(self) -> NDArray[np.float32]: ...
+    @property
+    def band(self) -> float: ...
+    @property
+    def domains(self) -> list[str]: ...
+    def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]: ...
+
+
+class Policy(ABC):
+    """Chooses a worker. A policy keeps no load of its own: the caller counts (LoadLedger)."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name := cls.__dict__.get("name"):
+            _REGISTRY[name] = cls
+
+    def __init__(self) -> None:
+        self.table: CentroidTable | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that this policy was made with, JSON-able."""
+        return {}
+
+    def with_table(self, table: CentroidTable | None) -> Policy:
+        """This policy, from now on with `table`."""
+        self.table = table
+        return self
+
+    @abstractmethod
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        """Choose among the available workers.
+
+        Args:
+            loads: one a worker; indices are what Decision.worker means.
+            rng: source of random choices, so that a run repeats by seed.
+
+        Raises:
+            NoWorkerError: no worker is available.
+        """
+
+
+def make_policy(name: str, /, **parameters: Any) -> Policy:
+    """The policy of that name.
+
+    Raises:
+        PolicyError: unknown name, parameter or value; the message lists what there is.
+    """
+    cls = _REGISTRY.get(name)
+    if cls is None:
+        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(policy_names())}")
+    known = cls.__init__.__kwdefaults__ or {}
+    unknown = sorted(set(parameters) - set(known))
+    if unknown:
+        takes = f"takes {', '.join(sorted(known))}" if known else "takes no parameter"
+        raise PolicyError(f"policy {name!r} has no parameter {unknown[0]!r}; it {takes}")
+    return cls(**parameters)
+
+
+def policy_names() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_REGISTRY)
+
+
+def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDArray[np.float32]:
+    """float32[W] cosine of each worker, from float32[K] of each centroid, where K need not be W.
+
+    With K >= W, worker w serves the centroids c with c mod W == w, and counts the best of them. With
+    K < W, worker w serves centroid w mod K, so that workers share one and load decides between them.
+    """
+    k = len(similarity)
+    if k == num_workers:
+        return similarity
+    if k < num_workers:
+        return similarity[np.arange(num_workers) % k]
+    padded = np.full(-(-k // num_workers) * num_workers, -np.inf, np.float32)
+    padded[:k] = similarity
+    best: NDArray[np.float32] = padded.reshape(-1, num_workers).max(axis=0)
+    return best
+
+
+def _available(loads: Sequence[WorkerLoad]) -> list[int]:
+    workers = [w for w, load in enumerate(loads) if load.available]
+    if not workers:
+        raise NoWorkerError(f"none of {len(loads)} decode workers is available")
+    return workers
+
+
+def _shortest(candidates: Sequence[int], loads: Sequence[WorkerLoad], reason: str) -> Decision:
+    worker = min(candidates, key=lambda w: (loads[w].in_flight, w))
+    return Decision(worker, len(candidates), None, reason)
+
+
+class Random(Policy):
+    """Any worker, each as likely."""
+
+    name = "random"
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = _available(loads)
+        return Decision(workers[int(rng.integers(len(workers)))], len(workers), None, self.name)
+
+
+class RoundRobin(Policy):
+    """One worker after the other."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = -1
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = _available(loads)
+        self._last = next((w for w in workers if w > self._last), workers[0])
+        return Decision(self._last, len(workers), None, self.name)
+
+
+class ShortestQueue(Policy):
+    """The worker with the fewest requests in flight."""
+
+    name = "shortest-queue"
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        return _shortest(_available(loads), loads, self.name)
+
+
+class PowerOfTwo(Policy):
+    """The less loaded of two workers drawn at random."""
+
+    name = "power-of-two"
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = _available(loads)
+        drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
+        return _shortest([workers[i] for i in drawn], loads, self.name)
+
+
+class LeastTokens(Policy):
+    """The worker with the fewest KV tokens: prompt + generated, of its requests in flight."""
+
+    name = "least-tokens"
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = _available(loads)
+        worker = min(workers, key=lambda w: (loads[w].kv_tokens, loads[w].in_flight, w))
+        return Decision(worker, len(workers), None, self.name)
+
+
+class Domain(Policy):
+    """The least loaded of the workers whose cluster is mostly of the request's domain.
+
+    Without a table, or for a domain that leads no cluster, one worker is taken by hash of the name.
+    """
+
+    name = "domain"
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = _available(loads)
+        if handoff.domain is None:
+            return _shortest(workers, loads, "no-domain")
+        domains = self.table.domains if self.table is not None else []
+        own = [w for w in workers if handoff.domain in _served(domains, w, len(loads))]
+        if own:
+            return _shortest(own, loads, self.name)
+        return Decision(workers[zlib.crc32(handoff.domain.encode()) % len(workers)], 1, None, "domain-hash")
+
+
+def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[str]:
+    if len(domains) >= num_workers:
+        return domains[worker::num_workers]
+    return [domains[worker % len(domains)]] if domains else []
+
+
+class LocalityBand(Policy):
+    """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
+
+    Parameters:
+        band: width tau of the band, cosine similarity in [0, 2]; None takes the table's.
+            0 is the nearest centroid alone, 2 is shortest queue.
+        max_load_ratio: workers above this times the mean load leave the band, >= 1; None (as in the
+            paper) sets no bound. Where it would leave no worker, the shortest queue is taken.
+    """
+
+    name = "locality-band"
+
+    def __init__(self, *, band: float | None = None, max_load_ratio: float | None = None) -> None:
+        super().__init__()
+        if band is not None and not _in_range(band, 0.0, 2.0):
+            raise PolicyError(f"band is {band!r}, it must be a cosine distance from 0 to 2")
+        if max_load_ratio is not None and not _in_range(max_load_ratio, 1.0, float("inf")):
+            raise PolicyError(f"max_load_ratio is {max_load_ratio!r}, it must be at least 1")
+        self._band = band
+        self._max_load_ratio = max_load_ratio
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"band": self._band, "max_load_ratio": self._max_load_ratio}
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = _available(loads)
+        if self.table is None:
+            return _shortest(workers, loads, "no-table")
+        scored, why_not = self._score(handoff)
+        if scored is None:
+            return _shortest(workers, loads, why_not)
+        similarity = worker_similarity(scored, len(loads)).tolist()
+        width = self.table.band if self._band is None else self._band
+        floor = max(similarity[w] for w in workers) - width
+        band = [w for w in workers if similarity[w] >= floor]
+        if self._max_load_ratio is not None:
+            mean = (sum(loads[w].in_flight for w in workers) + 1) / len(workers)
+            allowed = [w for w in band if loads[w].in_flight + 1 <= self._max_load_ratio * mean]
+            if not allowed:
+                return _shortest(workers, loads, "load-cap")
+            band = allowed
+        worker = min(band, key=lambda w: (loads[w].in_flight, -similarity[w], w))
+        return Decision(worker, len(band), similarity[worker], self.name)
+
+    def _score(self, handoff: Handoff) -> tuple[NDArray[np.float32] | None, str]:
+        assert self.table is not None
+        similarity = handoff.similarity
+        if similarity is None:
+            if handoff.signature is None:
+                return None, "no-signature"
+            try:
+                similarity = self.table.similarity(handoff.signature)
+            except ValueError:
+                return None, "bad-signature"
+        if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():
+            return None, "bad-signature"
+        # A signature of zeros (every expert common, or no count) is equally far from all centroids.
+        return (similarity, "") if np.any(similarity) else (None, "no-signature")
+
+
+def _in_range(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -1,0 +1,127 @@
+"""`serve run deployments/<topology>.yaml` ends here: configuration in, application graph out."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ray import serve
+from ray.serve.deployment import Application
+from ray.serve.llm import LLMConfig, build_llm_deployment
+from ray.serve.llm.ingress import make_fastapi_ingress
+
+from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.serving.compat import check_ray, to_model_metadata
+from eldr_serve.serving.config import EldrArgs
+from eldr_serve.serving.decode_router import RouterSpec
+from eldr_serve.serving.errors import ConfigurationError
+from eldr_serve.serving.ingress import ENDPOINTS, EldrIngress, decode_directory, prefill_directory
+from eldr_serve.serving.servers import DecodeServer, PrefillServer
+
+_ROUTERS = "eldr_serve.serving.request_router"
+_PORT_BASE = {"prefill": 20000, "decode": 22000}  # NIXL side channels; replicas add their rank
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Build the Ray Serve application: ingress -> prefill deployment, decode deployment.
+
+    Args:
+        args: see EldrArgs.
+
+    Raises:
+        ConfigurationError: one sentence on what is wrong with `args`.
+    """
+    check_ray()
+    try:
+        parsed = EldrArgs.model_validate(args)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "args"
+        raise ConfigurationError(f"{where}: {first['msg']}") from error
+    prefill_config = llm_config(
+        parsed.prefill_config,
+        "prefill",
+        router="PrefillRequestRouter",
+        router_kwargs={
+            "directory_name": prefill_directory(parsed.name),
+            "prefix_tokens": parsed.prefill_router.prefix_tokens,
+            "max_load_ratio": parsed.prefill_router.max_load_ratio,
+        },
+        kv_lease_s=parsed.path.kv_lease_s,
+    )
+    decode_config = llm_config(
+        parsed.decode_config,
+        "decode",
+        router="DecodeRequestRouter",
+        router_kwargs={"directory_name": decode_directory(parsed.name)},
+        kv_lease_s=parsed.path.kv_lease_s,
+    )
+    model_id = decode_config.model_id
+    if prefill_config.model_id != model_id:
+        raise ConfigurationError(
+            f"prefill_config is for model {prefill_config.model_id!r}, decode_config for {model_id!r}"
+        )
+    prefill = build_llm_deployment(
+        prefill_config,
+        name_prefix="Prefill:",
+        deployment_cls=PrefillServer,
+        bind_kwargs={"kv_lease_s": parsed.path.kv_lease_s},
+    )
+    decode = build_llm_deployment(decode_config, name_prefix="Decode:", deployment_cls=DecodeServer)
+    options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
+    ingress = serve.deployment(make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS), **options)
+    return ingress.bind(
+        llm_deployments={model_id: decode},
+        model_cards={model_id: to_model_metadata(model_id, decode_config)},
+        prefill=prefill,
+        application=parsed.name,
+        router=RouterSpec(
+            model_id=model_id,
+            policy=parsed.router.policy,
+            parameters=parsed.router.parameters,
+            table=parsed.router.table.read_bytes() if parsed.router.table else None,
+            client_timeout_s=parsed.router.client_timeout_s,
+            idle_exit_s=parsed.router.idle_exit_s,
+            seed=parsed.router.seed,
+        ),
+        options=parsed.ingress,
+        path_options=parsed.path,
+        admin_key_sha256=_admin_key_sha256(parsed),
+    )
+
+
+def llm_config(
+    given: dict[str, Any], role: str, *, router: str, router_kwargs: dict[str, Any], kv_lease_s: float
+) -> LLMConfig:
+    """Ray's LLMConfig with the ELDR connector, scheduler and request router filled in."""
+    config = copy.deepcopy(given)
+    loading = config.get("model_loading_config") or {}
+    source = loading.get("model_source")
+    if isinstance(source, str) and Path(source).is_dir():
+        loading["model_source"] = str(Path(source).resolve())  # replicas run elsewhere
+    accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
+    config["engine_kwargs"] = engine_kwargs(
+        role, device=accelerator, kv_lease_s=kv_lease_s, **(config.get("engine_kwargs") or {})
+    )
+    # Serve LLM gathers streamed tokens for 50 ms by default; inter-token latency would hide in it.
+    experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
+    config["experimental_configs"] = experimental | (config.get("experimental_configs") or {})
+    deployment = config.setdefault("deployment_config", {})
+    deployment.setdefault("request_router_config", {}).update(
+        request_router_class=f"{_ROUTERS}.{router}", request_router_kwargs=router_kwargs
+    )
+    try:
+        return LLMConfig.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{role}_config.{where}: {first['msg']}") from error
+
+
+def _admin_key_sha256(args: EldrArgs) -> str | None:
+    key = args.admin_key.get_secret_value() if args.admin_key else os.environ.get("ELDR_ADMIN_KEY")
+    return hashlib.sha256(key.encode()).hexdigest() if key else None

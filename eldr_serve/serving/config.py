@@ -1,0 +1,91 @@
+"""What a deployment YAML says: two Ray Serve LLM configurations and how requests move between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from eldr_serve.artifacts import ArtifactError, RoutingTable
+from eldr_serve.routing import PolicyError, make_policy
+from eldr_serve.serving.ingress import IngressOptions
+from eldr_serve.serving.path import PathOptions
+
+
+class RouterOptions(BaseModel):
+    """The decode router: policy, table, and what happens to state that nobody renews."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = Field(default="locality-band", description="policy to start with; PUT /eldr/policy changes it")
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, description="parameters of the policy, as `band: 0.1` (cosine similarity)"
+    )
+    table: Path | None = Field(
+        default=None,
+        description="RoutingTable file to start with, seen from where the app is built; none: by load until one is swapped in",
+    )
+    client_timeout_s: float = Field(
+        default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
+    )
+    idle_exit_s: float = Field(
+        default=600.0, gt=0, description="the router actor leaves when no ingress has spoken for this long, s"
+    )
+    seed: int = Field(default=0, description="seed of random choices")
+
+    @field_validator("table")
+    @classmethod
+    def _readable(cls, table: Path | None) -> Path | None:
+        if table is not None:
+            try:
+                RoutingTable.load(table)
+            except ArtifactError as error:
+                raise ValueError(str(error)) from error
+        return table
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        try:
+            make_policy(policy)
+        except PolicyError as error:
+            raise ValueError(str(error)) from error
+        return policy
+
+
+class PrefillRouterOptions(BaseModel):
+    """Prefix-hash routing of prompts to prefill replicas."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefix_tokens: int = Field(
+        default=64, ge=1, description="head of the prompt that is hashed, tokens (4 characters each for text)"
+    )
+    max_load_ratio: float = Field(
+        default=1.25, ge=1.0, description="a replica above this times the mean load is passed over"
+    )
+
+
+class EldrArgs(BaseModel):
+    """The `args` of an application in a deployment YAML.
+
+    `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`; the KV connector, the
+    scheduler and the request routers are filled in by `build_app`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(default="eldr", description="names the DecodeRouter actor; one an application")
+    prefill_config: dict[str, Any] = Field(description="LLMConfig of the prefill deployment")
+    decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
+    router: RouterOptions = Field(default_factory=RouterOptions)
+    prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
+    path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")
+    ingress: IngressOptions = Field(default_factory=IngressOptions)
+    ingress_deployment_config: dict[str, Any] = Field(
+        default_factory=dict, description="Ray Serve deployment options of the ingress (num_replicas, ...)"
+    )
+    admin_key: SecretStr | None = Field(
+        default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"
+    )

@@ -1,0 +1,179 @@
+"""The DecodeRouter actor: one a deployment, detached and named, a thin shell around RouterState."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import ray
+from pydantic import BaseModel, Field
+from ray.actor import ActorHandle
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
+from eldr_serve.serving.router_state import RouterState
+
+NAMESPACE = "eldr"
+_REAP_PERIOD_S = 1.0
+
+
+class RouterSpec(BaseModel, frozen=True):
+    """What the actor is started with; a redeployment with another spec starts it anew."""
+
+    model_id: str = Field(description="id of the model served; a table of another model is refused")
+    policy: str = Field(default="locality-band", description="name of the policy to start with")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="parameters of the policy")
+    table: bytes | None = Field(default=None, description="RoutingTable file to start with, as bytes")
+    client_timeout_s: float = Field(
+        default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, in s"
+    )
+    idle_exit_s: float = Field(
+        default=600.0, gt=0, description="the actor leaves when no ingress has spoken for this long, in s"
+    )
+    seed: int = Field(default=0, description="seed of the policy's random choices")
+
+
+class DecodeRouter:
+    """Holds live load, leases, the policy and the table for every ingress of one deployment."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self._start(spec)
+        self._reaper = asyncio.get_event_loop().create_task(self._reap())
+
+    def _start(self, spec: RouterSpec) -> None:
+        self._spec = spec
+        self._state = RouterState(
+            model_id=spec.model_id,
+            policy=spec.policy,
+            parameters=spec.parameters,
+            table=spec.table,
+            client_timeout_s=spec.client_timeout_s,
+            seed=spec.seed,
+        )
+        self._last_call = time.monotonic()
+        self._metrics = _Metrics()
+
+    async def configure(self, spec: RouterSpec) -> None:
+        """Start anew if the deployment was changed; leases come back from the clients."""
+        if spec != self._spec:
+            self._start(spec)
+
+    async def exchange(self, message: Exchange) -> Reply:
+        """Take a client's news and place its requests; see RouterState.exchange."""
+        self._last_call = time.monotonic()
+        start = time.perf_counter()
+        reply = self._state.exchange(message)
+        if message.placements and reply.refused is None:
+            self._metrics.placed(self._state, reply, time.perf_counter() - start)
+        return reply
+
+    async def restore(self, message: Restore) -> Restored:
+        """Take from a client what an earlier incarnation knew."""
+        self._last_call = time.monotonic()
+        return self._state.restore(message)
+
+    async def settings(self) -> Settings:
+        """The live policy and table."""
+        return self._state.settings
+
+    async def update_workers(self, replicas: tuple[str, ...]) -> None:
+        """Take the ids of the live decode replicas."""
+        self._state.update_workers(replicas)
+
+    async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
+        """Take the signature shape that the prefill engines report."""
+        self._state.expect_signatures(num_layers, num_experts)
+
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""
+        return self._state.set_policy(policy, parameters)
+
+    async def swap_table(self, table: bytes) -> Settings:
+        """Raises SwapRefused with one sentence, and changes nothing, if the table does not fit."""
+        return self._state.swap_table(table)
+
+    async def status(self) -> dict[str, Any]:
+        """What `GET /eldr/status` shows."""
+        return self._state.status()
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(_REAP_PERIOD_S)
+            self._state.drop_silent_clients()
+            self._metrics.load(self._state)
+            if time.monotonic() - self._last_call > self._spec.idle_exit_s:
+                ray.actor.exit_actor()
+
+
+class _Metrics:
+    """Prometheus metrics by ray.util.metrics, labelled by worker and policy."""
+
+    def __init__(self) -> None:
+        by_worker = ("worker", "policy")
+        self._route = Histogram(
+            "eldr_route_seconds",
+            description="time to place one batch of requests in the router, s",
+            boundaries=[1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
+            tag_keys=("policy",),
+        )
+        self._band = Histogram(
+            "eldr_band_size",
+            description="workers that the policy chose among",
+            boundaries=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
+            tag_keys=("policy",),
+        )
+        self._in_flight = Gauge("eldr_decode_in_flight", "requests leased to the worker", by_worker)
+        self._kv_tokens = Gauge("eldr_decode_kv_tokens", "KV tokens of those requests", by_worker)
+        self._table = Gauge("eldr_table_version", "version of the live table, 0 if none", ("policy",))
+        self._missing = Counter("eldr_signature_missing_total", "requests placed without signature", ("policy",))
+        self._reroute = Counter("eldr_reroute_total", "requests placed again after a failure", ("policy",))
+        self._seen = {"signature_missing": 0, "rerouted": 0}
+
+    def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
+        tags = {"policy": state.settings.policy}
+        self._route.observe(seconds, tags)
+        for lease in reply.leases:
+            if lease is not None:
+                self._band.observe(lease.band, tags)
+        for name, counter in (("signature_missing", self._missing), ("rerouted", self._reroute)):
+            news = state.counters[name] - self._seen[name]
+            if news > 0:
+                counter.inc(news, tags)
+                self._seen[name] = state.counters[name]
+
+    def load(self, state: RouterState) -> None:
+        policy = state.settings.policy
+        self._table.set(state.settings.table_version, {"policy": policy})
+        for worker in state.status()["workers"]:
+            tags = {"worker": worker["replica"], "policy": policy}
+            self._in_flight.set(worker["in_flight"], tags)
+            self._kv_tokens.set(worker["kv_tokens"], tags)
+
+
+def actor_name(application: str) -> str:
+    """The name under which the DecodeRouter of a deployment is found, in namespace `eldr`."""
+    return f"decode-router:{application}"
+
+
+def connect(name: str, spec: RouterSpec) -> ActorHandle:
+    """The named actor, started if it is not there."""
+    handle: ActorHandle = (
+        ray.remote(DecodeRouter)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=1000,
+            num_cpus=0,
+        )
+        .remote(spec)
+    )
+    return handle
+
+
+def find(name: str) -> ActorHandle:
+    """The named actor; ValueError if no deployment of that name runs."""
+    return ray.get_actor(name, namespace=NAMESPACE)

@@ -1,0 +1,249 @@
+"""The ingress: Ray Serve LLM's OpenAI endpoints, with chat and completions on our path, and /eldr."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.ingress import OpenAiIngress
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from eldr_serve.serving.compat import DEFAULT_ENDPOINTS, RawRequestInfo, check_ray, picklable_chat
+from eldr_serve.serving.decode_router import RouterSpec, actor_name, connect
+from eldr_serve.serving.errors import Overloaded, SwapRefused
+from eldr_serve.serving.messages import Lease
+from eldr_serve.serving.path import PathOptions, RequestPath
+from eldr_serve.serving.replicas import directory
+from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.warmup import Warmup
+
+logger = logging.getLogger(__name__)
+
+DOMAIN_HEADER = "x-eldr-domain"
+
+
+class IngressOptions(BaseModel, frozen=True, extra="forbid"):
+    """What one ingress replica does by itself."""
+
+    max_in_flight: int = Field(
+        default=4096, ge=1, description="requests in one ingress replica; more get 429 before prefill"
+    )
+    router_timeout_s: float = Field(
+        default=1.0, gt=0, description="wait for the DecodeRouter before placing by own load, s"
+    )
+    prewarm: bool = Field(
+        default=True, description="send one token through each prefill-decode pair before users do"
+    )
+
+
+class PolicyChange(BaseModel):
+    """Body of PUT /eldr/policy."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(description="name of the policy")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="its parameters")
+
+
+class EldrIngress(OpenAiIngress):
+    """Runs chat and text completions over prefill, placement and decode; the rest is Ray Serve LLM's.
+
+    Args:
+        llm_deployments: model id -> decode deployment, which also answers every other endpoint.
+        prefill: the prefill deployment.
+        application: names the DecodeRouter actor.
+        router: what that actor is started with.
+        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; None refuses them all.
+    """
+
+    def __init__(
+        self,
+        llm_deployments: dict[str, DeploymentHandle],
+        model_cards: dict[str, Any],
+        *,
+        prefill: DeploymentHandle,
+        application: str,
+        router: RouterSpec,
+        options: IngressOptions,
+        path_options: PathOptions,
+        admin_key_sha256: str | None = None,
+        lora_paths: dict[str, str] | None = None,
+    ) -> None:
+        check_ray()
+        super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
+        decode = llm_deployments[router.model_id]
+        self._options = options
+        self._admin_key_sha256 = admin_key_sha256
+        self._in_flight = 0
+        self._client = RouterClient(
+            lambda: connect(actor_name(application), router),
+            directory(decode_directory(application)),
+            timeout_s=options.router_timeout_s,
+        )
+        self._router = router
+        self._path = RequestPath(
+            prefill=prefill,
+            decode=decode,
+            client=self._client,
+            prefill_replicas=directory(prefill_directory(application)),
+            decode_replicas=directory(decode_directory(application)),
+            options=path_options,
+        )
+        self._warmup = Warmup(
+            prefill=prefill,
+            decode=decode,
+            client=self._client,
+            prefill_replicas=directory(prefill_directory(application)),
+            decode_replicas=directory(decode_directory(application)),
+            model_id=router.model_id,
+            enabled=options.prewarm,
+        )
+        self._started: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Called by Serve from the start on; the first call starts the background work."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        try:
+            await self._client.call("configure", self._router)
+        except (RayError, TimeoutError) as error:
+            logger.warning("DecodeRouter is not up yet: %r", error)
+        self._client.start()
+        await self._warmup.run()
+
+    # -- OpenAI ----------------------------------------------------------------------------------
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        return await self._admitted(super().chat, body, request)
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        return await self._admitted(super().completions, body, request)
+
+    async def _admitted(self, endpoint: Callable[..., Any], body: Any, request: Request) -> Response:
+        if self._in_flight >= self._options.max_in_flight:
+            self._client.count("refused_overload")
+            return _refusal(f"{self._in_flight} requests are in flight here, the most allowed", 429, 1)
+        self._client.start()
+        try:
+            response: Response = await endpoint(body, request)
+        except Overloaded as error:
+            return _refusal(str(error), error.status, error.retry_after_s)
+        lease: Lease | None = getattr(request.state, "eldr_lease", None)
+        if lease is not None:
+            response.headers["x-eldr-decode-worker"] = lease.replica
+            response.headers["x-eldr-band"] = str(lease.band)
+        return response
+
+    async def _get_response(
+        self, *, body: Any, call_method: str, raw_request: Request | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Ray's seam between an endpoint and the engines (see compat)."""
+        if call_method not in ("chat", "completions"):
+            async for response in super()._get_response(
+                body=body, call_method=call_method, raw_request=raw_request
+            ):
+                yield response
+            return
+        await self._get_model_id(body.model)
+        self._in_flight += 1
+        stream = self._path.generate(
+            picklable_chat(body) if isinstance(body, ChatCompletionRequest) else body,
+            call_method,
+            RawRequestInfo.from_starlette_request(raw_request) if raw_request else None,
+            domain=raw_request.headers.get(DOMAIN_HEADER) if raw_request else None,
+            placed=lambda lease: _note(raw_request, lease),
+        )
+        try:
+            async for chunk in stream:
+                yield chunk
+        finally:
+            self._in_flight -= 1
+            await stream.aclose()
+
+    # -- /eldr -----------------------------------------------------------------------------------
+
+    async def eldr_status(self) -> Response:
+        """Workers, load, policy, table and counters of the router; and this ingress's own part."""
+        try:
+            status = await self._client.call("status")
+        except (RayError, TimeoutError, ValueError) as error:
+            status = {"router": f"away ({type(error).__name__})"}
+        own = {
+            "in_flight": self._in_flight,
+            "leases": self._client.leases,
+            "router_away": self._client.router_away,
+            "warm_pairs": self._warmup.pairs,
+            "ready": self._warmup.ready,
+        }
+        return JSONResponse(status | {"ingress": own})
+
+    async def eldr_policy(self, body: PolicyChange, request: Request) -> Response:
+        """Change the policy for every ingress at once."""
+        return await self._administer(request, "set_policy", body.name, body.parameters)
+
+    async def eldr_table(self, request: Request) -> Response:
+        """Swap the centroid table; the body is a RoutingTable file."""
+        return await self._administer(request, "swap_table", await request.body())
+
+    async def _administer(self, request: Request, method: str, *args: Any) -> Response:
+        if self._admin_key_sha256 is None:
+            return _refusal("no admin key is configured: set ELDR_ADMIN_KEY where the app is built", 403)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(hashlib.sha256(given).hexdigest(), self._admin_key_sha256):
+            return _refusal("the admin key is missing or wrong: send Authorization: Bearer KEY", 401)
+        try:
+            settings = await self._client.call(method, *args)
+        except SwapRefused as error:
+            return _refusal(str(getattr(error, "cause", error)), 400)
+        except (RayError, TimeoutError) as error:
+            return _refusal(f"the DecodeRouter does not answer ({type(error).__name__})", 503, 1)
+        return JSONResponse(
+            {
+                "policy": settings.policy,
+                "parameters": settings.parameters,
+                "settings_version": settings.version,
+                "table_version": settings.table_version,
+            }
+        )
+
+
+ENDPOINTS: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
+    **DEFAULT_ENDPOINTS,
+    "eldr_status": lambda app: app.get("/eldr/status"),
+    "eldr_policy": lambda app: app.put("/eldr/policy"),
+    "eldr_table": lambda app: app.put("/eldr/table"),
+}
+
+
+def decode_directory(application: str) -> str:
+    """Under which this process's decode request router is found."""
+    return f"{application}/decode"
+
+
+def prefill_directory(application: str) -> str:
+    """Under which this process's prefill request router is found."""
+    return f"{application}/prefill"
+
+
+def _refusal(message: str, status: int, retry_after_s: int | None = None) -> JSONResponse:
+    kind = "overloaded" if status in (429, 503) else "invalid_request_error"
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(error, status, headers)
+
+
+def _note(raw_request: Request | None, lease: Lease) -> None:
+    if raw_request is not None:
+        raw_request.state.eldr_lease = lease

@@ -1,0 +1,55 @@
+"""What the request routers of one process know about replicas, for the ingress beside them.
+
+Ray Serve runs request routers in a thread of their own inside the process that holds the handle.
+They learn first which replicas live and they decide last which replica serves a request; the
+ingress reads both here, with no call over the network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+_MAX_ROUTED = 65536  # requests whose caller never asked; the oldest are forgotten first
+
+
+class ReplicaDirectory:
+    """Live replicas of one deployment, and the replica that each recent request was sent to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: tuple[str, ...] = ()
+        self._routed: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of the replicas that Serve would send a request to now, sorted."""
+        return self._live
+
+    def publish(self, replicas: Iterable[str]) -> None:
+        """Called by the request router whenever Serve tells it of a new set."""
+        self._live = tuple(sorted(replicas))
+
+    def sent(self, request_id: str, replica: str) -> None:
+        """Called by the request router when it has decided on a replica."""
+        with self._lock:
+            self._routed[request_id] = replica
+            self._routed.move_to_end(request_id)
+            while len(self._routed) > _MAX_ROUTED:
+                self._routed.popitem(last=False)
+
+    def take_routed(self, request_id: str) -> str | None:
+        """The replica that the request was sent to last, forgotten by this call."""
+        with self._lock:
+            return self._routed.pop(request_id, None)
+
+
+_directories: dict[str, ReplicaDirectory] = {}
+_directories_lock = threading.Lock()
+
+
+def directory(name: str) -> ReplicaDirectory:
+    """The directory of this process for one deployment, by the name that its router was given."""
+    with _directories_lock:
+        return _directories.setdefault(name, ReplicaDirectory())

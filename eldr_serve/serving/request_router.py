@@ -1,0 +1,209 @@
+"""Ray Serve request routers: which replica of a deployment a call goes to.
+
+`DecodeRequestRouter` sends a decode call to the replica that it was leased, or, in somebody else's
+Ray Serve LLM application, leases one itself. `PrefillRequestRouter` keeps equal prompt prefixes
+together, with a bound on load. Both are set by `deployment_config.request_router_config`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from eldr_serve.serving.decode_router import RouterSpec, connect
+from eldr_serve.serving.errors import Overloaded
+from eldr_serve.serving.messages import PlacementRequest
+from eldr_serve.serving.replicas import ReplicaDirectory, directory
+from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.wire import ATTEMPT, REPLICA, signature_of, transfer_params
+
+
+class _CountingRouter(RequestRouter):
+    """Counts what this process dispatched itself, at once, rather than polling replicas for load."""
+
+    directory: ReplicaDirectory
+
+    def initialize_state(self, *, directory_name: str, **kwargs: Any) -> None:
+        """`directory_name`: under which the ingress of this process finds what the router knows."""
+        self.directory = directory(directory_name)
+        self._sent: dict[str, str] = {}  # internal request id -> replica
+        self._in_flight: Counter[str] = Counter()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self.directory.publish(replica.replica_id.unique_id for replica in replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self.directory.publish(r for r in self.directory.live if r != replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        sent = self._sent.pop(internal_request_id, None)
+        if sent is not None:
+            self._in_flight[sent] -= 1
+
+    def _send(self, pending: PendingRequest | None, replica: RunningReplica) -> list[list[RunningReplica]]:
+        name = replica.replica_id.unique_id
+        if pending is not None:
+            internal = pending.metadata.internal_request_id
+            before = self._sent.get(internal)
+            if before != name:
+                if before is not None:
+                    self._in_flight[before] -= 1
+                self._in_flight[name] += 1
+                self._sent[internal] = name
+            request_id = getattr(pending.args[0], "request_id", None) if pending.args else None
+            if isinstance(request_id, str):
+                self.directory.sent(request_id, name)
+        return [[replica]]
+
+    def _least_loaded(self, candidates: list[RunningReplica]) -> RunningReplica:
+        return min(
+            candidates, key=lambda r: (self._in_flight[r.replica_id.unique_id], r.replica_id.unique_id)
+        )
+
+
+def _addressed(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:
+    wanted = params.get(REPLICA)
+    return next((r for r in candidates if r.replica_id.unique_id == wanted), None)
+
+
+class DecodeRequestRouter(_CountingRouter):
+    """Sends a decode call to its leased replica; to the least loaded one if that is gone.
+
+    Used alone (`router_name` given), it leases the replica itself from the signature in the call's
+    `kv_transfer_params`, and releases it when the call ends.
+
+    Keyword arguments (request_router_kwargs):
+        directory_name: see above.
+        router_name: name of the DecodeRouter actor to place with; None where an ingress places.
+        router_spec: the actor's settings (RouterSpec fields) if it must be started.
+    """
+
+    def initialize_state(
+        self,
+        *,
+        directory_name: str = "decode",
+        router_name: str | None = None,
+        router_spec: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().initialize_state(directory_name=directory_name, **kwargs)
+        self._client: RouterClient | None = None
+        if router_name is not None:
+            spec = RouterSpec.model_validate(router_spec)
+            self._client = RouterClient(lambda: connect(router_name, spec), self.directory)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if not candidate_replicas:
+            return []
+        params = transfer_params(pending_request.args[0]) if pending_request and pending_request.args else {}
+        replica = _addressed(candidate_replicas, params)
+        if replica is None and self._client is not None and pending_request is not None and params:
+            replica = await self._lease(candidate_replicas, pending_request, params)
+        return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
+
+    async def _lease(
+        self, candidates: list[RunningReplica], pending: PendingRequest, params: dict[str, Any]
+    ) -> RunningReplica | None:
+        assert self._client is not None
+        self._client.start()
+        counts = signature_of(params)
+        request = PlacementRequest(
+            pending.metadata.internal_request_id,
+            prompt_tokens=int(params.get("remote_num_tokens") or 0),
+            max_new_tokens=int(getattr(pending.args[0], "max_tokens", None) or 0),
+        )
+        try:
+            lease = await self._client.place(request, counts)
+        except Overloaded:
+            return None
+        return _addressed(candidates, {REPLICA: lease.replica})
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        if self._client is not None:
+            self._client.release(internal_request_id)
+
+
+class PrefillRequestRouter(_CountingRouter):
+    """Rendezvous hash of the prompt's head, to the least loaded where that replica is over its bound.
+
+    Keyword arguments (request_router_kwargs):
+        prefix_tokens: tokens (4 characters each, for text) of the prompt that are hashed.
+        max_load_ratio: a replica with more than this times the mean load is passed over.
+    """
+
+    def initialize_state(
+        self,
+        *,
+        directory_name: str = "prefill",
+        prefix_tokens: int = 64,
+        max_load_ratio: float = 1.25,
+        **kwargs: Any,
+    ) -> None:
+        super().initialize_state(directory_name=directory_name, **kwargs)
+        self._prefix_tokens = prefix_tokens
+        self._max_load_ratio = max_load_ratio
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if not candidate_replicas:
+            return []
+        request = pending_request.args[0] if pending_request and pending_request.args else None
+        params = transfer_params(request)
+        replica = _addressed(candidate_replicas, params)
+        if replica is None:
+            by_name = {r.replica_id.unique_id: r for r in candidate_replicas}
+            replica = by_name[
+                choose_prefill(
+                    prompt_head(request, self._prefix_tokens),
+                    {name: self._in_flight[name] for name in by_name},
+                    max_load_ratio=self._max_load_ratio,
+                    attempt=int(params.get(ATTEMPT, 0)),
+                )
+            ]
+        return self._send(pending_request, replica)
+
+
+def choose_prefill(
+    head: bytes, in_flight: dict[str, int], *, max_load_ratio: float = 1.25, attempt: int = 0
+) -> str:
+    """The replica for a prompt that begins with `head`.
+
+    The replica is the one that ranks first by rendezvous hash, so that a replica that comes or goes
+    moves only its own share of prefixes. It is passed over for the least loaded one if, with this
+    request, it would hold more than `max_load_ratio` times the mean. `attempt` n > 0 takes the n-th
+    next in rank, after a failure of the ones before.
+    """
+    ranked = sorted(
+        in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()
+    )
+    if attempt:
+        return ranked[attempt % len(ranked)]
+    mean = (sum(in_flight.values()) + 1) / len(in_flight)
+    if in_flight[ranked[0]] + 1 <= max(1.0, max_load_ratio * mean):
+        return ranked[0]
+    return min(ranked, key=lambda name: in_flight[name])
+
+
+def prompt_head(request: Any, prefix_tokens: int) -> bytes:
+    """The bytes that the prefix hash is taken of: first tokens, or 4 characters a token of text."""
+    prompt = getattr(request, "prompt", None)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return repr(prompt[:prefix_tokens]).encode()
+    if isinstance(prompt, list) and prompt:
+        prompt = prompt[0]
+    if prompt is None:
+        prompt = "\n".join(
+            f"{message.get('role')}:{message.get('content')}"
+            for message in getattr(request, "messages", None) or []
+            if isinstance(message, dict)
+        )
+    return str(prompt)[: 4 * prefix_tokens].encode()

@@ -1,0 +1,289 @@
+"""What the DecodeRouter actor holds: workers, leases, live load, the policy and the centroid table.
+
+Plain Python, so that every rule is tested without Ray. Nothing in here waits, so each call is atomic
+in the actor's event loop: a table swap falls between two placements, never inside one.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.artifacts import ArtifactError, RoutingTable
+from eldr_serve.routing import (
+    Handoff,
+    LoadLedger,
+    Policy,
+    PolicyError,
+    WorkerLoad,
+    make_policy,
+    worker_similarity,
+)
+from eldr_serve.serving.errors import SwapRefused
+from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore, Restored, Settings
+
+
+class RouterState:
+    """Placement of prefilled requests on decode replicas.
+
+    A decode replica sits in a slot, and slot i serves centroid i. A replica that goes leaves its
+    slot vacant (its centroid's requests go to the next most similar workers), and the next one that
+    comes takes the lowest vacant slot, so that the others keep their centroids.
+
+    Args:
+        model_id: a table of another model is refused.
+        policy, parameters: the policy to start with; PolicyError if there is no such one.
+        table: a RoutingTable file's bytes, or None to place by load until one is swapped in.
+        client_timeout_s: leases of a client that is silent for longer are dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_id: str,
+        policy: str,
+        parameters: dict[str, Any] | None = None,
+        table: bytes | None = None,
+        client_timeout_s: float = 30.0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = uuid.uuid4().hex
+        self._model_id = model_id
+        self._client_timeout_s = client_timeout_s
+        self._clock = clock
+        self._rng = np.random.default_rng(seed)
+        self._slots: list[str | None] = []
+        self._signature_shape: tuple[int, int] | None = None
+        self._leases: dict[str, tuple[str, Lease]] = {}  # request id -> client, lease
+        self._ledger = LoadLedger()
+        self._last_seen: dict[str, float] = {}
+        self.counters: Counter[str] = Counter()
+        self._table: RoutingTable | None = None
+        self._policy: Policy = make_policy(policy)
+        self._settings = Settings(0, policy, dict(parameters or {}), None, 0)
+        self._adopt(self._checked(self._settings, table=table, table_version=1 if table else 0))
+
+    # -- settings ------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        """Change the policy; SwapRefused, and no change, if it or a parameter is unknown."""
+        changed = Settings(
+            self._next_version(), policy, dict(parameters), self._settings.table, self._settings.table_version
+        )
+        self._adopt(self._checked(changed, table=changed.table, table_version=changed.table_version))
+        self.counters["policy_changes"] += 1
+        return self._settings
+
+    def swap_table(self, table: bytes) -> Settings:
+        """Make `table` the live one; SwapRefused, and no change, if it does not fit."""
+        changed = Settings(
+            self._next_version(), self._settings.policy, self._settings.parameters, None, 0
+        )
+        version = self._settings.table_version + 1
+        self._adopt(self._checked(changed, table=table, table_version=version))
+        self.counters["table_swaps"] += 1
+        return self._settings
+
+    def expect_signatures(self, num_layers: int, num_experts: int) -> None:
+        """Tell the shape that the prefill engines really report; a table of another is refused."""
+        self._signature_shape = (num_layers, num_experts)
+
+    def _next_version(self) -> int:
+        # Milliseconds, so that what an operator says after a restart is newer than what clients restore.
+        return max(self._settings.version + 1, time.time_ns() // 1_000_000)
+
+    def _checked(
+        self, settings: Settings, *, table: bytes | None, table_version: int
+    ) -> tuple[Settings, Policy, RoutingTable | None]:
+        try:
+            parsed = RoutingTable.from_bytes(table) if table else None
+            policy = make_policy(settings.policy, **settings.parameters).with_table(parsed)
+        except (ArtifactError, PolicyError) as error:
+            raise SwapRefused(str(error)) from error
+        if parsed is not None:
+            self._check_table(parsed)
+        complete = Settings(settings.version, settings.policy, settings.parameters, table, table_version)
+        return complete, policy, parsed
+
+    def _check_table(self, table: RoutingTable) -> None:
+        if table.model != self._model_id:
+            raise SwapRefused(f"the table is of model {table.model!r}, but {self._model_id!r} is served")
+        shape = (table.num_layers, table.num_experts)
+        if self._signature_shape not in (None, shape):
+            raise SwapRefused(
+                f"the table is for {shape[0]} MoE layers x {shape[1]} experts, but the prefill engines "
+                f"report {self._signature_shape[0]} x {self._signature_shape[1]}"  # type: ignore[index]
+            )
+
+    def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
+        self._settings, self._policy, self._table = checked
+
+    # -- workers and clients ---------------------------------------------------------------------
+
+    def update_workers(self, replicas: Iterable[str]) -> None:
+        """Take the live decode replicas; leases of one that is gone stay until their client lets go."""
+        live = set(replicas)
+        self._slots = [replica if replica in live else None for replica in self._slots]
+        for replica in sorted(live.difference(filter(None, self._slots))):
+            if None in self._slots:
+                self._slots[self._slots.index(None)] = replica
+            else:
+                self._slots.append(replica)
+        while self._slots and self._slots[-1] is None:
+            self._slots.pop()
+
+    def restore(self, message: Restore) -> Restored:
+        """Take back from a client what an earlier incarnation of this actor knew."""
+        self._last_seen[message.client] = self._clock()
+        if message.workers:
+            self.update_workers(message.workers)
+        settings = message.settings
+        if settings is not None and settings.version > self._settings.version:
+            self._adopt(self._checked(settings, table=settings.table, table_version=settings.table_version))
+            self.counters["settings_restored"] += 1
+        for lease in message.leases:
+            if lease.request_id not in self._leases:
+                self._hold(message.client, lease)
+                self.counters["leases_restored"] += 1
+        return Restored(self.epoch, self._settings)
+
+    def drop_silent_clients(self) -> int:
+        """Release the leases of clients that have not been heard of; returns how many leases."""
+        now = self._clock()
+        silent = {c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s}
+        lost = [request for request, (client, _) in self._leases.items() if client in silent]
+        for request in lost:
+            self._release(request)
+        for client in silent:
+            del self._last_seen[client]
+        self.counters["leases_of_lost_clients"] += len(lost)
+        return len(lost)
+
+    # -- placement -------------------------------------------------------------------------------
+
+    def exchange(self, message: Exchange) -> Reply:
+        """Release and progress first, so that placements see the newest load."""
+        if message.known_epoch != self.epoch or message.client not in self._last_seen:
+            return Reply(self.epoch, self._settings.version, refused="unknown-client")
+        self._last_seen[message.client] = self._clock()
+        self.counters.update(message.events)
+        for request in message.released:
+            self._release(request)
+        for lease in message.held:
+            self._release(lease.request_id)
+            self._hold(message.client, lease)
+            self.counters["placed_by_client"] += 1
+        for request, tokens in message.progress.items():
+            self._ledger.progress(request, tokens)
+        leases = tuple(self._place(message.client, request) for request in message.placements)
+        return Reply(self.epoch, self._settings.version, leases)
+
+    def _place(self, client: str, request: PlacementRequest) -> Lease | None:
+        if request.similarity is not None and request.table_version != self._settings.table_version:
+            return None  # scored with another table: the caller fetches this one and asks again
+        loads = self._loads(request.exclude)
+        if not any(load.available for load in loads):
+            loads = self._loads(())
+        if not any(load.available for load in loads):
+            return None
+        handoff = Handoff(
+            request.request_id,
+            None,
+            request.prompt_tokens,
+            request.max_new_tokens,
+            request.domain,
+            request.similarity,
+        )
+        decision = self._policy.choose(handoff, loads, self._rng)
+        replica = self._slots[decision.worker]
+        assert replica is not None, "a policy chose a vacant slot"
+        lease = Lease(
+            request.request_id,
+            replica,
+            request.prompt_tokens,
+            decision.worker,
+            decision.band,
+            decision.similarity,
+            self._is_best(decision.worker, request, loads),
+            decision.reason,
+            self._policy.name,
+        )
+        self._release(request.request_id)  # a request that is placed again leaves its first worker
+        self._hold(client, lease)
+        self.counters["placed"] += 1
+        self.counters[f"reason:{decision.reason}"] += 1
+        self.counters["best_worker"] += lease.best
+        self.counters["signature_missing"] += request.signature_missing
+        self.counters["rerouted"] += bool(request.exclude)
+        return lease
+
+    def _loads(self, exclude: tuple[str, ...]) -> list[WorkerLoad]:
+        return [self._ledger.load(r, available=r is not None and r not in exclude) for r in self._slots]
+
+    def _is_best(self, worker: int, request: PlacementRequest, loads: list[WorkerLoad]) -> bool:
+        if request.similarity is None:
+            return False
+        similarity = worker_similarity(request.similarity, len(loads))
+        return bool(similarity[worker] >= max(s for s, load in zip(similarity, loads, strict=True) if load.available))
+
+    def _hold(self, client: str, lease: Lease) -> None:
+        self._leases[lease.request_id] = (client, lease)
+        self._ledger.add(lease.request_id, lease.replica, lease.prompt_tokens)
+        self._ledger.progress(lease.request_id, lease.generated_tokens)
+
+    def _release(self, request_id: str) -> None:
+        if self._leases.pop(request_id, None) is not None:
+            self._ledger.release(request_id)
+
+    # -- what people look at -----------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able; `kv_tokens` are prompt + generated tokens of the requests in flight."""
+        loads = self._loads(())
+        workers = [
+            {
+                "worker": slot,
+                "replica": replica,
+                "in_flight": load.in_flight,
+                "kv_tokens": load.kv_tokens,
+                "cluster_domain": self._domain(slot),
+            }
+            for slot, (replica, load) in enumerate(zip(self._slots, loads, strict=True))
+            if replica is not None
+        ]
+        table = self._table
+        return {
+            "model": self._model_id,
+            "policy": self._settings.policy,
+            "parameters": self._settings.parameters,
+            "settings_version": self._settings.version,
+            "table": None
+            if table is None
+            else {
+                "version": self._settings.table_version,
+                "workers_fitted": len(table.centroids),
+                "layers": len(table.spec.layers),
+                "band": table.band,
+                "refit_advised": len(table.centroids) != len(workers),
+            },
+            "workers": workers,
+            "leases": len(self._leases),
+            "clients": len(self._last_seen),
+            "epoch": self.epoch,
+            "counters": dict(sorted(self.counters.items())),
+        }
+
+    def _domain(self, slot: int) -> str | None:
+        if self._table is None or not self._table.domains:
+            return None
+        return self._table.domains[slot % len(self._table.domains)] or None

@@ -1,0 +1,97 @@
+"""One token through each prefill-decode pair, so that the first user does not pay NIXL's handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.openai_api_models import CompletionRequest, ErrorResponse
+
+from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.wire import REPLICA, decode_request, prefill_request, signature_of, transfer_params
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 2.0
+_PROMPT = "warm up the transfer of one block"
+
+
+class Warmup:
+    """Warms each pair of live replicas once, and tells the router the shape of the signatures."""
+
+    def __init__(
+        self,
+        *,
+        prefill: DeploymentHandle,
+        decode: DeploymentHandle,
+        client: RouterClient,
+        prefill_replicas: ReplicaDirectory,
+        decode_replicas: ReplicaDirectory,
+        model_id: str,
+        enabled: bool,
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._client = client
+        self._prefill_replicas = prefill_replicas
+        self._decode_replicas = decode_replicas
+        self._model_id = model_id
+        self._enabled = enabled
+        self._warm: set[tuple[str, str]] = set()
+        self._engines_up = False
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of replicas that have exchanged KV blocks."""
+        return len(self._warm)
+
+    @property
+    def ready(self) -> bool:
+        """Every engine that Serve knows of is up and, if warming is on, warm."""
+        return self._engines_up and not (self._enabled and self._cold())
+
+    def _cold(self) -> list[tuple[str, str]]:
+        return [
+            (p, d)
+            for p in self._prefill_replicas.live
+            for d in self._decode_replicas.live
+            if (p, d) not in self._warm
+        ]
+
+    async def run(self) -> None:
+        """Keep all pairs warm until cancelled; replicas may come and go."""
+        # The first call through a handle also makes Serve tell it (and us) which replicas there are.
+        await asyncio.gather(self._prefill.check_health.remote(), self._decode.check_health.remote())
+        self._engines_up = True
+        while self._enabled:
+            for prefill, decode in self._cold():
+                try:
+                    await self._warm_pair(prefill, decode)
+                except (RayError, RayServeException, TimeoutError) as error:
+                    logger.info("pair %s-%s is not warm yet: %r", prefill, decode, error)
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _warm_pair(self, prefill: str, decode: str) -> None:
+        request = CompletionRequest(model=self._model_id, prompt=_PROMPT, max_tokens=1)
+        request_id = f"warm-{uuid.uuid4().hex}"
+        first_leg = prefill_request(request, f"{request_id}-p", 0)
+        first_leg.kv_transfer_params[REPLICA] = prefill
+        response = await anext(self._prefill.options(stream=True).completions.remote(first_leg))
+        if isinstance(response, ErrorResponse):
+            logger.warning("prefill replica %s refused to warm up: %s", prefill, response.error.message)
+            return
+        params = transfer_params(response)
+        second_leg = decode_request(request, f"{request_id}-d", decode, params)
+        async for answer in self._decode.options(stream=True).completions.remote(second_leg):
+            if isinstance(answer, ErrorResponse):
+                logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
+                return
+        self._warm.add((prefill, decode))
+        counts = signature_of(params)
+        if counts is not None:
+            await self._client.call("expect_signatures", *counts.shape)

@@ -1,0 +1,109 @@
+"""Shaping OpenAI requests for the prefill and the decode call, and the keys of ours in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+
+from eldr_serve.signature import unpack_counts
+
+# Keys of ours in `kv_transfer_params`; the engines ignore the ones that they do not know.
+SIGNATURE = "eldr_signature"  # from the prefill engine: packed expert counts of the prompt
+REPLICA = "eldr_replica"  # the replica that a call must go to
+ATTEMPT = "eldr_attempt"  # how many prefill replicas have failed this request
+
+GenerationRequest = ChatCompletionRequest | CompletionRequest
+
+
+def transfer_params(request: Any) -> dict[str, Any]:
+    """The request's `kv_transfer_params`, empty where it has none."""
+    return getattr(request, "kv_transfer_params", None) or {}
+
+
+def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
+    """uint32[L,E] expert counts of the prompt; None where there are none or they are malformed."""
+    packed = params.get(SIGNATURE)
+    if not isinstance(packed, str):
+        return None
+    try:
+        return unpack_counts(packed)
+    except ValueError:
+        return None
+
+
+def from_client(request: GenerationRequest) -> GenerationRequest:
+    """A copy without `kv_transfer_params`: clients do not name engines to read from."""
+    return request.model_copy(update={"kv_transfer_params": None})
+
+
+def needs_whole_engine(request: GenerationRequest) -> str | None:
+    """Why the request cannot be split between two engines, or None if it can.
+
+    Several sequences from one request would pull the same prompt blocks, which the prefill engine
+    frees after the first pull; log-probabilities of the prompt need the prompt's logits.
+    """
+    if (request.n or 1) > 1:
+        return "n>1"
+    if getattr(request, "best_of", None) not in (None, 1):
+        return "best_of>1"
+    if getattr(request, "use_beam_search", False):
+        return "beam-search"
+    if getattr(request, "prompt_logprobs", None) is not None:
+        return "prompt-logprobs"
+    if isinstance(request, CompletionRequest):
+        prompt = request.prompt
+        if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+            return "several-prompts"
+        if prompt is None:
+            return "prompt-embeddings"
+        if request.echo and request.logprobs is not None:
+            return "echo-logprobs"
+    return None
+
+
+def prefill_request(request: GenerationRequest, request_id: str, attempt: int) -> GenerationRequest:
+    """The one-token call that fills the KV cache; everything about the answer is left to decode."""
+    update: dict[str, Any] = {
+        "request_id": request_id,
+        "max_tokens": 1,
+        "min_tokens": 0,
+        "stream": False,
+        "stream_options": None,
+        "stop": None,
+        "logprobs": None,
+        "response_format": None,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+            ATTEMPT: attempt,
+        },
+    }
+    if isinstance(request, ChatCompletionRequest):
+        # The tools stay: the chat template writes them into the prompt. What they force does not.
+        update |= {"max_completion_tokens": 1, "top_logprobs": None, "logprobs": False}
+        if request.tools:
+            update["tool_choice"] = "none"
+    else:
+        update["echo"] = False
+    return _copy(request, update)
+
+
+def decode_request(
+    request: GenerationRequest, request_id: str, replica: str, params: dict[str, Any] | None
+) -> GenerationRequest:
+    """The call that generates, addressed to `replica`; `params` as prefill returned them."""
+    passed = {key: value for key, value in (params or {}).items() if key != SIGNATURE}
+    return _copy(request, {"request_id": request_id, "kv_transfer_params": passed | {REPLICA: replica}})
+
+
+def _copy(request: GenerationRequest, update: dict[str, Any]) -> GenerationRequest:
+    known = {key: value for key, value in update.items() if key in type(request).model_fields}
+    copy: GenerationRequest = request.model_copy(update=known)
+    return copy

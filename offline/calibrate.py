@@ -1,0 +1,233 @@
+"""Run prompts through engines and write down which experts they use: a CalibrationTrace.
+
+    python -m offline.calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ --out trace.safetensors
+
+A pool of Ray actors, one vLLM engine each, with the engine settings of the deployment's decode
+workers. Runs in a Ray job (`ray job submit`) or by itself. Finished prompts are kept beside the
+output, so that an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import ray
+import typer
+import yaml
+from ray.util.actor_pool import ActorPool
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eldr_serve.artifacts import ArtifactError, CalibrationTrace
+from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.signature import unpack_counts
+from loadgen.workload import Prompt, balanced_sample, read_prompts
+from offline.cli import BadInput, bad_input_exits, run
+
+_BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor
+
+
+class EngineActor:
+    """One vLLM engine that reports the experts of each prompt's prefill and decode."""
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**kwargs)
+        config = self._llm.llm_engine.vllm_config
+        self._max_model_len: int = config.model_config.max_model_len
+
+    def trace(
+        self, prompts: list[Prompt], max_tokens: int, temperature: float, routes: bool, chat: bool, seed: int
+    ) -> list[dict[str, Any]]:
+        """One record a prompt; a prompt that is too long for the context is cut at its end."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": routes}},
+        )
+        tokenizer = self._llm.get_tokenizer()
+        room = self._max_model_len - max_tokens
+        inputs = [{"prompt_token_ids": self._tokens(tokenizer, p.text, chat)[:room]} for p in prompts]
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        return [
+            {
+                "id": prompt.id,
+                "domain": prompt.domain,
+                "prompt_tokens": len(output.prompt_token_ids),
+                **(output.kv_transfer_params or {}),
+            }
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    @staticmethod
+    def _tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
+        if chat and tokenizer.chat_template:
+            message = [{"role": "user", "content": text}]
+            rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            return list(tokenizer.encode(rendered, add_special_tokens=False))
+        return list(tokenizer.encode(text))
+
+
+def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, str], dict[str, float]]:
+    """Model id, engine arguments, environment and resources of a deployment's decode workers.
+
+    Raises:
+        BadInput: the file is not a deployment of ours.
+    """
+    try:
+        document = yaml.safe_load(deployment.read_text())
+        config = document["applications"][0]["args"]["decode_config"]
+        loading = config["model_loading_config"]
+        model_id, source = loading["model_id"], loading.get("model_source", loading["model_id"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError) as error:
+        raise BadInput(f"{deployment} is not a deployment with a decode_config ({error!r})") from error
+    device = (config.get("accelerator_config") or {}).get("kind", "gpu")
+    if Path(source).is_dir():
+        source = str(Path(source).resolve())
+    arguments = copy.deepcopy(config.get("engine_kwargs") or {})
+    kwargs = engine_kwargs("calibrate", device=device, **arguments)
+    environment = dict((config.get("runtime_env") or {}).get("env_vars") or {})
+    gpus = float(kwargs.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
+    return model_id, {"model": source, **kwargs}, environment, {"num_gpus": gpus, "num_cpus": 0.1}
+
+
+def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes: bool) -> CalibrationTrace:
+    """A CalibrationTrace of the records, in their order.
+
+    Raises:
+        BadInput: an engine reported no counts.
+    """
+    missing = [r["id"] for r in records if not r.get("eldr_prefill")]
+    if missing:
+        raise BadInput(f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}")
+    steps = np.array([r["eldr_decode_steps"] for r in records], np.uint32)
+    route_arrays = [_unpack_routes(r, steps) for r in records] if routes else []
+    return CalibrationTrace(
+        model=model_id,
+        top_k=top_k,
+        prefill_counts=np.stack([unpack_counts(r["eldr_prefill"]) for r in records]),
+        decode_counts=np.stack([unpack_counts(r["eldr_decode"]) for r in records]),
+        decode_steps=steps,
+        prompt_tokens=np.array([r["prompt_tokens"] for r in records], np.uint32),
+        domains=[r["domain"] for r in records],
+        ids=[r["id"] for r in records],
+        routes=np.concatenate(route_arrays) if routes else None,
+        route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]) if routes else None,
+    )
+
+
+def _unpack_routes(record: dict[str, Any], steps: Any) -> Any:
+    from eldr_serve.engine.routes import unpack_routes
+
+    return unpack_routes(record["eldr_routes"])
+
+
+class _Journal:
+    """Finished records of a run, one JSON line each, under a key of everything that shapes them."""
+
+    def __init__(self, out: Path, key: str) -> None:
+        self._path = out.with_name(out.name + f".{key}.partial")
+        self.records: dict[str, dict[str, Any]] = {}
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # the line that the interruption cut
+                self.records[record["id"]] = record
+
+    def add(self, records: list[dict[str, Any]]) -> None:
+        with self._path.open("a") as journal:
+            journal.writelines(json.dumps(record) + "\n" for record in records)
+        self.records.update((record["id"], record) for record in records)
+
+    def discard(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+@bad_input_exits
+def calibrate(
+    deployment: Annotated[Path, typer.Option(help="Deployment YAML; its decode_config says model and engine.")],
+    prompts: Annotated[list[Path], typer.Option(help="JSONL (or .gz) file or folder of prompts; repeatable.")],
+    out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (safetensors).")],
+    actors: Annotated[int, typer.Option(min=1, help="Engines at once.")] = 1,
+    limit: Annotated[int, typer.Option(min=2, help="Prompts at most, evenly over the domains.")] = 1000,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Output tokens a prompt, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.8,
+    routes: Annotated[bool, typer.Option(help="Keep each decode step's experts, for replay.")] = False,
+    chat: Annotated[bool, typer.Option(help="Wrap prompts in the chat template.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
+    dry_run: Annotated[bool, typer.Option(help="Say what would be run, and stop.")] = False,
+) -> None:
+    """Capture prefill and decode expert counts of prompts on a pool of engines."""
+    model_id, kwargs, environment, resources = decode_settings(deployment)
+    chosen = balanced_sample(read_prompts(prompts), limit, seed)
+    if len({p.id for p in chosen}) != len(chosen):
+        raise BadInput("two prompts have the same id; ids must be unique over all files")
+    if not out.parent.is_dir():
+        raise BadInput(f"the folder {out.parent} is not there")
+    domains = sorted({p.domain for p in chosen})
+    typer.echo(f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)")
+    if dry_run:
+        return
+    shape = json.dumps([model_id, kwargs, max_tokens, temperature, routes, chat, seed], sort_keys=True, default=str)
+    journal = _Journal(out, hashlib.sha256(shape.encode()).hexdigest()[:12])
+    todo = [p for p in chosen if p.id not in journal.records]
+    if len(todo) < len(chosen):
+        typer.echo(f"going on with an interrupted run: {len(chosen) - len(todo)} prompts are done")
+    if todo:
+        _run_pool(todo, kwargs, environment, resources, actors, journal, (max_tokens, temperature, routes, chat, seed))
+    records = [journal.records[p.id] for p in chosen]
+    trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes)
+    trace.save(out)
+    journal.discard()
+    typer.echo(f"wrote {out}: {len(records)} requests, {int(trace.decode_steps.sum())} decode steps")
+
+
+def _run_pool(
+    todo: list[Prompt],
+    kwargs: dict[str, Any],
+    environment: dict[str, str],
+    resources: dict[str, float],
+    actors: int,
+    journal: _Journal,
+    arguments: tuple[Any, ...],
+) -> None:
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level="warning")
+    batches = [todo[i : i + _BATCH] for i in range(0, len(todo), _BATCH)]
+    engine = ray.remote(EngineActor).options(**resources, runtime_env={"env_vars": environment})
+    pool = [engine.remote(kwargs) for _ in range(min(actors, len(batches)))]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task("starting engines", total=len(todo))
+        work = ActorPool(pool)
+        for done in work.map_unordered(lambda actor, batch: actor.trace.remote(batch, *arguments), batches):
+            journal.add(done)
+            progress.update(bar, advance=len(done), description="calibrating")
+    for actor in pool:
+        ray.kill(actor)
+
+
+def _top_k(model: str) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    text_config = getattr(config, "text_config", config)
+    for name in ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts"):
+        if getattr(text_config, name, None):
+            return int(getattr(text_config, name))
+    raise BadInput(f"the configuration of {model} does not say how many experts a token uses")
+
+
+if __name__ == "__main__":
+    run(calibrate, (ArtifactError,))
