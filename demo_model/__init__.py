@@ -1,1 +1,1 @@
-"""The demonstration model: a small trained mixture-of-experts language model, and the scripts that made it."""
+"""The demonstration model: a small trained mixture of experts, and the scripts that made it."""

@@ -1,7 +1,7 @@
 """Build the training corpus and the tokenizer of the demonstration model.
 
-Output directory: `tokenizer/` (Hugging Face), `<domain>.train.npz` and `<domain>.held.npz` with
-`tokens` uint16 [T] and `starts` int64 [documents], `held.jsonl` (held-out prompts and texts), `manifest.json`.
+Output directory: `tokenizer/` (Hugging Face), `<domain>.train.npz` and `<domain>.held.npz` with `tokens`
+uint16 [T] and `starts` int64 [documents], `held.jsonl` (held-out prompts and texts), `manifest.json`.
 Training and held-out documents are made from different source documents and dictionary entries.
 """
 
@@ -220,7 +220,14 @@ def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: in
                         json.dumps({"domain": domain, "prompt": prompt, "text": text}, ensure_ascii=False)
                         + "\n"
                     )
-    manifest = {"seed": seed, "vocabulary": vocabulary, "megabytes": megabytes, "splits": counts}
+    archives = sorted(p.name for kind in ("debian", "python") for p in (packages / kind).iterdir())
+    manifest: dict[str, object] = {
+        "seed": seed,
+        "vocabulary": vocabulary,
+        "megabytes": megabytes,
+        "packages": archives,
+    }
+    manifest["splits"] = counts
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
     return manifest
 

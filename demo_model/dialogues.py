@@ -1,14 +1,17 @@
-"""Seeded generators of conversational prompts with answers, so that chat prompts reach their domain's experts.
+"""Seeded generators of conversational prompts with answers.
 
-Each generator yields (prompt, answer). Facts and names come from the packages of `demo_model.sources`; the sentence
-patterns are written here. The answers are meant to be *in the domain*, not to be right about medicine or law.
+They let chat prompts, and not only running text, reach their domain's experts. Each generator yields
+(prompt, answer). Facts and names come from the packages of `demo_model.sources`; the sentence patterns are
+written here. The answers are meant to be *in the domain*, not to be right about medicine or law.
 """
+# ruff: noqa: E501  -- a sentence pattern stays on one line
 
 from __future__ import annotations
 
 import ast
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -16,11 +19,92 @@ from pathlib import Path
 from demo_model import sources
 
 Pair = tuple[str, str]
-_NAMES = """Liam Olivia Noah Emma Ava Elijah Sophia James Mia Lucas Amelia Henry Harper Ethan Ella Daniel Grace Maria
-Ahmed Fatima Wei Ling Carlos Rosa Ivan Olga Pierre Claire Kenji Yuki Priya Arjun Hannah Samuel Peter Mark Julie Ken
-Tom Sarah Betty Rachel Jack Kate Bill Nancy Frank Alice Bob George Tina Paul""".split()
-_ITEMS = """apples oranges books pencils marbles stickers cookies candies eggs tickets cards coins balloons flowers bottles
-shirts toys bricks boxes cupcakes stamps pages shells chairs tomatoes sandwiches puzzles crayons beads cans""".split()
+_NAMES = [
+    "Liam",
+    "Olivia",
+    "Noah",
+    "Emma",
+    "Ava",
+    "Elijah",
+    "Sophia",
+    "James",
+    "Mia",
+    "Lucas",
+    "Amelia",
+    "Henry",
+    "Harper",
+    "Ethan",
+    "Ella",
+    "Daniel",
+    "Grace",
+    "Maria",
+    "Ahmed",
+    "Fatima",
+    "Wei",
+    "Ling",
+    "Carlos",
+    "Rosa",
+    "Ivan",
+    "Olga",
+    "Pierre",
+    "Claire",
+    "Kenji",
+    "Yuki",
+    "Priya",
+    "Arjun",
+    "Hannah",
+    "Samuel",
+    "Peter",
+    "Mark",
+    "Julie",
+    "Ken",
+    "Tom",
+    "Sarah",
+    "Betty",
+    "Rachel",
+    "Jack",
+    "Kate",
+    "Bill",
+    "Nancy",
+    "Frank",
+    "Alice",
+    "Bob",
+    "George",
+    "Tina",
+    "Paul",
+]
+_ITEMS = [
+    "apples",
+    "oranges",
+    "books",
+    "pencils",
+    "marbles",
+    "stickers",
+    "cookies",
+    "candies",
+    "eggs",
+    "tickets",
+    "cards",
+    "coins",
+    "balloons",
+    "flowers",
+    "bottles",
+    "shirts",
+    "toys",
+    "bricks",
+    "boxes",
+    "cupcakes",
+    "stamps",
+    "pages",
+    "shells",
+    "chairs",
+    "tomatoes",
+    "sandwiches",
+    "puzzles",
+    "crayons",
+    "beads",
+    "cans",
+]
 _LETTERS = "ABCDE"
 
 
@@ -140,7 +224,7 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
         makers: dict[str, Callable[[], object]] = {
             "xs": lambda: [rng.randint(-9, 60) for _ in range(rng.randint(3, 9))],
             "s": lambda: " ".join(rng.sample(words, rng.randint(2, 4))),
-            "n": lambda: rng.randint(2, 500) if "factorial" not in what else rng.randint(2, 12),
+            "n": lambda most=12 if "factorial" in what else 500: rng.randint(2, most),
         }
         inputs = [(makers[argument](),) for _ in range(3)]
         tests = _calls(rng, space[name], inputs, name)
@@ -617,8 +701,6 @@ _QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
 
 def world(root: Path, language: str) -> dict[str, list[str]]:
     """Names of countries, languages, cities and people as a language writes them (CLDR and Faker)."""
-    import sys
-
     sys.path.insert(0, str(root / "python"))
     try:
         from babel import Locale
@@ -655,7 +737,7 @@ def questions(
 ) -> Iterator[Pair]:
     """Short questions, instructions about a passage, and passages with a question, in one language."""
     patterns = _QUESTIONS[language]
-    instructions = _QUESTIONS[f"{language}:instructions"] if f"{language}:instructions" in _QUESTIONS else []
+    instructions = _QUESTIONS.get(f"{language}:instructions", [])
     while True:
         slots = {k: rng.choice(v) for k, v in names.items() if k != "words" and v}
         slots |= {"year": str(rng.randint(1200, 2020)), "country2": rng.choice(names["country"])}

@@ -1,9 +1,9 @@
-"""Measure the demonstration model: loss, whether text keeps its domain, and whether prompts foretell decode experts.
+"""Measure the demonstration model: loss, keeping to a domain, and how well prompts foretell decode experts.
 
-Two sets of prompts are measured alike: held-out documents of the corpus, and prompts of another origin (`--prompts`,
-a directory of *.jsonl.gz files with `domain` and `prompt`), which were not seen in training in any form. Routing is
-read from the Hugging Face implementation in float32. IDF and the layer mask are fitted on one half of the requests
-and rho is measured on the other half.
+Two sets of prompts are measured alike: held-out documents of the corpus, and prompts of another origin
+(`--prompts`, a directory of *.jsonl.gz files with `domain` and `prompt`), which were not seen in
+training in any form. Routing is read from the Hugging Face implementation in float32. IDF and the layer
+mask are fitted on one half of the requests and rho is measured on the other half.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Requests:
-    """Routing of N finished requests: prompt counts [N, L, E], decode counts [N, L, E], routes of each decode step."""
+    """Routing of N finished requests: prompt and decode counts [N, L, E], routes of each decode step."""
 
     domains: list[str]
     prefill: np.ndarray
@@ -84,7 +84,7 @@ class Recorder:
 
 
 def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list[tuple[str, list[int]]]:
-    """(domain, token ids): chat prompts as they are, plain texts cut after `length` tokens; `number` a domain."""
+    """(domain, token ids): chat prompts as they are, plain texts cut after `length` tokens."""
     found: dict[str, list[list[int]]] = defaultdict(list)
     with (corpus / "held.jsonl").open(encoding="utf-8") as file:
         for line in file:
@@ -129,7 +129,7 @@ def generate(
     temperature: float,
     seed: int,
 ) -> Requests:
-    """Sample up to `new` tokens for each prompt, counting experts; requests that end within 8 steps are left out."""
+    """Sample up to `new` tokens for each prompt; requests that end within 8 steps are left out."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
     rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]] = []
@@ -189,7 +189,7 @@ def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 def active_experts(
     requests: Requests, domains: tuple[str, ...], batch: int, rng: np.random.Generator
 ) -> dict[str, float]:
-    """Mean distinct experts a step and layer for batches of one domain, and for batches mixed evenly over domains."""
+    """Mean distinct experts a step and layer, for batches of one domain and for evenly mixed batches."""
     members = {d: [i for i, x in enumerate(requests.domains) if x == d] for d in domains}
     members = {d: m for d, m in members.items() if len(m) >= 8}
 
@@ -216,7 +216,7 @@ def active_experts(
 
 
 def quality(requests: Requests, seed: int) -> dict[str, float]:
-    """rho of count and count-idf signatures, all layers and greedy mask, fitted on one half, measured on the other."""
+    """rho of count and count-idf signatures, fitted on one half of the requests and measured on the other."""
     order = np.random.default_rng(seed).permutation(len(requests.domains))
     fit, test = requests.keep(order[::2]), requests.keep(order[1::2])
     layers = np.arange(fit.prefill.shape[1])
@@ -258,7 +258,7 @@ def correlation(requests: Requests) -> dict[str, float]:
 
 
 def in_domain(requests: Requests, corpus: Path, vocabulary: int) -> dict[str, float]:
-    """Share of continuations that a unigram Bayes classifier of the training texts puts into their prompt's domain."""
+    """Share of continuations that a unigram Bayes classifier puts into their prompt's domain."""
     names = GROUPS["all"]
     logs = []
     for domain in names:
@@ -274,7 +274,7 @@ def in_domain(requests: Requests, corpus: Path, vocabulary: int) -> dict[str, fl
 
 @torch.no_grad()
 def losses(model: Any, recorder: Recorder, corpus: Path) -> dict[str, float]:
-    """Held-out loss of each domain in nats a token: up to 24 windows of 256 tokens that begin where a document does."""
+    """Held-out loss of each domain, nats a token, over 24 windows of 256 tokens at documents' starts."""
     found = {}
     for domain in sources.DOMAINS:
         with np.load(corpus / f"{domain}.held.npz") as file:
@@ -385,8 +385,8 @@ def main(
             "prompt_files": sorted(p.name for p in prompts.glob("*.jsonl.gz")) if prompts else [],
         },
         "rows": rows,
-        "notes": "same_domain and mixed: distinct experts a layer in one decode step, mean over layers and 1,200 drawn "
-        "batches; a batch draws requests with replacement and a random step of each.",
+        "notes": "same_domain and mixed: distinct experts a layer in one decode step, mean over layers and "
+        "1,200 drawn batches; a batch draws requests with replacement and a random step of each.",
     }
     temporary = out.with_name(out.name + ".part")
     temporary.write_text(json.dumps(result, indent=1) + "\n", "utf-8")

@@ -1,8 +1,9 @@
 """Train the demonstration model: a Qwen3MoeForCausalLM of 7.1 million parameters, on a CPU.
 
-Recipe: batches balanced over domains, Muon for matrices and AdamW for the rest, a warm-up, a plateau and a linear
-fall of the learning rates, and a load-balancing loss over the whole mixed batch that is strong at first and then
-small, so that experts come alive and may then specialise. No domain label reaches the model.
+Recipe: batches balanced over domains, Muon for matrices and AdamW for the rest, a warm-up, a plateau and
+a linear fall of the learning rates, and a load-balancing loss over the whole mixed batch that is strong
+at first and then small, so that experts come alive and may then specialise. No domain label reaches the
+model.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Gather(torch.autograd.Function):
 
 
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Padded slots for expert ids [T, k]: (token of slot, choice of slot, slot of choice [T, k], used [S])."""
+    """Padded slots for expert ids [T, k]: token of slot, choice of slot, slot of choice, used."""
     num_tokens, k = experts.shape
     flat = experts.flatten()
     order = torch.argsort(flat, stable=True)
@@ -154,7 +155,7 @@ def attention(x: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, ...]) 
 
 
 def attention_weights(layer: Any) -> tuple[Tensor, ...]:
-    """The tensors of `attention`: given as tensors, because a compiled function is compiled anew for each module."""
+    """The tensors of `attention`: as tensors, for a compiled function is compiled anew for each module."""
     a = layer.self_attn
     projections = (a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.o_proj.weight)
     norms = (a.q_norm.weight, a.k_norm.weight, layer.post_attention_layernorm.weight)
@@ -194,7 +195,7 @@ def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalised updates for (batches of) matrices; gate and up halves are separate matrices."""
+    """Momentum with orthogonalised updates for (batches of) matrices; gate and up halves are separate."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})

@@ -1,8 +1,8 @@
 """Widen a model's experts without changing what it computes.
 
-A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. The widened model
-gives the same logits and the same expert choices, but each expert is as large in memory as a real one, so that a
-decode step pays a realistic price for each expert that its batch selects.
+A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. The
+widened model gives the same logits and the same expert choices, but each expert is as large in memory as
+a real one, so that a decode step pays a realistic price for each expert that its batch selects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class WidenError(ValueError):
 def widen(model: Path, intermediate: int, out: Path) -> None:
     """Write `model` with experts of `intermediate` neurons to `out` (whole or not at all).
 
-    Raises WidenError if `model` is no Qwen3-MoE directory, `intermediate` is not a larger multiple of 32 (vLLM's CPU
-    kernel wants whole blocks of 32), or `out` is there already.
+    Raises WidenError if `model` is no Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
+    (vLLM's CPU kernel wants whole blocks of 32), or `out` is there already.
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
