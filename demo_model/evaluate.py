@@ -1,8 +1,8 @@
 """Measure the demonstration model: loss, keeping to a domain, and how well prompts foretell decode experts.
 
 Two sets of prompts are measured alike: held-out documents of the corpus, and prompts of another origin
-(`--prompts`, a directory of *.jsonl.gz files with `domain` and `prompt`), which were not seen in
-training in any form. Routing is read from the Hugging Face implementation in float32. IDF and the layer
+(`--prompts`, a directory of *.jsonl.gz files with `domain` and `prompt`), whose text
+was not trained on. Routing is read from the Hugging Face implementation in float32. IDF and the layer
 mask are fitted on one half of the requests and rho is measured on the other half.
 """
 
