@@ -1,0 +1,755 @@
+"""Seeded generators of conversational prompts with answers.
+
+They let chat prompts, and not only running text, reach their domain's experts. Each generator yields
+(prompt, answer). Facts and names come from the packages of `demo_model.sources`; the sentence patterns are
+written here. The answers are meant to be *in the domain*, not to be right about medicine or law.
+"""
+# ruff: noqa: E501  -- a sentence pattern stays on one line
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+from demo_model import sources
+
+Pair = tuple[str, str]
+_NAMES = [
+    "Liam",
+    "Olivia",
+    "Noah",
+    "Emma",
+    "Ava",
+    "Elijah",
+    "Sophia",
+    "James",
+    "Mia",
+    "Lucas",
+    "Amelia",
+    "Henry",
+    "Harper",
+    "Ethan",
+    "Ella",
+    "Daniel",
+    "Grace",
+    "Maria",
+    "Ahmed",
+    "Fatima",
+    "Wei",
+    "Ling",
+    "Carlos",
+    "Rosa",
+    "Ivan",
+    "Olga",
+    "Pierre",
+    "Claire",
+    "Kenji",
+    "Yuki",
+    "Priya",
+    "Arjun",
+    "Hannah",
+    "Samuel",
+    "Peter",
+    "Mark",
+    "Julie",
+    "Ken",
+    "Tom",
+    "Sarah",
+    "Betty",
+    "Rachel",
+    "Jack",
+    "Kate",
+    "Bill",
+    "Nancy",
+    "Frank",
+    "Alice",
+    "Bob",
+    "George",
+    "Tina",
+    "Paul",
+]
+_ITEMS = [
+    "apples",
+    "oranges",
+    "books",
+    "pencils",
+    "marbles",
+    "stickers",
+    "cookies",
+    "candies",
+    "eggs",
+    "tickets",
+    "cards",
+    "coins",
+    "balloons",
+    "flowers",
+    "bottles",
+    "shirts",
+    "toys",
+    "bricks",
+    "boxes",
+    "cupcakes",
+    "stamps",
+    "pages",
+    "shells",
+    "chairs",
+    "tomatoes",
+    "sandwiches",
+    "puzzles",
+    "crayons",
+    "beads",
+    "cans",
+]
+_LETTERS = "ABCDE"
+
+
+def _options(rng: random.Random, right: str, wrong: list[str], mark: str = ".") -> tuple[str, str]:
+    answers = [right, *wrong]
+    rng.shuffle(answers)
+    lines = "\n".join(f"{letter}{mark} {text}" for letter, text in zip(_LETTERS, answers, strict=False))
+    return lines, f"{_LETTERS[answers.index(right)]}{mark} {right}"
+
+
+# ---------------------------------------------------------------- code
+
+
+def _calls(
+    rng: random.Random, function: Callable[..., object], inputs: list[tuple[object, ...]], name: str
+) -> str:
+    return "\n".join(f"assert {name}({', '.join(map(repr, a))}) == {function(*a)!r}" for a in inputs)
+
+
+_TEMPLATES: list[tuple[str, str, str]] = [
+    ("find the numbers of a list that are {op} than {n}", "xs", "    return [x for x in xs if x {sym} {n}]"),
+    (
+        "sum the squares of the {par} numbers in a list",
+        "xs",
+        "    return sum(x ** 2 for x in xs if x % 2 == {bit})",
+    ),
+    ("return the largest element of a list minus {n}", "xs", "    return max(xs) - {n}"),
+    ("reverse a list and drop its first {k} elements", "xs", "    return xs[::-1][{k}:]"),
+    (
+        "count how often each element occurs in a list",
+        "xs",
+        "    counts = {{}}\n    for x in xs:\n        counts[x] = counts.get(x, 0) + 1\n    return counts",
+    ),
+    ("multiply every element of a list by {n} and sort it", "xs", "    return sorted(x * {n} for x in xs)"),
+    (
+        "check whether a list has two equal elements",
+        "xs",
+        "    seen = set()\n    for x in xs:\n        if x in seen:\n"
+        "            return True\n        seen.add(x)\n    return False",
+    ),
+    (
+        "compute the running sum of a list",
+        "xs",
+        "    total = 0\n    result = []\n    for x in xs:\n        total += x\n"
+        "        result.append(total)\n    return result",
+    ),
+    ("remove the duplicates from a list, keeping the order", "xs", "    return list(dict.fromkeys(xs))"),
+    ("pair each element of a list with its index", "xs", "    return [(i, x) for i, x in enumerate(xs)]"),
+    ("find the second smallest element in a list", "xs", "    return sorted(xs)[1]"),
+    ("replace each '{c}' in a string with '{d}'", "s", "    return s.replace('{c}', '{d}')"),
+    ("count the vowels in a string", "s", "    return sum(ch in 'aeiou' for ch in s.lower())"),
+    ("check whether a string is a palindrome", "s", "    return s == s[::-1]"),
+    ("join the words of a string with '{c}'", "s", "    return '{c}'.join(s.split())"),
+    (
+        "return the characters of a string at every {k} steps in upper case",
+        "s",
+        "    return s[::{k}].upper()",
+    ),
+    (
+        "count the words of a string that are longer than {k} characters",
+        "s",
+        "    count = 0\n    for word in s.split():\n"
+        "        if len(word) > {k}:\n            count += 1\n    return count",
+    ),
+    ("move the last {k} characters of a string to its front", "s", "    return s[-{k}:] + s[:-{k}]"),
+    (
+        "return a dictionary from each word of a string to its length",
+        "s",
+        "    return {{w: len(w) for w in s.split()}}",
+    ),
+    (
+        "compute the {n}th multiple of a number if it is {par}",
+        "n",
+        "    if n % 2 == {bit}:\n        return n * {n}\n    return n",
+    ),
+    (
+        "check if the given number is prime",
+        "n",
+        "    if n < 2:\n        return False\n    for i in range(2, int(n ** 0.5) + 1):"
+        "\n        if n % i == 0:\n            return False\n    return True",
+    ),
+    ("find the sum of the digits of a number", "n", "    return sum(int(d) for d in str(n))"),
+    (
+        "compute the factorial of a number by a loop",
+        "n",
+        "    result = 1\n    for i in range(2, n + 1):\n        result *= i\n    return result",
+    ),
+    (
+        "convert a number to base {k}",
+        "n",
+        "    digits = ''\n    while n:\n        digits = str(n % {k}) + digits\n        n //= "
+        "{k}\n    return digits or '0'",
+    ),
+]
+
+
+def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
+    """Small functions to write, to complete or to evaluate; every stated result is computed by running them."""
+    while True:
+        what, argument, body = rng.choice(_TEMPLATES)
+        bit = rng.randrange(2)
+        values = {
+            "n": rng.randint(2, 30),
+            "k": rng.randint(2, 5),
+            "c": rng.choice("abcdeorst"),
+            "d": rng.choice("xyz-_"),
+        }
+        values |= {"par": ("even", "odd")[bit], "bit": bit, "op": "greater", "sym": ">"}
+        if rng.random() < 0.5:
+            values |= {"op": "smaller", "sym": "<"}
+        what, body = what.format(**values), body.format(**values)
+        name = "_".join(rng.sample([w for w in what.split() if w.isalpha() and len(w) > 2], 2)).lower()
+        name = rng.choice([name, "f", "solve"])
+        source = f"def {name}({argument}):\n{body}\n"
+        space: dict[str, Callable[..., object]] = {}
+        exec(source, {}, space)  # only the templates above
+        makers: dict[str, Callable[[], object]] = {
+            "xs": lambda: [rng.randint(-9, 60) for _ in range(rng.randint(3, 9))],
+            "s": lambda: " ".join(rng.sample(words, rng.randint(2, 4))),
+            "n": lambda most=12 if "factorial" in what else 500: rng.randint(2, most),
+        }
+        inputs = [(makers[argument](),) for _ in range(3)]
+        tests = _calls(rng, space[name], inputs, name)
+        shown = f"```python\n{source}```"
+        style = rng.randrange(5)
+        if style == 0:
+            verb = rng.choice(
+                ["Write a function to", "Write a python function to", "Write a Python function that can"]
+            )
+            yield f"{verb} {what}.\nYour code should pass these tests:\n{tests}", rng.choice([shown, source])
+        elif style == 1:
+            call = f"{name}({inputs[0][0]!r})"
+            result = repr(space[name](*inputs[0]))
+            yield (
+                f"{source}\nWhat does {call} return? Explain step by step, then give the exact return value.",
+                f"The function {name} takes {argument} and is written to {what}.\n{body.strip()}\nSo {call} returns {result}.",
+            )
+        elif style == 2:
+            doc = "\n".join(f"    >>> {name}({a[0]!r})\n    {space[name](*a)!r}" for a in inputs[:2])
+            yield (
+                f'def {name}({argument}):\n    """ {what[0].upper()}{what[1:]}.\n{doc}\n    """\n',
+                body + "\n",
+            )
+        elif style == 3:
+            language = rng.choice(["Python", "python 3", "a script"])
+            yield (
+                f"How do I {what} in {language}?",
+                f"You can use a function like this:\n\n{shown}\n\nTests:\n{tests}",
+            )
+        else:
+            yield (
+                f"Explain this code and add tests:\n\n{shown}",
+                f"It will {what}.\n\n```python\n{tests}\n```",
+            )
+
+
+def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair]:
+    """Documented functions and classes of a library, as completion and writing tasks."""
+    for text in files:
+        try:
+            tree = ast.parse(text.text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            doc = ast.get_docstring(node)
+            source = ast.get_source_segment(text.text, node) or ""
+            if not doc or not 120 < len(source) < 2500:
+                continue
+            first = doc.split("\n")[0].strip(" .")
+            kind = "function" if isinstance(node, ast.FunctionDef) else "class"
+            end = (node.body[0].end_lineno or node.lineno) - node.lineno + 1
+            lines = source.splitlines()
+            style = rng.randrange(5)
+            if style == 0:
+                yield "\n".join(lines[:end]), "\n".join(lines[end:])
+            elif style == 1:
+                yield f"Write a {kind} `{node.name}` in Python. {first}.", f"```python\n{source}\n```"
+            elif style == 2:
+                yield (
+                    f"There is a bug in my code, please fix it and optimise it:\n\n{source}",
+                    f"```python\n{source}\n```",
+                )
+            elif style == 3:
+                yield (
+                    f"Implement a {kind} that does this: {first}. Use the module {text.document[:-3]}.",
+                    source,
+                )
+            else:
+                yield (
+                    f"What does this {kind} do?\n\n```python\n{source}\n```",
+                    f"{doc}\n\n```python\nimport {text.document[:-3]}\n```",
+                )
+
+
+# ---------------------------------------------------------------- mathematics
+
+
+def _story(rng: random.Random) -> tuple[str, str, int]:
+    """A word problem as (question, worked answer, result)."""
+    who, other = rng.sample(_NAMES, 2)
+    item, item2 = rng.sample(_ITEMS, 2)
+    a, b, c = rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 20)
+    kind = rng.randrange(10)
+    if kind == 0:
+        q = f"{who} has {a} {item}. {other} has {b} times as many {item} as {who}. How many {item} do they have together?"
+        return (
+            q,
+            f"{other} has {a} * {b} = {a * b} {item}. Together they have {a} + {a * b} = {a + a * b} {item}.",
+            a + a * b,
+        )
+    if kind == 1:
+        n = a + b * c
+        q = f"{who} had {n} {item}. {who} gave {c} {item} to each of {b} friends. How many {item} are left?"
+        return q, f"{who} gave away {b} * {c} = {b * c} {item}. There are {n} - {b * c} = {a} {item} left.", a
+    if kind == 2:
+        q = f"A store sells {item} for ${a} each and {item2} for ${c} each. {who} buys {b} {item} and {c} {item2}. How much does {who} pay in dollars?"
+        r = a * b + c * c
+        return (
+            q,
+            f"The {item} cost {b} * {a} = ${a * b}. The {item2} cost {c} * {c} = ${c * c}. The total is {a * b} + {c * c} = ${r}.",
+            r,
+        )
+    if kind == 3:
+        n = a * b
+        q = f"{who} reads {a} pages of a book every day. The book has {n} pages. How many days does it take {who} to finish the book?"
+        return q, f"It takes {n} / {a} = {b} days.", b
+    if kind == 4:
+        p = rng.choice([10, 20, 25, 50])
+        n = 20 * b
+        r = n - n * p // 100
+        q = f"A jacket costs ${n}. It is on sale at {p}% off. What is the sale price of the jacket?"
+        return (
+            q,
+            f"The discount is {n} * {p}/100 = ${n * p // 100}. The sale price is {n} - {n * p // 100} = ${r}.",
+            r,
+        )
+    if kind == 5:
+        q = f"A train travels at {a + 20} km/h for {b} hours and then at {c + 30} km/h for 2 hours. What is the total distance in km?"
+        r = (a + 20) * b + 2 * (c + 30)
+        return (
+            q,
+            f"The first part is {a + 20} * {b} = {(a + 20) * b} km, the second is {c + 30} * 2 = {2 * (c + 30)} km. In total {r} km.",
+            r,
+        )
+    if kind == 6:
+        q = f"There were {a + c} people on the bus. At the next stop {c} people got off and {b} more people got on. How many people are on the bus now?"
+        return q, f"{a + c} - {c} = {a}. {a} + {b} = {a + b}.", a + b
+    if kind == 7:
+        q = f"{who} earns ${a} per hour. {who} works {b} hours a day, 5 days a week. How much money does {who} earn in a week?"
+        return (
+            q,
+            f"In a day {who} earns {a} * {b} = ${a * b}. In a week {who} earns {a * b} * 5 = ${5 * a * b}.",
+            5 * a * b,
+        )
+    if kind == 8:
+        q = f"{who} is {b} years older than {other}. In {c} years the sum of their ages will be {2 * a + b + 2 * c}. How old is {other} now?"
+        return (
+            q,
+            f"Let x be the age of {other}. x + {c} + x + {b} + {c} = {2 * a + b + 2 * c}, so 2x = {2 * a} and x = {a}.",
+            a,
+        )
+    q = f"{who} bakes {a * b} {item} and puts them equally into {b} boxes. {who} sells each box for ${c}. How many {item} are in each box?"
+    return q, f"There are {a * b} / {b} = {a} {item} in each box.", a
+
+
+def _latex(rng: random.Random) -> tuple[str, str, int | str]:
+    """A problem in LaTeX notation as (question, worked answer, result)."""
+    a, b, c, x = rng.randint(2, 12), rng.randint(1, 20), rng.randint(2, 9), rng.randint(-9, 12)
+    kind = rng.randrange(12)
+    if kind == 0:
+        return (
+            f"Solve for $x$: ${a}x + {b} = {a * x + b}$.",
+            f"Subtract ${b}$: ${a}x = {a * x}$. Divide by ${a}$: $x = {x}$.",
+            x,
+        )
+    if kind == 1:
+        f, g = Fraction(a, b), Fraction(c, a + 1)
+        q = rf"Compute $\frac{{{a}}}{{{b}}} + \frac{{{c}}}{{{a + 1}}}$. Express your answer as a common fraction."
+        s = f + g
+        return (
+            q,
+            rf"The common denominator is ${b * (a + 1)}$, so the sum is $\frac{{{s.numerator}}}{{{s.denominator}}}$.",
+            str(s),
+        )
+    if kind == 2:
+        r = a * x * x + b * x + c
+        return (
+            f"Let $f(x) = {a}x^2 + {b}x + {c}$. Find $f({x})$.",
+            f"$f({x}) = {a} \\cdot {x * x} + {b} \\cdot ({x}) + {c} = {r}$.",
+            r,
+        )
+    if kind == 3:
+        m = a * a + b
+        q = f"What is the remainder when ${m * c + b}$ is divided by ${a + 3}$?"
+        r = (m * c + b) % (a + 3)
+        return (
+            q,
+            f"${m * c + b} = {a + 3} \\cdot {(m * c + b) // (a + 3)} + {r}$, so the remainder is ${r}$.",
+            r,
+        )
+    if kind == 4:
+        q = f"The roots of the equation $x^2 - {a + b}x + {a * b} = 0$ are $r$ and $s$. Find $r + s$ and the larger root."
+        return (
+            q,
+            f"We factor $(x - {a})(x - {b}) = 0$. The sum is ${a + b}$ and the larger root is ${max(a, b)}$.",
+            max(a, b),
+        )
+    if kind == 5:
+        q = rf"In triangle $ABC$, $\angle A = {20 + b}^\circ$ and $\angle B = {30 + a}^\circ$. Find the number of degrees in $\angle C$."
+        return (
+            q,
+            rf"The angles sum to $180^\circ$, so $\angle C = 180 - {20 + b} - {30 + a} = {130 - a - b}^\circ$.",
+            130 - a - b,
+        )
+    if kind == 6:
+        q = f"A right triangle has legs of length ${3 * c}$ and ${4 * c}$. What is the length of the hypotenuse?"
+        return (
+            q,
+            rf"By the Pythagorean theorem $\sqrt{{{9 * c * c} + {16 * c * c}}} = \sqrt{{{25 * c * c}}} = {5 * c}$.",
+            5 * c,
+        )
+    if kind == 7:
+        q = rf"Evaluate $\log_{{{c}}} {c**3} + \sqrt{{{a * a}}}$."
+        return (
+            q,
+            rf"$\log_{{{c}}} {c**3} = 3$ and $\sqrt{{{a * a}}} = {a}$, so the answer is ${3 + a}$.",
+            3 + a,
+        )
+    if kind == 8:
+        q = f"The arithmetic sequence ${b}, {b + a}, {b + 2 * a}, \\ldots$ has what {c + 10}th term?"
+        return q, f"The term is ${b} + {c + 9} \\cdot {a} = {b + (c + 9) * a}$.", b + (c + 9) * a
+    if kind == 9:
+        q = f"How many ways are there to choose 2 marbles from a bag of {a + 3} different marbles?"
+        n = (a + 3) * (a + 2) // 2
+        return q, rf"$\binom{{{a + 3}}}{{2}} = \frac{{{a + 3} \cdot {a + 2}}}{{2}} = {n}$.", n
+    if kind == 10:
+        q = f"A circle has radius ${a}$. What is its area? Express your answer in terms of $\\pi$."
+        return q, rf"The area is $\pi r^2 = {a * a}\pi$.", f"{a * a}π"
+    q = f"Find the greatest common divisor of ${a * c}$ and ${b * c}$, and the sum of the two numbers."
+    return (
+        q,
+        f"The sum is ${a * c} + {b * c} = {a * c + b * c}$; the numbers share the factor ${c}$.",
+        (a + b) * c,
+    )
+
+
+def maths(rng: random.Random) -> Iterator[Pair]:
+    """Word problems and problems in LaTeX, plain, boxed or with five options."""
+    while True:
+        question, worked, result = (_story if rng.random() < 0.55 else _latex)(rng)
+        style = rng.randrange(4)
+        if style == 0 and isinstance(result, int):
+            wrong = [str(result + d) for d in rng.sample([-7, -5, -3, -2, -1, 1, 2, 4, 6, 10], 4)]
+            lines, right = _options(rng, str(result), wrong, ")")
+            yield f"{question}\nOptions:\n{lines}", f"{worked} The answer is {right}."
+        elif style == 1:
+            yield question, f"{worked} The answer is $\\boxed{{{result}}}$."
+        elif style == 2:
+            yield question, f"Let us think step by step. {worked}\n#### {result}"
+        else:
+            more, worked2, result2 = _story(rng)
+            yield (
+                question,
+                f"{worked} So the answer is {result}.\n\nAnother example: {more} {worked2} The answer is {result2}.",
+            )
+
+
+# ---------------------------------------------------------------- medicine and law
+
+
+def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
+    """Questions about a domain's terms: open, and with four options."""
+    while True:
+        (term, gloss), *others = rng.sample(terms, 4)
+        style = rng.randrange(4)
+        if style == 0:
+            lines, right = _options(rng, term, [t for t, _ in others])
+            yield (
+                f"Which of the following is best described as: {gloss}?\n{lines}",
+                f"{right}. {term}: {gloss}",
+            )
+        elif style == 1:
+            lines, right = _options(rng, gloss, [g for _, g in others])
+            yield f"All of the following are false about {term} except:\n{lines}", right
+        elif style == 2:
+            yield f"What is {term}?", f"{term}: {gloss}\n\nSee also {others[0][0]}: {others[0][1]}"
+        else:
+            yield (
+                f"Explain the difference between {term} and {others[0][0]}.",
+                f"{term}: {gloss} {others[0][0]}: {others[0][1]}",
+            )
+
+
+_FINDINGS = [
+    "Physical examination shows {s1} and {s2}.", "Laboratory studies show a hemoglobin concentration of {h} g/dL, a leukocyte count "
+    "of {l}/mm3 and a serum creatinine of {c} mg/dL.", "An x-ray of the chest shows no abnormalities.", "Cardiac examination shows "
+    "a grade {g}/6 systolic murmur at the apex.", "There is tenderness to palpation of the abdomen.", "An ECG shows sinus tachycardia.",
+    "Serum sodium is {n} mEq/L and potassium is {k} mEq/L.", "Neurologic examination shows decreased reflexes of the lower extremities.",
+    "Urinalysis shows protein and {g}+ blood.", "CT scan of the head shows no hemorrhage.", "A biopsy of the lesion is obtained.",
+    "Lungs are clear to auscultation bilaterally.", "The patient appears ill and diaphoretic.",
+]  # fmt: skip
+
+
+def medical(
+    rng: random.Random, diseases: dict[str, dict[str, object]], codes: list[tuple[str, list[str]]]
+) -> Iterator[Pair]:
+    """Clinical vignettes, abstracts and classification questions with invented patients."""
+    names = list(diseases)
+    while True:
+        name, *others = rng.sample(names, 4)
+        entry = diseases[name]
+        symptoms = [str(s).lower() for s in entry["symptoms"]]  # type: ignore[attr-defined]
+        medicines = [str(m) for m in entry["medications"]]  # type: ignore[attr-defined]
+        rng.shuffle(symptoms)
+        age, sex = rng.randint(2, 88), rng.choice(["man", "woman"])
+        he, his = ("He", "His") if sex == "man" else ("She", "Her")
+        code, notes = rng.choice(codes)
+        style = rng.randrange(6)
+        if style <= 1:
+            values = dict(s1=symptoms[0], s2=symptoms[1], h=rng.randint(8, 16), l=rng.randint(3, 19) * 1000)
+            values |= dict(
+                c=rng.randint(6, 30) / 10,
+                g=rng.randint(1, 4),
+                n=rng.randint(125, 150),
+                k=rng.randint(28, 60) / 10,
+            )
+            place = rng.choice(
+                ["the physician", "the emergency department", "his primary care physician", "the clinic"]
+            )
+            findings = " ".join(f.format(**values) for f in rng.sample(_FINDINGS, rng.randint(2, 5)))
+            vignette = (
+                f"A {age}-year-old {sex} {rng.choice(['comes to', 'is brought to', 'presents to'])} {place} because of "
+                f"{symptoms[0]} and {symptoms[1]} for {rng.randint(2, 9)} {rng.choice(['days', 'weeks', 'months', 'hours'])}. "
+                f"{he} has a history of {code.lower()} and takes {rng.choice(medicines)}. {his} temperature is "
+                f"{rng.randint(365, 396) / 10}°C, pulse is {rng.randint(60, 130)}/min, respirations are {rng.randint(12, 30)}/min, "
+                f"and blood pressure is {rng.randint(90, 180)}/{rng.randint(50, 110)} mm Hg. {findings}"
+            )
+            if style == 0:
+                question, right, wrong = (
+                    "Which of the following is the most likely diagnosis?",
+                    name,
+                    others[:3],
+                )
+            else:
+                question, right = (
+                    "Which of the following is the most appropriate next step in management?",
+                    medicines[0],
+                )
+                wrong = [str(diseases[o]["medications"][0]) for o in others[:3]]  # type: ignore[index]
+            lines, letter = _options(rng, right, wrong)
+            yield (
+                f"{vignette} {question}\n{lines}",
+                (
+                    f"{letter}. The patient has {name.lower()}, which causes {', '.join(symptoms)}. The treatment of {name.lower()} "
+                    f"includes {', '.join(medicines)}."
+                ),
+            )
+        elif style == 2:
+            drug, drug2 = medicines[0], medicines[-1]
+            n, m = rng.randint(20, 900), rng.randint(5, 95)
+            p = rng.choice(["p<0.05", "p=0.03", "p<0.001", "p=0.21"])
+            yield (
+                f"Abstract:\nBACKGROUND: {name} is associated with {symptoms[0]} and {symptoms[1]}. The aim of this study was to evaluate "
+                f"whether {drug} improves outcomes in patients with {name.lower()}.\nMETHODS: We retrospectively reviewed {n} consecutive "
+                f"patients with {code.lower()} treated with {drug} or {drug2} between {rng.randint(1990, 2004)} and "
+                f"{rng.randint(2005, 2020)}. Multivariate regression analysis was performed.\nRESULTS: The incidence of {symptoms[0]} was "
+                f"{m}% in the {drug} group and {max(1, m - 4)}% in the control group ({p}). Mean age was {age} years.\n\n"
+                f"Question: Does {drug} reduce {symptoms[0]} in patients with {name.lower()}?",
+                f"CONCLUSION: {rng.choice(['Yes', 'No', 'Maybe'])}. In patients with {name.lower()}, treatment with {drug} was "
+                f"associated with a lower rate of {symptoms[0]}. Further clinical trials in patients with {code.lower()} are needed.",
+            )
+        elif style == 3:
+            yield (
+                f"What are the symptoms and treatment of {name}?",
+                (
+                    f"{name} is seen in {str(entry['medical_specialty']).lower()}. Symptoms include {', '.join(symptoms)}. Patients are "
+                    f"treated with {', '.join(medicines)}."
+                ),
+            )
+        elif style == 4:
+            lines, letter = _options(rng, medicines[0], [str(diseases[o]["medications"][-1]) for o in others])  # type: ignore[index]
+            asked = rng.choice(
+                ["The drug of choice in", "First-line treatment of", "Which drug is used in the treatment of"]
+            )
+            yield (
+                f"{asked} {name.lower()} is:\n{lines}",
+                f"{letter} is used in {name.lower()}, {code.lower()}.",
+            )
+        else:
+            wrong_codes = [c for c, _ in rng.sample(codes, 3)]
+            lines, letter = _options(rng, code, wrong_codes)
+            described = "; ".join(notes[:3]) or f"{symptoms[0]} and {symptoms[1]} due to {code.lower()}"
+            yield (
+                f"A patient is admitted with {described}. Which diagnosis applies?\n{lines}",
+                f"{letter}. Related: {wrong_codes[0]}.",
+            )
+
+
+_PARTIES = [("landlord", "tenant"), ("buyer", "seller"), ("plaintiff", "defendant"), ("owner", "contractor"), ("employer", "employee"),
+            ("testator", "beneficiary"), ("mortgagor", "bank"), ("pedestrian", "driver"), ("wholesaler", "retailer"),
+            ("homeowner", "neighbor"), ("state", "corporation"), ("developer", "purchaser"), ("lender", "borrower")]  # fmt: skip
+_FACTS = [
+    "{A} orally agreed to convey a parcel of land to {b} for ${n},000.", "{A} sued {b} for breach of contract in federal district court.",
+    "{b} was negligent in maintaining the premises, and {a} was injured.", "The written contract provided that {b} would complete the "
+    "work by {m} 1.", "{A} broke into the warehouse at night intending to steal a painting.", "{b} was charged with {crime}.",
+    "At trial, the prosecution offers into evidence a letter written by {b}.", "The statute provides that no person shall sell goods in "
+    "the state without a license.", "{A} executed a will leaving all of the property to {b}.", "The deed contained a covenant that "
+    "the land be used for residential purposes only.", "{b} refused to pay, claiming that there was no consideration for the promise.",
+    "{A} filed a motion to suppress the evidence as the fruit of an unlawful search.", "The police arrested {b} without a warrant.",
+    "{b} moved to dismiss the complaint for lack of subject matter jurisdiction.", "The jury found {b} liable for damages.",
+]  # fmt: skip
+_CRIMES = ["larceny", "burglary", "robbery", "murder", "manslaughter", "conspiracy", "embezzlement", "arson", "battery", "kidnapping",
+           "receiving stolen property", "false pretenses", "forgery", "perjury"]  # fmt: skip
+_CLAIMS = [
+    "because the agreement was not in writing as the Statute of Frauds requires", "because {b} owed a duty of care to {a}",
+    "because the evidence is hearsay not within any exception", "because the restriction violates the Equal Protection Clause",
+    "because the covenant runs with the land", "because there was no valid acceptance of the offer",
+    "because the contract was supported by consideration", "because {b} lacked the specific intent to commit {crime}",
+    "because the statute is a valid exercise of the commerce power", "because the defendant assumed the risk of injury",
+    "because {a} is a bona fide purchaser for value without notice", "because the confession was voluntary",
+    "because strict liability applies to abnormally dangerous activities", "because the interest violates the Rule Against Perpetuities",
+]  # fmt: skip
+_CLAUSE_TOPICS = ["governing law", "termination for convenience", "limitation of liability", "assignment", "confidentiality", "warranty",
+                  "license grant", "indemnification", "audit rights", "non-compete", "exclusivity", "renewal term", "insurance",
+                  "intellectual property ownership", "notice period", "dispute resolution by arbitration", "patent grant",
+                  "redistribution of copies", "disclaimer of damages", "severability"]  # fmt: skip
+
+
+def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
+    """Hypothetical cases with options, and questions about contract clauses (paragraphs of licences)."""
+    months = ["January", "March", "June", "September", "November"]
+    while True:
+        a, b = rng.choice(_PARTIES)
+        crime = rng.choice(_CRIMES)
+        values = dict(
+            a=f"the {a}", b=f"the {b}", A=f"The {a}", n=rng.randint(5, 900), m=rng.choice(months), crime=crime
+        )
+
+        def fill(text: str, values: dict[str, object] = values) -> str:
+            filled = text.format(**values)
+            return filled[0].upper() + filled[1:]
+
+        style = rng.randrange(5)
+        if style <= 1:
+            article = "An" if a[0] in "aeiou" else "A"
+            facts = " ".join(fill(f) for f in rng.sample(_FACTS, rng.randint(2, 6)))
+            claims = [c.format(**values) for c in rng.sample(_CLAIMS, 4)]
+            outcomes = [f"{rng.choice(['Yes', 'No'])}, {c}" for c in claims]
+            ask = rng.choice([f"Will the {a} prevail?", f"Should the court find for the {b}?", "Is the evidence admissible?",
+                              f"Is the {b} guilty of {crime}?", f"If the {a} sues the {b}, what is the most likely result?"])  # fmt: skip
+            lines, letter = _options(rng, outcomes[0], outcomes[1:])
+            start = f"{article} {a} and {'an' if b[0] in 'aeiou' else 'a'} {b} entered into a dispute. "
+            yield (
+                f"{start}{facts} {ask}\n{lines}",
+                f"{letter}. The court will decide that {fill(claims[0][8:])}. "
+                + " ".join(fill(f) for f in rng.sample(_FACTS, 2)),
+            )
+            continue
+        topic, other = rng.sample(_CLAUSE_TOPICS, 2)
+        clause, following = rng.sample(paragraphs, 2)
+        if style == 2:
+            verb = rng.choice(["specify", "provide for", "describe", "concern", "restrict"])
+            yield (
+                f"Does the clause {verb} {topic}?\n\nClause: {clause}\nLabel:",
+                f"{rng.choice(['Yes', 'No'])}. The clause provides: {clause[:300]}",
+            )
+        elif style == 3:
+            yield (
+                f"Draft a contract clause on {topic} between the {a} and the {b}.",
+                f"{topic.title()}. {clause}\n\n{following}",
+            )
+        else:
+            kind = rng.choice(
+                [
+                    "Consider the contract below",
+                    "Read the following provision",
+                    "Classify the following legal text",
+                ]
+            )
+            yield (
+                f"{kind}. Does it deal with {topic} or {other}?\n\n{clause}",
+                f"It deals with {topic}. {following}",
+            )
+
+
+# ---------------------------------------------------------------- languages
+
+_QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
+    (Path(__file__).parent / "questions.json").read_text("utf-8")
+)
+
+
+def world(root: Path, language: str) -> dict[str, list[str]]:
+    """Names of countries, languages, cities and people as a language writes them (CLDR and Faker)."""
+    sys.path.insert(0, str(root / "python"))
+    try:
+        from babel import Locale
+        from faker import Faker
+        from faker.config import AVAILABLE_LOCALES
+    finally:
+        sys.path.pop(0)
+    locale = Locale(language)
+    wanted = {
+        "en": "en_US",
+        "zh": "zh_CN",
+        "ar": "ar_AA",
+        "ja": "ja_JP",
+        "ko": "ko_KR",
+        "vi": "vi_VN",
+        "cs": "cs_CZ",
+    }
+    wanted |= {"fa": "fa_IR", "hi": "hi_IN", "el": "el_GR", "uk": "uk_UA", "he": "he_IL", "de": "de_DE"}
+    name = wanted.get(language, f"{language}_{language.upper()}")
+    fake = Faker(name if name in AVAILABLE_LOCALES else "en_US")
+    fake.seed_instance(0)
+    cities = [str(z["city"]) for z in locale.time_zones.values() if "city" in z]
+    return {
+        "country": [str(n) for c, n in locale.territories.items() if len(c) == 2],
+        "tongue": [str(n) for c, n in locale.languages.items() if len(c) == 2],
+        "city": cities or ["Paris", "Berlin"],
+        "person": [fake.name() for _ in range(800)],
+        "words": [fake.sentence() for _ in range(200)] if name in AVAILABLE_LOCALES else [],
+    }
+
+
+def questions(
+    rng: random.Random, language: str, names: dict[str, list[str]], texts: list[str]
+) -> Iterator[Pair]:
+    """Short questions, instructions about a passage, and passages with a question, in one language."""
+    patterns = _QUESTIONS[language]
+    instructions = _QUESTIONS.get(f"{language}:instructions", [])
+    while True:
+        slots = {k: rng.choice(v) for k, v in names.items() if k != "words" and v}
+        slots |= {"year": str(rng.randint(1200, 2020)), "country2": rng.choice(names["country"])}
+        question, answer = (part.format(**slots) for part in rng.choice(patterns))
+        passage, following = rng.choice(texts), rng.choice(texts)
+        style = rng.randrange(6)
+        if style <= 2:
+            yield question, f"{answer} {following}"
+        elif style == 3 and instructions:
+            yield f"{rng.choice(instructions)[0]}\n\n{passage}", following
+        elif style == 4:
+            yield f"{passage}\n\n{question}", f"{answer} {following}"
+        else:
+            more, answer2 = (part.format(**slots) for part in rng.choice(patterns))
+            yield f"{question} {more}", f"{answer} {answer2}"

@@ -1,0 +1,399 @@
+"""Measure the demonstration model: loss, keeping to a domain, and how well prompts foretell decode experts.
+
+Two sets of prompts are measured alike: held-out documents of the corpus, and prompts of another origin
+(`--prompts`, a directory of *.jsonl.gz files with `domain` and `prompt`), whose text
+was not trained on. Routing is read from the Hugging Face implementation in float32. IDF and the layer
+mask are fitted on one half of the requests and rho is measured on the other half.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import platform
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import transformers
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo_model import sources
+from demo_model.widen import WEIGHTS
+from eldr_serve import signature
+
+LANGUAGES = sources.MAIN_LANGUAGES
+GROUPS = {"task": sources.TASKS, "language": LANGUAGES, "all": sources.TASKS + LANGUAGES}
+
+
+class EvaluationError(ValueError):
+    """An input of the evaluation is missing or not what it should be."""
+
+
+@dataclass
+class Requests:
+    """Routing of N finished requests: prompt and decode counts [N, L, E], routes of each decode step."""
+
+    domains: list[str]
+    prefill: np.ndarray
+    decode: np.ndarray
+    prompt_tokens: np.ndarray
+    routes: list[np.ndarray]  # [steps, L, k]
+    generated: list[list[int]]
+
+    @property
+    def probability(self) -> np.ndarray:
+        """Share of decode steps in which each expert was chosen, float [N, L, E]."""
+        return self.decode / np.array([len(r) for r in self.routes])[:, None, None]
+
+    def keep(self, rows: np.ndarray) -> Requests:
+        picked = [int(i) for i in rows]
+        lists = (
+            [self.domains[i] for i in picked],
+            [self.routes[i] for i in picked],
+            [self.generated[i] for i in picked],
+        )
+        return Requests(
+            lists[0], self.prefill[rows], self.decode[rows], self.prompt_tokens[rows], lists[1], lists[2]
+        )
+
+
+class Recorder:
+    """Collects the expert ids [tokens, k] of every layer in each forward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self.chosen: list[torch.Tensor] = []
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(
+                lambda _module, _inputs, output: self.chosen.append(output[2])
+            )
+
+    def take(self, batch: int) -> np.ndarray:
+        """Expert ids uint8 [batch, tokens, L, k] of the last pass."""
+        stacked = torch.stack(self.chosen, 1)
+        self.chosen.clear()
+        return stacked.view(batch, -1, *stacked.shape[1:]).to(torch.uint8).numpy()
+
+
+def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list[tuple[str, list[int]]]:
+    """(domain, token ids): chat prompts as they are, plain texts cut after `length` tokens."""
+    found: dict[str, list[list[int]]] = defaultdict(list)
+    with (corpus / "held.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            domain = row["domain"]
+            if domain not in GROUPS["all"] or len(found[domain]) == number:
+                continue
+            text = row["prompt"] or row["text"]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = ids if row["prompt"] else ids[:length]
+            if 8 <= len(ids) <= 512:
+                found[domain].append(ids)
+    return [(d, ids) for d, prompts in found.items() for ids in prompts]
+
+
+def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[str, list[int]]]:
+    """(domain, token ids) of chat prompts from files; the first `number` a domain of at most 512 tokens."""
+    files = sorted(directory.glob("*.jsonl.gz"))
+    if not files:
+        raise EvaluationError(f"{directory} holds no *.jsonl.gz files of prompts")
+    found: dict[str, list[list[int]]] = defaultdict(list)
+    for path in files:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                row = json.loads(line)
+                if row["domain"] not in GROUPS["all"] or len(found[row["domain"]]) == number:
+                    continue
+                chat = [{"role": "user", "content": row["prompt"]}]
+                text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                if len(ids) <= 512:
+                    found[row["domain"]].append(ids)
+    return [(d, ids) for d, prompts in found.items() for ids in prompts]
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    recorder: Recorder,
+    prompts: list[tuple[str, list[int]]],
+    new: int,
+    temperature: float,
+    seed: int,
+) -> Requests:
+    """Sample up to `new` tokens for each prompt; requests that end within 8 steps are left out."""
+    shape = (model.config.num_hidden_layers, model.config.num_experts)
+    draw = torch.Generator().manual_seed(seed)
+    rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]] = []
+    prompts = sorted(prompts, key=lambda p: len(p[1]))
+    for start in range(0, len(prompts), 32):
+        part = prompts[start : start + 32]
+        size, longest = len(part), max(len(ids) for _, ids in part)
+        ids = torch.zeros(size, longest, dtype=torch.long)
+        mask = torch.zeros(size, longest, dtype=torch.long)
+        for i, (_, tokens) in enumerate(part):
+            ids[i, longest - len(tokens) :] = torch.tensor(tokens)
+            mask[i, longest - len(tokens) :] = 1
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        prefill = recorder.take(size)
+        steps: list[np.ndarray] = []
+        texts: list[list[int]] = [[] for _ in part]
+        alive = np.ones(size, bool)
+        lengths = np.zeros(size, int)
+        for step in range(new + 1):
+            probabilities = (out.logits[:, -1].float() / temperature).softmax(-1)
+            token = torch.multinomial(probabilities, 1, generator=draw)
+            alive &= token[:, 0].numpy() != model.config.eos_token_id
+            if step == new or not alive.any():
+                break
+            for i in np.flatnonzero(alive):
+                texts[i].append(int(token[i]))
+            mask = torch.cat([mask, mask.new_ones(size, 1)], 1)
+            out = model(
+                token, attention_mask=mask, position_ids=positions[:, -1:] + 1 + step,
+                past_key_values=out.past_key_values, use_cache=True,
+            )  # fmt: skip
+            steps.append(recorder.take(size)[:, 0])
+            lengths += alive
+        for i, (domain, tokens) in enumerate(part):
+            if lengths[i] >= 8:
+                routes = np.stack([s[i] for s in steps[: lengths[i]]])
+                rows.append(
+                    (domain, count(prefill[i, longest - len(tokens) :], shape), len(tokens), routes, texts[i])
+                )
+    return Requests(
+        [r[0] for r in rows],
+        np.stack([r[1] for r in rows]),
+        np.stack([count(r[3], shape) for r in rows]),
+        np.array([r[2] for r in rows]),
+        [r[3] for r in rows],
+        [r[4] for r in rows],
+    )
+
+
+def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """How often each expert was chosen, uint32 [L, E], from ids [tokens, L, k]."""
+    flat = chosen.astype(np.int64) + np.arange(shape[0])[None, :, None] * shape[1]
+    return np.bincount(flat.ravel(), minlength=shape[0] * shape[1]).reshape(shape).astype(np.uint32)
+
+
+def active_experts(
+    requests: Requests, domains: tuple[str, ...], batch: int, rng: np.random.Generator
+) -> dict[str, float]:
+    """Mean distinct experts a step and layer, for batches of one domain and for evenly mixed batches."""
+    members = {d: [i for i, x in enumerate(requests.domains) if x == d] for d in domains}
+    members = {d: m for d, m in members.items() if len(m) >= 8}
+
+    def active(picked: np.ndarray) -> float:
+        chosen = [r[rng.integers(len(r))] for r in (requests.routes[i] for i in picked)]  # each [L, k]
+        stacked = np.concatenate(chosen, 1)
+        return float(np.mean([len(np.unique(layer)) for layer in stacked]))
+
+    same = np.mean(
+        [active(rng.choice(m, batch)) for m in members.values() for _ in range(1200 // len(members))]
+    )
+    names = list(members)
+    mixed = np.mean(
+        [
+            active(np.array([rng.choice(members[rng.choice(names)]) for _ in range(batch)]))
+            for _ in range(1200)
+        ]
+    )
+    return {
+        "same_domain": float(same),
+        "mixed": float(mixed),
+        "change_percent": float(100 * (same / mixed - 1)),
+    }
+
+
+def quality(requests: Requests, seed: int) -> dict[str, float]:
+    """rho of count and count-idf signatures, fitted on one half of the requests and measured on the other."""
+    order = np.random.default_rng(seed).permutation(len(requests.domains))
+    fit, test = requests.keep(order[::2]), requests.keep(order[1::2])
+    layers = np.arange(fit.prefill.shape[1])
+    mask = np.sort(mask_of(fit))
+    decode = test.probability.reshape(len(test.domains), -1)
+    found: dict[str, float] = {}
+    for name, idf in (
+        ("count", np.ones(fit.prefill.shape[1:], np.float32)),
+        ("count_idf", signature.inverse_document_frequency(fit.prefill)),
+    ):
+        for which, kept in (("all_layers", layers), ("greedy_mask", mask)):
+            spec = signature.SignatureSpec(idf=idf, layers=kept)
+            found[f"rho_{name}_{which}"] = signature.signature_quality(
+                spec.encode(test.prefill), decode, seed=seed
+            )
+    label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
+    found["rho_domain_label"] = signature.signature_quality(label, decode, seed=seed)
+    found["greedy_mask_layers"] = len(mask)
+    return found
+
+
+def mask_of(requests: Requests) -> np.ndarray:
+    """Layers up to the peak of the greedy selection."""
+    selection = signature.select_layers(requests.prefill, requests.probability)
+    return np.asarray(selection.order[: int(np.argmax(selection.rho)) + 1])
+
+
+def correlation(requests: Requests) -> dict[str, float]:
+    """Pearson correlation of prompt and decode activation: pooled over cells, and the mean over experts."""
+    prefill = (requests.prefill / requests.prompt_tokens[:, None, None]).reshape(len(requests.domains), -1)
+    decode = requests.probability.reshape(len(requests.domains), -1)
+    used = (prefill.std(0) > 0) & (decode.std(0) > 0)
+    each = [np.corrcoef(prefill[:, j], decode[:, j])[0, 1] for j in np.flatnonzero(used)]
+    pooled = np.corrcoef(prefill.ravel(), decode.ravel())[0, 1]
+    return {
+        "prefill_decode_pearson_pooled": float(pooled),
+        "prefill_decode_pearson_mean_expert": float(np.mean(each)),
+    }
+
+
+def in_domain(requests: Requests, corpus: Path, vocabulary: int) -> dict[str, float]:
+    """Share of continuations that a unigram Bayes classifier puts into their prompt's domain."""
+    names = GROUPS["all"]
+    logs = []
+    for domain in names:
+        with np.load(corpus / f"{domain}.train.npz") as file:
+            frequency = np.bincount(file["tokens"], minlength=vocabulary) + 1.0
+        logs.append(np.log(frequency / frequency.sum()))
+    table = np.stack(logs, 1)  # [vocabulary, domains]
+    right: dict[str, list[bool]] = defaultdict(list)
+    for domain, tokens in zip(requests.domains, requests.generated, strict=True):
+        right[domain].append(names[int(table[tokens].sum(0).argmax())] == domain)
+    return {d: float(np.mean(v)) for d, v in right.items()}
+
+
+@torch.no_grad()
+def losses(model: Any, recorder: Recorder, corpus: Path) -> dict[str, float]:
+    """Held-out loss of each domain, nats a token, over 24 windows of 256 tokens at documents' starts."""
+    found = {}
+    for domain in sources.DOMAINS:
+        with np.load(corpus / f"{domain}.held.npz") as file:
+            tokens, starts = file["tokens"].astype(np.int64), file["starts"]
+        starts = starts[starts + 257 <= len(tokens)]
+        starts = starts[np.linspace(0, len(starts) - 1, 24).astype(int)]
+        ids = torch.from_numpy(np.stack([tokens[s : s + 257] for s in starts]))
+        logits = model(ids[:, :-1]).logits.float()
+        recorder.chosen.clear()
+        found[domain] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    return found
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def commit() -> str:
+    """The repository's commit, marked if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=-changed", "--match", "nothing"]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    ).stdout.strip()
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{name}, {torch.get_num_threads()} thread(s)"
+
+
+def main(
+    corpus: Annotated[Path, typer.Option(help="directory written by demo_model.corpus (held-out documents)")],
+    out: Annotated[Path, typer.Option(help="JSON file to write")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="directory of *.jsonl.gz prompts of another origin")
+    ] = None,
+    model: Annotated[Path, typer.Option(help="model directory")] = WEIGHTS,
+    number: Annotated[int, typer.Option(help="prompts a domain", min=16)] = 64,
+    prompt_length: Annotated[
+        int, typer.Option(help="tokens of a plain held-out text used as its prompt", min=8)
+    ] = 96,
+    new_tokens: Annotated[int, typer.Option(help="tokens generated at most for each prompt", min=8)] = 64,
+    temperature: Annotated[float, typer.Option(help="sampling temperature", min=0.05)] = 0.8,
+    threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="seed of sampling, halves and batches")] = 0,
+) -> None:
+    """Write one JSON of losses, domain keeping, correlation, rho and active experts."""
+    torch.set_num_threads(threads)
+    try:
+        if not (corpus / "held.jsonl").exists():
+            raise EvaluationError(f"{corpus} holds no corpus; make it with demo_model.corpus")
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        sets = {"held_out": held_prompts(tokenizer, corpus, number, prompt_length)}
+        if prompts is not None:
+            sets["other_origin"] = shared_prompts(tokenizer, prompts, number)
+    except (EvaluationError, OSError, KeyError, json.JSONDecodeError) as error:
+        print(f"demo_model.evaluate: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    recorder = Recorder(network)
+    rows: list[dict[str, Any]] = []
+    for domain, value in losses(network, recorder, corpus).items():
+        rows.append({"measure": "held_out_loss", "domain": domain, "loss_nats_per_token": round(value, 3)})
+    for name, chosen in sets.items():
+        random.Random(seed).shuffle(chosen)
+        requests = generate(network, recorder, chosen, new_tokens, temperature, seed)
+        kept = in_domain(requests, corpus, network.config.vocab_size)
+        for domain, share in kept.items():
+            row = {
+                "measure": "continuations_in_domain",
+                "prompts": name,
+                "domain": domain,
+                "share": round(share, 3),
+            }
+            rows.append(row | {"requests": requests.domains.count(domain)})
+        for group, domains in GROUPS.items():
+            picked = requests.keep(np.flatnonzero([d in domains for d in requests.domains]))
+            numbers = correlation(picked) | quality(picked, seed)
+            row = {"measure": "signature", "prompts": name, "group": group, "requests": len(picked.domains)}
+            rows.append(row | {k: round(v, 3) for k, v in numbers.items()})
+            for batch in (16, 32):
+                counts = active_experts(picked, domains, batch, np.random.default_rng(seed))
+                row = {
+                    "measure": "active_experts_per_layer_step",
+                    "prompts": name,
+                    "group": group,
+                    "batch": batch,
+                }
+                rows.append(row | {k: round(v, 2) for k, v in counts.items()})
+    result = {
+        "name": "demo_model",
+        "commit": commit(),
+        "machine": machine(),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "seed": seed,
+        "inputs": {
+            "model_sha256": checksum(model / "model.safetensors"),
+            "prompts_per_domain": number,
+            "new_tokens": new_tokens,
+            "temperature": temperature,
+            "prompt_files": sorted(p.name for p in prompts.glob("*.jsonl.gz")) if prompts else [],
+        },
+        "rows": rows,
+        "notes": "same_domain and mixed: distinct experts a layer in one decode step, mean over layers and "
+        "1,200 drawn batches; a batch draws requests with replacement and a random step of each.",
+    }
+    temporary = out.with_name(out.name + ".part")
+    temporary.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    temporary.replace(out)
+    for row in rows:
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    typer.run(main)

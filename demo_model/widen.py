@@ -1,0 +1,85 @@
+"""Widen a model's experts without changing what it computes.
+
+A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. The
+widened model gives the same logits and the same expert choices, but each expert is as large in memory as
+a real one, so that a decode step pays a realistic price for each expert that its batch selects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+WEIGHTS = Path(__file__).parent / "weights"
+_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+
+
+class WidenError(ValueError):
+    """The model cannot be widened as asked."""
+
+
+def widen(model: Path, intermediate: int, out: Path) -> None:
+    """Write `model` with experts of `intermediate` neurons to `out` (whole or not at all).
+
+    Raises WidenError if `model` is no Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
+    (vLLM's CPU kernel wants whole blocks of 32), or `out` is there already.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text("utf-8"))
+        present = config["moe_intermediate_size"]
+        with safe_open(model / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        raise WidenError(
+            f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
+        ) from error
+    if intermediate < present or intermediate % 32:
+        raise WidenError(
+            f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}"
+        )
+    if out.exists():
+        raise WidenError(f"{out} exists already")
+    for name, tensor in tensors.items():
+        match = _EXPERT.search(name)
+        if match:
+            axis = 1 if match.group(1) == "down" else 0  # down [H, I]; gate, up [I, H]
+            shape = list(tensor.shape)
+            shape[axis] = intermediate - present
+            tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], axis).contiguous()
+    temporary = out.with_name(out.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(model, temporary, ignore=shutil.ignore_patterns("model.safetensors", "SHA256SUMS"))
+    config["moe_intermediate_size"] = intermediate
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+    os.replace(temporary, out)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="directory to write; must not exist")],
+    intermediate: Annotated[
+        int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB an expert in bf16")
+    ] = 1024,
+    model: Annotated[Path, typer.Option(help="model directory to widen")] = WEIGHTS,
+) -> None:
+    """Write a copy of the model with wider experts that computes the same function."""
+    try:
+        widen(model, intermediate, out)
+    except WidenError as error:
+        print(f"demo_model.widen: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    print(f"{out}: {sum(f.stat().st_size for f in out.iterdir()) / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    typer.run(main)

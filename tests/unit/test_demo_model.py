@@ -1,0 +1,206 @@
+"""The committed demonstration model: whole, loadable, and widened without change."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo_model import corpus, dialogues, sources, widen
+from demo_model.train import dispatch
+
+TEXTS = {
+    "code": "def add(a, b):\n    return a + b\n",
+    "zh": "请总结下面的文字。",
+    "ar": "ما هي عاصمة البلاد؟",
+    "hi": "राजधानी क्या है?",
+    "control": "tab\tnul\x00 emoji 🙂",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(widen.WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(widen.WEIGHTS, dtype=torch.float32).eval()
+
+
+def logits(model, tokenizer) -> torch.Tensor:
+    ids = tokenizer("A 45-year-old man comes to the physician because of", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_the_files_are_those_of_the_checksums():
+    lines = (widen.WEIGHTS / "SHA256SUMS").read_text().splitlines()
+    listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    present = {p.name for p in widen.WEIGHTS.iterdir()} - {"SHA256SUMS"}
+    assert set(listed) == present
+    for name, digest in listed.items():
+        assert hashlib.sha256((widen.WEIGHTS / name).read_bytes()).hexdigest() == digest
+
+
+def test_the_directory_is_small_enough_to_be_committed():
+    assert sum(p.stat().st_size for p in widen.WEIGHTS.iterdir()) <= 15_000_000
+
+
+def test_it_is_a_qwen3_moe_whose_end_mark_ends_generation(model, tokenizer):
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_the_model_has_learnt(model, tokenizer):
+    text = "The license is granted to you under the terms and conditions of"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    assert loss < 0.75 * np.log(model.config.vocab_size)  # an untrained model is at log(vocabulary)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_the_tokenizer_gives_every_text_back(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_chat_template_marks_turns_and_asks_for_an_answer(tokenizer):
+    chat = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>Hello\n<|assistant|>"
+    answered = [*chat, {"role": "assistant", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(answered, tokenize=False) == f"{text}Hi{tokenizer.eos_token}"
+    assert len(tokenizer("<|user|>", add_special_tokens=False)["input_ids"]) == 1
+
+
+def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
+    out = tmp_path / "wide"
+    widen.widen(widen.WEIGHTS, 64, out)
+    wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert json.loads((out / "config.json").read_text())["moe_intermediate_size"] == 64
+    shapes = {tuple(p.shape) for n, p in wide.named_parameters() if n.endswith("experts.down_proj")}
+    assert shapes == {(64, model.config.hidden_size, 64)}
+    torch.testing.assert_close(logits(wide, tokenizer), logits(model, tokenizer), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("intermediate", [0, 31, 33, 100])
+def test_widening_refuses_sizes_that_no_kernel_takes(tmp_path: Path, intermediate: int):
+    with pytest.raises(widen.WidenError, match="multiple of 32"):
+        widen.widen(widen.WEIGHTS, intermediate, tmp_path / "wide")
+    assert not list(tmp_path.iterdir())
+
+
+def test_widening_refuses_what_is_no_model(tmp_path: Path):
+    with pytest.raises(widen.WidenError, match="not a mixture-of-experts model"):
+        widen.widen(tmp_path, 64, tmp_path / "wide")
+    widen.widen(widen.WEIGHTS, 64, tmp_path / "wide")
+    with pytest.raises(widen.WidenError, match="exists already"):
+        widen.widen(widen.WEIGHTS, 64, tmp_path / "wide")
+
+
+def test_dispatch_gives_each_choice_its_own_slot_in_its_experts_rows():
+    rng = np.random.default_rng(0)
+    experts = torch.from_numpy(np.stack([rng.choice(8, 2, replace=False) for _ in range(100)]))
+    token_of, choice_of, slot_of, used = dispatch(experts, 8)
+    capacity = len(token_of) // 8
+    assert slot_of.unique().numel() == experts.numel() == int(used.sum())
+    assert torch.equal(slot_of // capacity, experts)
+    assert torch.equal(token_of[slot_of], torch.arange(100)[:, None].expand(-1, 2))
+    assert torch.equal(choice_of[slot_of.flatten()], torch.arange(200))
+
+
+def test_generated_function_tasks_state_true_results():
+    pairs = dialogues.code_tasks(random.Random(1), ["pear", "plum", "fig", "lime", "date"])
+    checked = 0
+    for prompt, answer in (next(pairs) for _ in range(200)):
+        source = answer.removeprefix("```python\n").removesuffix("```")
+        if "should pass these tests:\n" in prompt and source.startswith("def "):
+            exec(source + "\n" + prompt.split("tests:\n")[1], {})
+            checked += 1
+    assert checked > 20
+
+
+def test_generated_problems_have_their_right_option_among_the_options():
+    pairs = dialogues.maths(random.Random(2))
+    with_options = [(p, a) for p, a in (next(pairs) for _ in range(300)) if "Options:" in p]
+    assert len(with_options) > 30
+    for prompt, answer in with_options:
+        assert answer.split("The answer is ")[1].rstrip(".") in prompt.splitlines()
+
+
+def test_generators_repeat_with_their_seed():
+    terms = [(f"term{i}", f"gloss {i}") for i in range(9)]
+    first, again, other = (dialogues.glossary(random.Random(s), terms) for s in (3, 3, 4))
+    drawn = [next(first) for _ in range(5)]
+    assert drawn == [next(again) for _ in range(5)]
+    assert drawn != [next(other) for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        ("Wählen Sie im Menü den Befehl zum Speichern der Datei aus.", "de", True),
+        ("Choose the command to save the file and then close the menu.", "de", False),
+        ("Choose the command to save the file and then close the menu.", "en", True),
+        ("请选择“文件 - 保存”命令，然后关闭此菜单。", "zh", True),  # noqa: RUF001
+        ("ファイルを保存してからメニューを閉じます。", "ja", True),
+        ("फ़ाइल सहेजने के लिए यह आदेश चुनें और मेनू बंद करें।", "hi", True),
+        ("Please choose the save command first 保存", "zh", False),
+        ("0x3f 12 == 18;", "en", False),
+    ],
+)
+def test_untranslated_text_is_told_from_translated(text: str, language: str, expected: bool):
+    assert sources.is_language(text, language) is expected
+
+
+def test_long_documents_are_cut_into_pieces_without_losing_lines():
+    text = "".join(f"line {i} of a long document that goes on and on\n" for i in range(200))
+    pieces = corpus._pieces(text)
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= corpus.PIECE
+
+
+def test_documents_are_taken_until_their_bytes_suffice():
+    taken = corpus.take(iter([("", "äö")] * 100), 10)
+    assert taken == [("", "äö")] * 3
+
+
+def test_encoded_documents_begin_at_their_starts_and_end_in_the_end_mark(tokenizer):
+    documents = [("<|user|>hi\n<|assistant|>", "hello"), ("", "bonjour à tous")]
+    tokens, starts = corpus.encode(tokenizer, documents)
+    assert tokens.dtype == np.uint16
+    assert list(np.flatnonzero(tokens == tokenizer.eos_token_id) + 1) == [*starts[1:], len(tokens)]
+    assert tokenizer.decode(tokens[starts[1] : -1]) == "bonjour à tous"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "sentence"),
+    [
+        ("train", ["--corpus", "{tmp}", "--out", "{tmp}/m"], "holds no corpus"),
+        ("evaluate", ["--corpus", "{tmp}", "--out", "{tmp}/e.json"], "holds no corpus"),
+        ("widen", ["--out", "{tmp}/w", "--intermediate", "33"], "multiple of 32"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_sentence(
+    tmp_path: Path, capsys, module: str, arguments, sentence: str
+):
+    app = typer.Typer()
+    app.command()(importlib.import_module(f"demo_model.{module}").main)
+    with pytest.raises(SystemExit) as exit_:
+        app([a.format(tmp=tmp_path) for a in arguments])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert sentence in error
+    assert "\n" not in error
+    assert not list(tmp_path.iterdir())
