@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +95,7 @@ def balanced_assignment(
         _refresh(cluster, costs, labels, moves, movers)
     while (sizes > capacity).any():
         path = _shortest_path(moves, price, sizes, capacity)
-        for a, b in zip(path, path[1:], strict=False):
+        for a, b in itertools.pairwise(path):
             labels[movers[a, b]] = b
         sizes[path[0]] -= 1
         sizes[path[-1]] += 1

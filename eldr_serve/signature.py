@@ -108,7 +108,8 @@ def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]
     if counts.ndim != 3 or not len(counts):
         raise ValueError(f"prefill counts have shape {counts.shape}, they must be [N, L, E] with N > 0")
     document_frequency = (counts > 0).sum(axis=0)
-    return np.log((len(counts) + 1) / (document_frequency + 1)).astype(np.float32)
+    idf: NDArray[np.float32] = np.log((len(counts) + 1) / (document_frequency + 1)).astype(np.float32)
+    return idf
 
 
 def signature_quality(a: ArrayLike, b: ArrayLike, pairs: int = 20000, seed: int = 0) -> float:

@@ -1,6 +1,7 @@
 """Run prompts through engines and write down which experts they use: a CalibrationTrace.
 
-    python -m offline.calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ --out trace.safetensors
+    python -m offline.calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ \\
+        --out trace.safetensors
 
 A pool of Ray actors, one vLLM engine each, with the engine settings of the deployment's decode
 workers. Runs in a Ray job (`ray job submit`) or by itself. Finished prompts are kept beside the
@@ -29,13 +30,15 @@ from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.cli import BadInput, run
 
+_FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor
 
 
 class EngineActor:
     """One vLLM engine that reports the experts of each prompt's prefill and decode."""
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
+    def __init__(self, kwargs: dict[str, Any], port: int) -> None:
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         from vllm import LLM
 
         self._llm = LLM(**kwargs)
@@ -43,7 +46,7 @@ class EngineActor:
         self._max_model_len: int = config.model_config.max_model_len
 
     def trace(
-        self, prompts: list[Prompt], max_tokens: int, temperature: float, routes: bool, chat: bool, seed: int
+        self, prompts: list[Prompt], max_tokens: int, temperature: float, routes: bool, chat: bool
     ) -> list[dict[str, Any]]:
         """One record a prompt; a prompt that is too long for the context is cut at its end."""
         from vllm import SamplingParams
@@ -51,7 +54,6 @@ class EngineActor:
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
-            seed=seed,
             extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": routes}},
         )
         tokenizer = self._llm.get_tokenizer()
@@ -175,6 +177,7 @@ def calibrate(
 ) -> None:
     """Capture prefill and decode expert counts of prompts on a pool of engines."""
     model_id, kwargs, environment, resources = decode_settings(deployment)
+    kwargs["seed"] = seed
     chosen = balanced_sample(read_prompts(prompts), limit, seed)
     if len({p.id for p in chosen}) != len(chosen):
         raise BadInput("two prompts have the same id; ids must be unique over all files")
@@ -201,7 +204,7 @@ def calibrate(
             resources,
             actors,
             journal,
-            (max_tokens, temperature, routes, chat, seed),
+            (max_tokens, temperature, routes, chat),
         )
     records = [journal.records[p.id] for p in chosen]
     trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes)
@@ -223,7 +226,7 @@ def _run_pool(
         ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level="warning")
     batches = [todo[i : i + _BATCH] for i in range(0, len(todo), _BATCH)]
     engine = ray.remote(EngineActor).options(**resources, runtime_env={"env_vars": environment})
-    pool = [engine.remote(kwargs) for _ in range(min(actors, len(batches)))]
+    pool = [engine.remote(kwargs, _FIRST_PORT + 64 * n) for n in range(min(actors, len(batches)))]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         bar = progress.add_task("starting engines", total=len(todo))

@@ -62,7 +62,7 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _command(*arguments: str, log: Path) -> None:
-    """Run a command of ours, with its own progress on the terminal; BadInput with its last line if it fails."""
+    """Run a command of ours, its progress on the terminal; BadInput with its last line if it fails."""
     with log.open("w") as file:
         done = subprocess.run(
             [sys.executable, "-m", *arguments],
@@ -167,13 +167,37 @@ def _drive(
     watcher.start()
     subprocess.run(
         [
-            sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py", "--headless", "--host", service.url,
-            "--prompts", str(prompts), "--users", str(users), "--spawn-rate", str(users), "--run-time", f"{seconds}s",
-            "--stop-timeout", "60", "--max-tokens", "64", "--ignore-eos", "--record", str(record), "--seed", str(seed),
+            sys.executable,
+            "-m",
+            "locust",
+            "-f",
+            "loadgen/locustfile.py",
+            "--headless",
+            "--host",
+            service.url,
+            "--prompts",
+            str(prompts),
+            "--users",
+            str(users),
+            "--spawn-rate",
+            str(users),
+            "--run-time",
+            f"{seconds}s",
+            "--stop-timeout",
+            "60",
+            "--max-tokens",
+            "64",
+            "--ignore-eos",
+            "--record",
+            str(record),
+            "--seed",
+            str(seed),
             "--only-summary",
         ],
-        check=False, stdout=(out / "locust.log").open("a"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        check=False,
+        stdout=(out / "locust.log").open("a"),
+        stderr=subprocess.STDOUT,
+    )
     stop.set()
     watcher.join()
     service.wait_idle()
@@ -257,8 +281,8 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
     )
     page = (
         "<!doctype html><meta charset='utf-8'><title>eldr-serve demo</title>"
-        "<style>body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em}td,th{padding:.3em .8em;"
-        "text-align:right;border-bottom:1px solid #ccc}img{max-width:100%}</style><h1>eldr-serve demo</h1>"
+        "<style>body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
+        "td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid #ccc}img{max-width:100%}</style><h1>eldr-serve demo</h1>"
         f"<p>{html.escape(json.dumps(environment()))}</p>"
         f"<table><tr>{''.join(f'<th>{n}</th>' for n in names)}</tr>{cells}</table>"
         "<p>Two engines share two cores here, so times are noisy; active experts are not.</p>"
@@ -316,9 +340,21 @@ def demo(
     with _application(deployment, model, port) as service:
         console.print("calibrating: which experts do the prompts use?")
         _command(
-            "offline.calibrate", "--deployment", str(deployment), "--prompts", str(prompts), "--out", str(trace),
-            "--limit", str(calibration), "--max-tokens", "32", "--seed", str(seed), log=out / "calibrate.log",
-        )  # fmt: skip
+            "offline.calibrate",
+            "--deployment",
+            str(deployment),
+            "--prompts",
+            str(prompts),
+            "--out",
+            str(trace),
+            "--limit",
+            str(calibration),
+            "--max-tokens",
+            "32",
+            "--seed",
+            str(seed),
+            log=out / "calibrate.log",
+        )
         console.print("fitting one cluster a decode worker, and swapping the table in")
         _command("offline.refit", "--trace", str(trace), "--swap", "--out", str(table), log=out / "refit.log")
         for number, block in enumerate(blocks):
@@ -327,9 +363,20 @@ def demo(
     rows = [summarise(policy, [b for b in blocks if b.policy == policy]) for policy in policies]
     _print(rows)
     report = _report(out, rows, blocks, trace, table)
-    result = {"name": "demo", **environment(), "seed": seed, "inputs": {"prompts": prompts.name, "users": users,
-              "seconds": seconds, "rounds": rounds, "intermediate": intermediate}, "rows": rows,
-              "notes": "closed loop; all engines share this machine's cores"}  # fmt: skip
+    result = {
+        "name": "demo",
+        **environment(),
+        "seed": seed,
+        "inputs": {
+            "prompts": prompts.name,
+            "users": users,
+            "seconds": seconds,
+            "rounds": rounds,
+            "intermediate": intermediate,
+        },
+        "rows": rows,
+        "notes": "closed loop; all engines share this machine's cores",
+    }
     write_whole(out / "demo.json", json.dumps(result, indent=1) + "\n")
     console.print(f"report: {report}; figures: {out / 'demo.json'}")
     if any(row["failures"] for row in rows):

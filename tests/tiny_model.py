@@ -24,10 +24,22 @@ def make(folder: Path, seed: int = 0) -> Path:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=LAYERS,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
-        norm_topk_prob=True, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
     model = Qwen3MoeForCausalLM(config)
     for name, parameter in model.named_parameters():
         if "gate.weight" in name:  # far from ties, so that rounding moves no choice

@@ -136,19 +136,24 @@ class StepTimer:
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = torch.device(device).type == "cuda"
         self._start: Any = None
+        self._end: Any = None
         self._waiting: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def begin(self) -> None:
         """A step begins."""
         self._start = self._event() if self._cuda else time.perf_counter()
 
-    def end(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """The step's forward is over; returns the records whose time is now known, with `seconds`."""
+    def stop(self) -> None:
+        """The step's forward is over."""
+        self._end = self._event() if self._cuda else time.perf_counter()
+
+    def finish(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """`record` is the stopped step's; returns the records whose time is now known, with `seconds`."""
         if self._start is None:
             return []
         if not self._cuda:
-            return [record | {"seconds": time.perf_counter() - self._start}]
-        self._waiting.append((self._start, self._event(), record))
+            return [record | {"seconds": self._end - self._start}]
+        self._waiting.append((self._start, self._end, record))
         done = []
         while self._waiting and self._waiting[0][1].query():
             start, end, finished = self._waiting.pop(0)

@@ -202,25 +202,21 @@ class EldrConnector(NixlPullConnector):
         ):
             return
         plan = metadata.plan
-        # Ranks choose alike; the first one reports.
-        first = get_tensor_model_parallel_rank() == 0
-        if not first and not (self._capture.cache is not None):
-            return
-        timed = (
-            self._timer.end({"requests": plan.requests, "kv_tokens": plan.kv_tokens})
-            if plan.is_decode
-            else []
-        )
+        self._timer.stop()
         start = time.perf_counter()
         counts, active = self._capture.after_forward(slots, plan)
-        if not first:
-            return
+        if get_tensor_model_parallel_rank() != 0:
+            return  # ranks choose alike, the first one reports
         self._counts = counts
-        for record in timed:
-            mean = sum(active) / len(active) if active else 0.0
-            self._stats.data["steps"].append(record | {"active_experts": mean, "active_by_layer": active})
-        if plan.tokens:
-            self._stats.data["capture_s"].append(time.perf_counter() - start)
+        self._stats.data["capture_s"].append(time.perf_counter() - start)
+        if active is not None:
+            record = {
+                "requests": plan.requests,
+                "kv_tokens": plan.kv_tokens,
+                "active_experts": sum(active) / len(active),
+                "active_by_layer": active,
+            }
+            self._stats.data["steps"] += self._timer.finish(record)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         counts, self._counts = self._counts, StepCounts()

@@ -45,7 +45,8 @@ class LoadLedger:
         worker, prompt_tokens, generated = held
         self._in_flight[worker] -= 1
         self._kv_tokens[worker] -= prompt_tokens + generated
-        assert self._in_flight[worker] >= 0 and self._kv_tokens[worker] >= 0
+        assert self._in_flight[worker] >= 0
+        assert self._kv_tokens[worker] >= 0
         if not self._in_flight[worker]:
             del self._in_flight[worker], self._kv_tokens[worker]
 

@@ -99,7 +99,8 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
     if k == num_workers:
         return similarity
     if k < num_workers:
-        return similarity[np.arange(num_workers) % k]
+        shared: NDArray[np.float32] = similarity[np.arange(num_workers) % k]
+        return shared
     padded = np.full(-(-k // num_workers) * num_workers, -np.inf, np.float32)
     padded[:k] = similarity
     best: NDArray[np.float32] = padded.reshape(-1, num_workers).max(axis=0)

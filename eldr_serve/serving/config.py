@@ -26,7 +26,8 @@ class RouterOptions(BaseModel):
     )
     table: Path | None = Field(
         default=None,
-        description="RoutingTable file to start with, seen from where the app is built; none: by load until one is swapped in",
+        description="RoutingTable file to start with, seen from where the app is built; "
+        "none: by load until one is swapped in",
     )
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"

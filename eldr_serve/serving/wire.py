@@ -73,6 +73,8 @@ def prefill_request(request: GenerationRequest, request_id: str, attempt: int) -
         "stream": False,
         "stream_options": None,
         "stop": None,
+        "temperature": 0.0,
+        "seed": None,  # vLLM 0.32's CPU engine dies of a seeded prompt that is prefilled in pieces
         "logprobs": None,
         "response_format": None,
         "kv_transfer_params": {

@@ -103,12 +103,21 @@ def trace_file(service: Service, ray_cluster: str, tmp_path_factory: pytest.Temp
     """A calibration trace from offline.calibrate, submitted as a Ray job, as a user would."""
     out = tmp_path_factory.mktemp("trace") / "trace.safetensors"
     command = [
-        sys.executable, "-m", "offline.calibrate",
-        "--deployment", "deployments/cpu_demo.yaml",
-        "--prompts", "demo_model/prompts",
-        "--out", str(out),
-        "--limit", "40", "--max-tokens", "12", "--routes",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "offline.calibrate",
+        "--deployment",
+        "deployments/cpu_demo.yaml",
+        "--prompts",
+        "demo_model/prompts",
+        "--out",
+        str(out),
+        "--limit",
+        "40",
+        "--max-tokens",
+        "12",
+        "--routes",
+    ]
     submit_job(ray_cluster, command)
     return out
 
@@ -119,8 +128,13 @@ def table_file(trace_file: Path, service: Service) -> Path:
     out = trace_file.with_name("table.safetensors")
     done = subprocess.run(
         [sys.executable, "-m", "offline.refit", "--trace", str(trace_file), "--swap", "--out", str(out)],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | {"RAY_ADDRESS": "auto"}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": "auto"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 

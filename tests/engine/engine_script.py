@@ -73,7 +73,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         "preemptions": metrics["vllm:num_preemptions"],
         "left_behind": [len(connector._tracked), len(connector._requests)],
         "steps": sum(m.count for m in llm.get_metrics() if m.name == "eldr_decode_step_seconds"),
-        "capture_s": [m.sum / m.count for m in llm.get_metrics() if m.name == "eldr_capture_seconds"][0],
+        "capture_s": next(m.sum / m.count for m in llm.get_metrics() if m.name == "eldr_capture_seconds"),
     }
     Path(out).write_text(json.dumps(report))
 

@@ -146,7 +146,13 @@ def test_decode_probability_is_a_share_of_steps() -> None:
     probability = TRACE.decode_probability
     assert probability.max() <= 1
     np.testing.assert_allclose(probability.sum(axis=2), TRACE.top_k, rtol=1e-5)
-    still = replace(TRACE, decode_counts=0 * TRACE.decode_counts, decode_steps=0 * TRACE.decode_steps, routes=None, route_offsets=None)  # fmt: skip
+    still = replace(
+        TRACE,
+        decode_counts=0 * TRACE.decode_counts,
+        decode_steps=0 * TRACE.decode_steps,
+        routes=None,
+        route_offsets=None,
+    )
     assert not still.decode_probability.any()
 
 

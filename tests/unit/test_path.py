@@ -319,9 +319,17 @@ async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
 def test_a_prefill_call_leaves_the_answer_to_decode() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     chat = ChatCompletionRequest(
-        model="m", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=50, stream=True,
-        stream_options={"include_usage": True}, tools=[tool], tool_choice="auto", logprobs=True, top_logprobs=3, stop="x",
-    )  # fmt: skip
+        model="m",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=50,
+        stream=True,
+        stream_options={"include_usage": True},
+        tools=[tool],
+        tool_choice="auto",
+        logprobs=True,
+        top_logprobs=3,
+        stop="x",
+    )
     sent = prefill_request(chat, "id", 0)
     assert (sent.max_tokens, sent.max_completion_tokens, sent.stream) == (1, 1, False)
     assert sent.tools == chat.tools  # the chat template writes them into the prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -164,10 +165,8 @@ def test_malformed_text_is_a_value_error(text: str) -> None:
 def test_damaged_counts_are_never_anything_but_counts_or_an_error(position: int, byte: int) -> None:
     good = pack_counts(np.arange(60, dtype=np.uint32).reshape(6, 10))
     damaged = good[:position] + chr(byte) + good[position + 1 :]
-    try:
+    with contextlib.suppress(ValueError):
         assert unpack_counts(damaged).shape[0] > 0
-    except ValueError:
-        pass
     with pytest.raises(ValueError):
         unpack_counts(good[: max(0, len(good) - 1 - position)])
 

@@ -31,7 +31,14 @@ def synthetic_trace(
     prefill, _ = route(prompt)
     decode, routes = route(steps)
     return CalibrationTrace(
-        model="m", top_k=top_k, prefill_counts=prefill, decode_counts=decode, decode_steps=steps, prompt_tokens=prompt,
-        domains=[f"d{d}" for d in domain], ids=[str(r) for r in range(n)], routes=routes,
+        model="m",
+        top_k=top_k,
+        prefill_counts=prefill,
+        decode_counts=decode,
+        decode_steps=steps,
+        prompt_tokens=prompt,
+        domains=[f"d{d}" for d in domain],
+        ids=[str(r) for r in range(n)],
+        routes=routes,
         route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
-    )  # fmt: skip
+    )

@@ -1,0 +1,49 @@
+"""Held-out questions of the corpus as a workload: what the demo and the tests send by default.
+
+python -m demo_model.prompts --corpus out/corpus --out demo_model/prompts
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from eldr_serve.files import write_whole
+from offline.cli import BadInput, run
+
+DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")
+_QUESTION = re.compile(r"<\|user\|>(.*?)\s*<\|assistant\|>", re.DOTALL)
+
+
+def prompts(
+    corpus: Annotated[Path, typer.Option(help="Folder written by demo_model.corpus.")],
+    out: Annotated[Path, typer.Option(help="Folder for one JSONL file a domain.")],
+    limit: Annotated[int, typer.Option(min=1, help="Questions a domain, at most.")] = 80,
+    longest: Annotated[int, typer.Option(min=20, help="Characters of a question, at most.")] = 700,
+) -> None:
+    """Write held-out questions, which training has not seen."""
+    from transformers import AutoTokenizer
+
+    if not (corpus / "tokenizer").is_dir():
+        raise BadInput(f"{corpus} holds no corpus; make it with demo_model.corpus")
+    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    out.mkdir(parents=True, exist_ok=True)
+    for domain in DOMAINS:
+        with np.load(corpus / f"{domain}.held.npz") as file:
+            text = tokenizer.decode(file["tokens"])
+        found = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
+        lines = [
+            json.dumps({"id": f"{domain}-{n}", "domain": domain, "prompt": question}, ensure_ascii=False)
+            for n, question in enumerate(list(found)[:limit])
+        ]
+        write_whole(out / f"{domain}.jsonl", "\n".join(lines) + "\n")
+        typer.echo(f"{domain}: {len(lines)} questions")
+
+
+if __name__ == "__main__":
+    run(prompts)
