@@ -282,7 +282,8 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
     page = (
         "<!doctype html><meta charset='utf-8'><title>eldr-serve demo</title>"
         "<style>body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
-        "td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid #ccc}img{max-width:100%}</style><h1>eldr-serve demo</h1>"
+        "td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid #ccc}img{max-width:100%}</style>"
+        "<h1>eldr-serve demo</h1>"
         f"<p>{html.escape(json.dumps(environment()))}</p>"
         f"<table><tr>{''.join(f'<th>{n}</th>' for n in names)}</tr>{cells}</table>"
         "<p>Two engines share two cores here, so times are noisy; active experts are not.</p>"
