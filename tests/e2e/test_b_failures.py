@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -15,8 +16,9 @@ from service import Service, wait_for
 KV_USAGE = "vllm_kv_cache_usage_perc"
 
 
-def prefill_kv_usage(service: Service) -> float:
-    return service.metric(KV_USAGE, deployment="Prefill")
+def kv_usage(service: Service) -> float:
+    """Share of KV blocks in use, summed over all engines."""
+    return service.metric(KV_USAGE, deployment="Prefill") + service.metric(KV_USAGE, deployment="Decode")
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
@@ -42,7 +44,7 @@ async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
     await asyncio.gather(*(leave(number) for number in range(6)))
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     wait_for(lambda: service.status()["ingress"]["in_flight"] == 0, "no request is left in the ingress", 10)
-    wait_for(lambda: prefill_kv_usage(service) == 0.0, "the prefill engine's KV is free", 20)
+    wait_for(lambda: kv_usage(service) == 0.0, "the KV of both engines is free", 20)
 
 
 async def test_the_router_may_die_in_mid_traffic(
@@ -93,8 +95,6 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer
     victim = service.status()["workers"][0]["replica"]
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or ""))
     # Stopped, the replica takes requests and never answers: they are all before their first token.
-    import os
-
     os.kill(actor.pid, signal.SIGSTOP)
 
     async def traffic() -> list[int]:

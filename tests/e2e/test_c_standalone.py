@@ -1,0 +1,59 @@
+"""DecodeRequestRouter alone, in an application that is not ours and has no engine of ours."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from service import wait_for
+from tables import counts_for, unit_table
+
+from eldr_serve.serving.decode_router import actor_name, find
+from eldr_serve.signature import pack_counts
+
+
+@pytest.fixture
+def other(ray_cluster: str) -> Any:
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    class Other:
+        async def generate(self, request: Any) -> str:
+            replica: str = serve.get_replica_context().replica_id.unique_id
+            return replica
+
+    router = RequestRouterConfig(
+        request_router_class="eldr_serve.serving.request_router.DecodeRequestRouter",
+        request_router_kwargs={
+            "directory_name": "other",
+            "router_name": actor_name("other"),
+            "router_spec": {"model_id": "m", "policy": "locality-band", "parameters": {"band": 0.0}},
+        },
+    )
+    deployment = serve.deployment(
+        Other, num_replicas=2, ray_actor_options={"num_cpus": 0.1}, request_router_config=router
+    )
+    yield serve.run(deployment.bind(), name="other", route_prefix=None)
+    serve.delete("other")
+
+
+async def test_a_signature_leads_to_its_replica_and_the_lease_ends_with_the_call(other: Any) -> None:
+    import ray
+
+    def request(centroid: int | None) -> Any:
+        params = {} if centroid is None else {"eldr_signature": pack_counts(counts_for(centroid))}
+        return SimpleNamespace(max_tokens=5, kv_transfer_params=params | {"remote_num_tokens": 7})
+
+    await other.generate.remote(request(0))  # starts the router actor and tells it of the replicas
+    router = find(actor_name("other"))
+    wait_for(lambda: len(ray.get(router.status.remote())["workers"]) == 2, "the router knows both replicas")
+    ray.get(router.swap_table.remote(unit_table(2).to_bytes()))
+    await other.generate.remote(request(0))  # brings the new table
+    replicas = [worker["replica"] for worker in ray.get(router.status.remote())["workers"]]
+    for centroid in (0, 1, 1, 0):
+        assert await other.generate.remote(request(centroid)) == replicas[centroid]
+    assert await other.generate.remote(SimpleNamespace()) in replicas  # a call of another kind
+    status = ray.get(router.status.remote())
+    assert status["counters"]["reason:locality-band"] >= 4
+    wait_for(lambda: ray.get(router.status.remote())["leases"] == 0, "leases end with their calls")
