@@ -50,7 +50,7 @@ class Service:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples whose labels contain the given texts, from Ray's own endpoint."""
         total = 0.0
-        for line in self._metrics().splitlines():
+        for line in self.metrics().splitlines():
             head, _, value = line.rpartition(" ")
             if head.partition("{")[0] == f"ray_{name}" and all(
                 f'{k}="{v}' in head for k, v in labels.items()
@@ -58,7 +58,8 @@ class Service:
                 total += float(value)
         return total
 
-    def _metrics(self) -> str:
+    def metrics(self) -> str:
+        """Everything on Ray's metrics port."""
         import ray
 
         port = ray.nodes()[0]["MetricsExportPort"]
