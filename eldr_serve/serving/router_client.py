@@ -310,4 +310,4 @@ class RouterClient:
         old = self._settings
         self._settings = settings
         if old is None or old.table_version != settings.table_version or old.table != settings.table:
-            self._table = RoutingTable.from_bytes(settings.table) if settings.table else None
+            self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None

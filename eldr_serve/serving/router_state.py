@@ -67,7 +67,7 @@ class RouterState:
         self._table: RoutingTable | None = None
         self._policy: Policy = make_policy(policy)
         self._settings = Settings(0, policy, dict(parameters or {}), None, 0)
-        self._adopt(self._checked(self._settings, table=table, table_version=1 if table else 0))
+        self._adopt(self._checked(self._settings, table=table, table_version=0 if table is None else 1))
 
     # -- settings ------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class RouterState:
         self, settings: Settings, *, table: bytes | None, table_version: int
     ) -> tuple[Settings, Policy, RoutingTable | None]:
         try:
-            parsed = RoutingTable.from_bytes(table) if table else None
+            parsed = RoutingTable.from_bytes(table) if table is not None else None
             policy = make_policy(settings.policy, **settings.parameters).with_table(parsed)
         except (ArtifactError, PolicyError) as error:
             raise SwapRefused(str(error)) from error

@@ -139,9 +139,9 @@ def test_one_token_is_enough(
 
 def test_other_openai_endpoints_stay(service: Service) -> None:
     assert [m.id for m in service.client.models.list().data] == ["eldr-demo"]
-    tokens = httpx.post(
-        f"{service.url}/tokenize", json={"model": "eldr-demo", "prompt": "hello"}, timeout=60
-    ).json()
+    answer = httpx.post(f"{service.url}/tokenize", json={"model": "eldr-demo", "prompt": "hello"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    tokens = answer.json()
     assert tokens["count"] == len(tokens["tokens"]) > 0
 
 

@@ -115,7 +115,7 @@ def test_without_workers_nothing_is_placed() -> None:
     assert ask(make(workers=0), "a", 1) is None
 
 
-@pytest.mark.parametrize("bad", ["model", "layers", "experts", "garbage"])
+@pytest.mark.parametrize("bad", ["model", "layers", "experts", "garbage", "empty"])
 def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: str) -> None:
     state = make()
     state.expect_signatures(2, 8)
@@ -124,6 +124,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: str) ->
         "layers": unit_table(3, num_layers=3).to_bytes(),
         "experts": unit_table(3, num_experts=16).to_bytes(),
         "garbage": b"\x00" * 64,
+        "empty": b"",
     }
     before = state.settings
     with pytest.raises(SwapRefused) as refusal:
