@@ -121,18 +121,18 @@ class _Service:
 
 @contextmanager
 def _application(deployment: Path, model: Path, port: int) -> Iterator[_Service]:
+    # Before ray is imported: a cluster of this demo alone, which needs no token and reports to nobody.
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
     from ray import serve
 
     from eldr_serve.serving.app import build_app
 
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
         arguments[role]["model_loading_config"]["model_source"] = str(model)
     arguments["admin_key"] = KEY
-    ray.init(num_cpus=8, log_to_driver=False, logging_level="error", object_store_memory=400_000_000)
+    ray.init("local", num_cpus=8, log_to_driver=False, logging_level="error", object_store_memory=400_000_000)
     try:
         with _step("starting the engines (1 prefill, 2 decode)"):
             serve.start(http_options={"host": "127.0.0.1", "port": port})

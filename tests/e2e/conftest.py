@@ -58,11 +58,12 @@ def single_engine(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
     """A Ray cluster of this suite's own, with the dashboard that `ray job submit` talks to."""
-    import ray
-
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    import ray
+
     context = ray.init(
+        address="local",
         num_cpus=8,
         include_dashboard=True,
         dashboard_port=8271,
