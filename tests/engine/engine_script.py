@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 CHUNK = 48  # tokens a step: every longer prompt is prefilled in pieces
-BLOCK = 16
+BLOCK = 32
 
 
 def prompts(seed: int) -> list[list[int]]:
     """Token ids: stems of whole and broken blocks, each continued in several ways, some repeated."""
     rng = np.random.default_rng(seed)
-    stems = [rng.integers(1, 257, int(n)).tolist() for n in (64, 33, 100, 16)]
+    stems = [rng.integers(1, 257, int(n)).tolist() for n in (64, 33, 100, 32)]
     found = [
         stem + rng.integers(1, 257, int(rng.integers(0, 60))).tolist() for stem in stems for _ in range(6)
     ]
@@ -41,7 +41,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         max_model_len=512,
         max_num_seqs=12,
         max_num_batched_tokens=CHUNK,
-        num_gpu_blocks_override=40,  # 640 tokens: far fewer than the prompts of a batch need
+        num_gpu_blocks_override=24,  # 768 tokens: far fewer than the prompts of a batch need
         disable_log_stats=False,
         **engine_kwargs("calibrate", device="cpu", block_size=BLOCK, async_scheduling=asynchronous),
     )
