@@ -11,6 +11,7 @@ import base64
 import html
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from offline.plots import signature_space_figure
 
 KEY = "demo"
 console = Console()
+_WIDTH = 120  # of the table, also where the output is not a terminal
 
 
 @dataclass
@@ -95,6 +97,7 @@ class _Service:
         """Sums over decode engines of what their steps reported, from Ray's metrics endpoint."""
         import ray
 
+        replicas = [worker["replica"] for worker in self.status()["workers"]]
         text = httpx.get(f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics", timeout=60).text
         names = {
             "ray_eldr_active_experts_sum": "active",
@@ -104,7 +107,9 @@ class _Service:
         totals = dict.fromkeys(names.values(), 0.0)
         for line in text.splitlines():
             head, _, value = line.rpartition(" ")
-            if (name := names.get(head.partition("{")[0])) and "Decode" in head:
+            if (name := names.get(head.partition("{")[0])) and any(
+                f'"{replica}"' in head for replica in replicas
+            ):
                 totals[name] += float(value)
         return totals
 
@@ -132,6 +137,8 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[_Service]
     for role in ("prefill_config", "decode_config"):
         arguments[role]["model_loading_config"]["model_source"] = str(model)
     arguments["admin_key"] = KEY
+    for noisy in ("ray", "ray.serve", "vllm"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     ray.init("local", num_cpus=8, log_to_driver=False, logging_level="error", object_store_memory=400_000_000)
     try:
         with _step("starting the engines (1 prefill, 2 decode)"):
@@ -240,7 +247,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         table.add_column(name.replace("_", " "), justify="left" if name == "policy" else "right")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    console.print(table)
+    Console(width=max(console.width, _WIDTH)).print(table)
 
 
 def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: Path, table: Path) -> Path:

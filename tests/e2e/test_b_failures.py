@@ -19,7 +19,7 @@ KV_USAGE = "vllm_kv_cache_usage_perc"
 def kv_usage(service: Service) -> float:
     """Share of KV blocks in use, summed over all engines, as they last reported it."""
     assert f"ray_{KV_USAGE}{{" in service.metrics()
-    return service.metric(KV_USAGE, deployment="Prefill") + service.metric(KV_USAGE, deployment="Decode")
+    return service.metric(KV_USAGE)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
