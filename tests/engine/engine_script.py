@@ -31,6 +31,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def main(model: str, out: str, asynchronous: bool) -> None:
+    from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
     from eldr_serve.engine.config import engine_kwargs
@@ -65,6 +66,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
                 }
             )
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    samples = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
     core = llm.llm_engine.engine_core.engine_core  # in process
     connector = core.scheduler.connector
     report = {
@@ -72,8 +74,8 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         "cached_tokens": cached,
         "preemptions": metrics["vllm:num_preemptions"],
         "left_behind": [len(connector._tracked), len(connector._requests)],
-        "steps": sum(m.count for m in llm.get_metrics() if m.name == "eldr_decode_step_seconds"),
-        "capture_s": next(m.sum / m.count for m in llm.get_metrics() if m.name == "eldr_capture_seconds"),
+        "steps": samples["eldr_decode_step_seconds_count"],
+        "capture_s": samples["eldr_capture_seconds_sum"] / samples["eldr_capture_seconds_count"],
     }
     Path(out).write_text(json.dumps(report))
 
