@@ -44,6 +44,7 @@ class UnsupportedEngineError(RuntimeError):
 
 def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
     """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
+    _check_vllm()
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     refusals = (
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: each stage sees only its own layers"),
@@ -70,6 +71,23 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
     for refused, reason in refusals:
         if refused:
             raise UnsupportedEngineError(f"the ELDR connector does not support {reason}")
+
+
+def _check_vllm() -> None:
+    """The names that no public interface promises are there."""
+    needed = (
+        (BaseRouter, "set_capture_fn"),
+        (NixlPullConnector, "bind_kv_cache_manager"),
+        (NixlPullConnector, "build_connector_worker_meta"),
+        (NixlPullConnector, "request_finished_all_groups"),
+        (base_worker, "nixl_agent_config"),
+    )
+    for owner, name in needed:
+        if not hasattr(owner, name):
+            raise UnsupportedEngineError(
+                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which the ELDR connector needs; "
+                f"it was checked on {CHECKED}"
+            )
 
 
 def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, BaseRouter]]:
