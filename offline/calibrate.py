@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.cli import BadInput, run
@@ -114,7 +115,7 @@ def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes
             f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}"
         )
     steps = np.array([r["eldr_decode_steps"] for r in records], np.uint32)
-    route_arrays = [_unpack_routes(r, steps) for r in records] if routes else []
+    route_arrays = [unpack_routes(r["eldr_routes"]) for r in records] if routes else []
     return CalibrationTrace(
         model=model_id,
         top_k=top_k,
@@ -127,12 +128,6 @@ def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes
         routes=np.concatenate(route_arrays) if routes else None,
         route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]) if routes else None,
     )
-
-
-def _unpack_routes(record: dict[str, Any], steps: Any) -> Any:
-    from eldr_serve.engine.routes import unpack_routes
-
-    return unpack_routes(record["eldr_routes"])
 
 
 class _Journal:
