@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ TOPOLOGIES = {  # file -> prefill replicas, decode replicas, GPUs a replica
     "gemma_4_26b_8p16d": (8, 16, 1),
     "qwen3_235b_2p8d": (2, 8, 4),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_stops_afterwards() -> Iterator[None]:
+    """Ray Serve LLM asks for the runtime context when it builds a deployment, which starts Ray."""
+    import ray
+
+    yield
+    ray.shutdown()
 
 
 def arguments(name: str) -> dict[str, Any]:
