@@ -30,7 +30,7 @@ from eldr_serve.serving.decode_router import RouterSpec, actor_name, connect
 from eldr_serve.serving.errors import Overloaded, SwapRefused
 from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.path import PathOptions, RequestPath
-from eldr_serve.serving.replicas import directory
+from eldr_serve.serving.replicas import Engines, directory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.warmup import Warmup
 
@@ -88,7 +88,6 @@ class EldrIngress(OpenAiIngress):
     ) -> None:
         check_ray()
         super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
-        decode = llm_deployments[router.model_id]
         self._options = options
         self._admin_key_sha256 = admin_key_sha256
         self._in_flight = 0
@@ -98,22 +97,15 @@ class EldrIngress(OpenAiIngress):
             timeout_s=options.router_timeout_s,
         )
         self._router = router
-        self._path = RequestPath(
-            prefill=prefill,
-            decode=decode,
-            client=self._client,
-            prefill_replicas=directory(prefill_directory(application)),
-            decode_replicas=directory(decode_directory(application)),
-            options=path_options,
+        engines = Engines(
+            prefill,
+            llm_deployments[router.model_id],
+            directory(prefill_directory(application)),
+            directory(decode_directory(application)),
         )
+        self._path = RequestPath(engines=engines, client=self._client, options=path_options)
         self._warmup = Warmup(
-            prefill=prefill,
-            decode=decode,
-            client=self._client,
-            prefill_replicas=directory(prefill_directory(application)),
-            decode_replicas=directory(decode_directory(application)),
-            model_id=router.model_id,
-            enabled=options.prewarm,
+            engines=engines, client=self._client, model_id=router.model_id, enabled=options.prewarm
         )
         self._started: asyncio.Task[None] | None = None
 

@@ -14,12 +14,11 @@ from typing import Any
 from pydantic import BaseModel, Field
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.serving.compat import ErrorResponse
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Lease, PlacementRequest
-from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.replicas import Engines
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.servers import ReleaseKv
 from eldr_serve.serving.wire import (
@@ -68,19 +67,14 @@ class RequestPath:
     def __init__(
         self,
         *,
-        prefill: DeploymentHandle,
-        decode: DeploymentHandle,
+        engines: Engines,
         client: RouterClient,
-        prefill_replicas: ReplicaDirectory,
-        decode_replicas: ReplicaDirectory,
         options: PathOptions,
     ) -> None:
-        self._prefill_handle = prefill.options(stream=True)
-        self._release_handle = prefill
-        self._decode_handle = decode.options(stream=True)
+        self._engines = engines
+        self._prefill_handle = engines.prefill.options(stream=True)
+        self._decode_handle = engines.decode.options(stream=True)
         self._client = client
-        self._prefill_replicas = prefill_replicas
-        self._decode_replicas = decode_replicas
         self._options = options
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -155,7 +149,7 @@ class RequestPath:
             try:
                 response = await anext(call)
                 finished = True
-                replica = self._prefill_replicas.take_routed(request_id)
+                replica = self._engines.prefill_replicas.take_routed(request_id)
                 if not isinstance(response, ErrorResponse):
                     self._client.count("prefills")
                     return Prefilled(
@@ -173,7 +167,7 @@ class RequestPath:
             finally:
                 if not finished:
                     call.cancel()
-                    self._release_kv(request_id, self._prefill_replicas.take_routed(request_id))
+                    self._release_kv(request_id, self._engines.prefill_replicas.take_routed(request_id))
             self._client.count("prefill_retries")
             await asyncio.sleep(self._options.retry_backoff_s * 2**attempt)
         raise Overloaded(f"{self._options.prefill_tries} prefill attempts failed")
@@ -215,7 +209,7 @@ class RequestPath:
         try:
             async for chunk in call:
                 if not chunks:
-                    served_by = self._decode_replicas.take_routed(engine_id)
+                    served_by = self._engines.decode_replicas.take_routed(engine_id)
                     if served_by is not None:
                         self._client.served_by(lease.request_id, served_by)
                 chunks += len(chunk) if isinstance(chunk, list) else 1
@@ -246,7 +240,7 @@ class RequestPath:
 
     async def _send_release(self, request_id: str, replica: str) -> None:
         try:
-            await self._release_handle.release_kv.remote(ReleaseKv(request_id, {REPLICA: replica}))
+            await self._engines.prefill.release_kv.remote(ReleaseKv(request_id, {REPLICA: replica}))
         except _ENGINE_LOST as error:
             logger.info("could not release KV of %s, its lease will end: %r", request_id, error)
 

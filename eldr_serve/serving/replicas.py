@@ -10,6 +10,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ray.serve.handle import DeploymentHandle
 
 _MAX_ROUTED = 65536  # requests whose caller never asked; the oldest are forgotten first
 
@@ -43,6 +46,16 @@ class ReplicaDirectory:
         """The replica that the request was sent to last, forgotten by this call."""
         with self._lock:
             return self._routed.pop(request_id, None)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The two deployments of an application: handles to call, and what is known of their replicas."""
+
+    prefill: DeploymentHandle
+    decode: DeploymentHandle
+    prefill_replicas: ReplicaDirectory
+    decode_replicas: ReplicaDirectory
 
 
 _directories: dict[str, ReplicaDirectory] = {}

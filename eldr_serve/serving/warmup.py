@@ -8,10 +8,9 @@ import uuid
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.serving.compat import CompletionRequest, ErrorResponse
-from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.replicas import Engines
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.wire import REPLICA, decode_request, prefill_request, signature_of, transfer_params
 
@@ -27,19 +26,13 @@ class Warmup:
     def __init__(
         self,
         *,
-        prefill: DeploymentHandle,
-        decode: DeploymentHandle,
+        engines: Engines,
         client: RouterClient,
-        prefill_replicas: ReplicaDirectory,
-        decode_replicas: ReplicaDirectory,
         model_id: str,
         enabled: bool,
     ) -> None:
-        self._prefill = prefill
-        self._decode = decode
+        self._engines = engines
         self._client = client
-        self._prefill_replicas = prefill_replicas
-        self._decode_replicas = decode_replicas
         self._model_id = model_id
         self._enabled = enabled
         self._warm: set[tuple[str, str]] = set()
@@ -58,15 +51,17 @@ class Warmup:
     def _cold(self) -> list[tuple[str, str]]:
         return [
             (p, d)
-            for p in self._prefill_replicas.live
-            for d in self._decode_replicas.live
+            for p in self._engines.prefill_replicas.live
+            for d in self._engines.decode_replicas.live
             if (p, d) not in self._warm
         ]
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
         # The first call through a handle also makes Serve tell it (and us) which replicas there are.
-        await asyncio.gather(self._prefill.check_health.remote(), self._decode.check_health.remote())
+        await asyncio.gather(
+            self._engines.prefill.check_health.remote(), self._engines.decode.check_health.remote()
+        )
         self._engines_up = True
         while self._enabled:
             for prefill, decode in self._cold():
@@ -81,13 +76,13 @@ class Warmup:
         request_id = f"warm-{uuid.uuid4().hex}"
         first_leg = prefill_request(request, f"{request_id}-p", 0)
         first_leg.kv_transfer_params[REPLICA] = prefill
-        response = await anext(self._prefill.options(stream=True).completions.remote(first_leg))
+        response = await anext(self._engines.prefill.options(stream=True).completions.remote(first_leg))
         if isinstance(response, ErrorResponse):
             logger.warning("prefill replica %s refused to warm up: %s", prefill, response.error.message)
             return
         params = transfer_params(response)
         second_leg = decode_request(request, f"{request_id}-d", decode, params)
-        async for answer in self._decode.options(stream=True).completions.remote(second_leg):
+        async for answer in self._engines.decode.options(stream=True).completions.remote(second_leg):
             if isinstance(answer, ErrorResponse):
                 logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
                 return

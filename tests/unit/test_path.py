@@ -14,7 +14,7 @@ from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, 
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Lease, PlacementRequest
 from eldr_serve.serving.path import PathOptions, RequestPath
-from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.replicas import Engines, ReplicaDirectory
 from eldr_serve.serving.wire import ATTEMPT, REPLICA, SIGNATURE, needs_whole_engine, prefill_request
 from eldr_serve.signature import pack_counts
 
@@ -118,12 +118,10 @@ class World:
     def __init__(self, prefill: Any = good_prefill, decode: Any = good_decode, **options: Any) -> None:
         self.prefill, self.decode, self.client = Deployment(prefill), Deployment(decode), Client()
         self.prefills = ReplicaDirectory()
+        engines = Engines(self.prefill, self.decode, self.prefills, ReplicaDirectory())  # type: ignore[arg-type]
         self.path = RequestPath(
-            prefill=self.prefill,  # type: ignore[arg-type]
-            decode=self.decode,  # type: ignore[arg-type]
+            engines=engines,
             client=self.client,  # type: ignore[arg-type]
-            prefill_replicas=self.prefills,
-            decode_replicas=ReplicaDirectory(),
             options=PathOptions(retry_backoff_s=0.0, **options),
         )
 
