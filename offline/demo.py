@@ -184,6 +184,8 @@ def _drive(
             service.url,
             "--prompts",
             str(prompts),
+            "--rate",
+            str(rate),
             "--users",
             str(users),
             "--spawn-rate",
@@ -316,7 +318,8 @@ def demo(
     intermediate: Annotated[
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 512,
-    users: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 24,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
+    users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 64,
     seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 40,
     rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
     calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 160,
@@ -367,7 +370,7 @@ def demo(
         _command("offline.refit", "--trace", str(trace), "--swap", "--out", str(table), log=out / "refit.log")
         for number, block in enumerate(blocks):
             with _step(f"load under {block.policy} ({number + 1} of {len(blocks)})"):
-                _drive(service, block, prompts, users, seconds, out, seed=1 + number // len(policies))
+                _drive(service, block, prompts, rate, users, seconds, out, seed=1 + number // len(policies))
     rows = [summarise(policy, [b for b in blocks if b.policy == policy]) for policy in policies]
     _print(rows)
     report = _report(out, rows, blocks, trace, table)
@@ -377,13 +380,14 @@ def demo(
         "seed": seed,
         "inputs": {
             "prompts": prompts.name,
+            "rate": rate,
             "users": users,
             "seconds": seconds,
             "rounds": rounds,
             "intermediate": intermediate,
         },
         "rows": rows,
-        "notes": "closed loop; all engines share this machine's cores",
+        "notes": "open loop, Poisson arrivals; all engines share this machine's cores",
     }
     write_whole(out / "demo.json", json.dumps(result, indent=1) + "\n")
     console.print(f"report: {report}; figures: {out / 'demo.json'}")
