@@ -155,7 +155,14 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[_Service]
 
 
 def _drive(
-    service: _Service, block: Block, prompts: Path, users: int, seconds: int, out: Path, seed: int
+    service: _Service,
+    block: Block,
+    prompts: Path,
+    rate: float,
+    users: int,
+    seconds: int,
+    out: Path,
+    seed: int,
 ) -> None:
     """Load for some seconds under the block's policy."""
     service.set_policy(block.policy)
