@@ -326,7 +326,7 @@ def demo(
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 512,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
-    users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 64,
+    users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 32,
     seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 40,
     rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
     calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 160,
