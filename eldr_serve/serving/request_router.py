@@ -7,18 +7,22 @@ together, with a bound on load. Both are set by `deployment_config.request_route
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import threading
 from collections import Counter
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from eldr_serve.serving.decode_router import RouterSpec, connect
-from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import PlacementRequest
 from eldr_serve.serving.replicas import ReplicaDirectory, directory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.wire import ATTEMPT, REPLICA, signature_of, transfer_params
+
+logger = logging.getLogger(__name__)
 
 
 class _CountingRouter(RequestRouter):
@@ -31,6 +35,7 @@ class _CountingRouter(RequestRouter):
         self.directory = directory(directory_name)
         self._sent: dict[str, str] = {}  # internal request id -> replica
         self._in_flight: Counter[str] = Counter()
+        self._counting = threading.Lock()  # calls end in a thread of Ray's own
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -41,16 +46,17 @@ class _CountingRouter(RequestRouter):
         self.directory.publish(r for r in self.directory.live if r != replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        sent = self._sent.pop(internal_request_id, None)
-        if sent is not None:
-            self._in_flight[sent] -= 1
+        with self._counting:
+            sent = self._sent.pop(internal_request_id, None)
+            if sent is not None:
+                self._in_flight[sent] -= 1
 
     def _send(self, pending: PendingRequest | None, replica: RunningReplica) -> list[list[RunningReplica]]:
         name = replica.replica_id.unique_id
         if pending is not None:
             internal = pending.metadata.internal_request_id
-            before = self._sent.get(internal)
-            if before != name:
+            with self._counting:
+                before = self._sent.get(internal)
                 if before is not None:
                     self._in_flight[before] -= 1
                 self._in_flight[name] += 1
@@ -93,6 +99,7 @@ class DecodeRequestRouter(_CountingRouter):
     ) -> None:
         super().initialize_state(directory_name=directory_name, **kwargs)
         self._client: RouterClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         if router_name is not None:
             spec = RouterSpec.model_validate(router_spec)
             self._client = RouterClient(lambda: connect(router_name, spec), self.directory)
@@ -112,6 +119,7 @@ class DecodeRequestRouter(_CountingRouter):
         self, candidates: list[RunningReplica], pending: PendingRequest, params: dict[str, Any]
     ) -> RunningReplica | None:
         assert self._client is not None
+        self._loop = asyncio.get_running_loop()
         self._client.start()
         counts = signature_of(params)
         request = PlacementRequest(
@@ -121,14 +129,15 @@ class DecodeRequestRouter(_CountingRouter):
         )
         try:
             lease = await self._client.place(request, counts)
-        except Overloaded:
+        except Exception as error:  # Serve would let the call wait for ever
+            logger.warning("no lease for a call, its replica is chosen by load: %r", error)
             return None
         return _addressed(candidates, {REPLICA: lease.replica})
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         super().on_request_completed(replica_id, internal_request_id)
-        if self._client is not None:
-            self._client.release(internal_request_id)
+        if self._client is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._client.release, internal_request_id)
 
 
 class PrefillRequestRouter(_CountingRouter):

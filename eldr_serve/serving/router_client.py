@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import LoadLedger
@@ -213,7 +212,10 @@ class RouterClient:
         self._waiting.append((request, answer))
         self._news.set()
         try:
-            return await answer
+            return await asyncio.wait_for(answer, 3 * self._timeout_s)
+        except TimeoutError:
+            self._released.append(request.request_id)
+            return None
         except asyncio.CancelledError:
             # The answer may still come, with a lease that nobody will use.
             self._released.append(request.request_id)
@@ -237,7 +239,7 @@ class RouterClient:
             try:
                 leases = await self._exchange(tuple(request for request, _ in batch))
                 self._away = False
-            except (RayError, TimeoutError, ValueError) as error:
+            except Exception as error:  # whatever it is: no request waits for a router that is broken
                 leases = (None,) * len(batch)
                 self._lose_actor(error)
             for (request, answer), lease in zip(batch, leases, strict=True):
