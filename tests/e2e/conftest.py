@@ -73,12 +73,16 @@ def ray_cluster() -> Iterator[str]:
         _metrics_export_port=8272,
         namespace="serve",
     )
+    from ray import serve
+
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     yield f"http://{context.dashboard_url}"
+    serve.shutdown()
     ray.shutdown()
 
 
 @pytest.fixture(scope="session")
-def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Iterator[Service]:
+def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Service:
     """deployments/cpu_demo.yaml, running and warm; starts after the single engine has left."""
     from ray import serve
 
@@ -91,12 +95,10 @@ def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Iterator[S
         arguments[role]["model_loading_config"]["model_source"] = str(MODEL)
         arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
     arguments["admin_key"] = ADMIN_KEY
-    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(build_app(arguments), name="eldr", route_prefix="/")
     running = Service(f"http://127.0.0.1:{PORT}")
     wait_for(lambda: running.status()["ingress"]["ready"], "every pair of engines is warm", 180)
-    yield running
-    serve.shutdown()
+    return running
 
 
 @pytest.fixture(scope="session")
