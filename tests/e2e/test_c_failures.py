@@ -18,7 +18,7 @@ KV_USAGE = "vllm_kv_cache_usage_perc"
 
 def kv_usage(service: Service) -> float:
     """Share of KV blocks in use, summed over all engines, as they last reported it."""
-    assert f"ray_{KV_USAGE}{{" in service.metrics()
+    wait_for(lambda: f"ray_{KV_USAGE}{{" in service.metrics(), "engines report their KV usage", 40)
     return service.metric(KV_USAGE)
 
 
