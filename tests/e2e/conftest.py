@@ -57,7 +57,11 @@ def single_engine(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
-    """A Ray cluster of this suite's own, with the dashboard that `ray job submit` talks to."""
+    """A Ray cluster of this suite's own, with the dashboard that `ray job submit` talks to.
+
+    The only one of the process: after a second `ray.init`, calls through Serve handles of a driver can
+    wait for ever (Ray 2.60).
+    """
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     import ray

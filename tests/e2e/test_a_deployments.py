@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,8 @@ TOPOLOGIES = {  # file -> prefill replicas, decode replicas, GPUs a replica
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_stops_afterwards() -> Iterator[None]:
-    """Ray Serve LLM asks for the runtime context when it builds a deployment, which starts Ray."""
-    import ray
-
-    yield
-    ray.shutdown()
+# Ray Serve LLM asks for the runtime context when it builds a deployment, which needs Ray.
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def arguments(name: str) -> dict[str, Any]:
