@@ -1,6 +1,8 @@
-"""Placement policies over a signature and worker loads. Needs numpy alone: no Ray, no vLLM."""
+"""Placement policies over a signature and worker loads. Needs numpy and scipy alone: no Ray, no vLLM."""
 
+from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.ledger import LoadLedger
+from eldr_serve.routing.marginal import MarginalCost
 from eldr_serve.routing.policies import CentroidTable, Policy, make_policy, policy_names, worker_similarity
 from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
 
@@ -9,9 +11,12 @@ __all__ = [
     "Decision",
     "Handoff",
     "LoadLedger",
+    "MarginalCost",
     "NoWorkerError",
     "Policy",
     "PolicyError",
+    "StepCost",
+    "StepSums",
     "WorkerLoad",
     "make_policy",
     "policy_names",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.routing.cost import StepCost
 from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
 
 _REGISTRY: dict[str, type[Policy]] = {}
@@ -32,9 +33,14 @@ class CentroidTable(Protocol):
 
 
 class Policy(ABC):
-    """Chooses a worker. A policy keeps no load of its own: the caller counts (LoadLedger)."""
+    """Chooses a worker. Load is counted by the caller (LoadLedger), for all policies alike.
+
+    The caller also tells what became of each request (`placed`, `released`); most policies need not
+    know.
+    """
 
     name: ClassVar[str]
+    reads_counts: ClassVar[bool] = False  # wants Handoff.signature as counts, not only a similarity
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,6 +71,15 @@ class Policy(ABC):
         Raises:
             NoWorkerError: no worker is available.
         """
+
+    def placed(self, handoff: Handoff, worker: int) -> None:  # noqa: B027
+        """The request runs on `worker` from now on, whoever chose it."""
+
+    def released(self, request_id: str) -> None:  # noqa: B027
+        """The request no longer runs; unknown ones are ignored."""
+
+    def follow_cost(self, cost: StepCost) -> None:  # noqa: B027
+        """The decode engines' steps cost this at present."""
 
 
 def make_policy(name: str, /, **parameters: Any) -> Policy:
@@ -107,14 +122,14 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
     return best
 
 
-def _available(loads: Sequence[WorkerLoad]) -> list[int]:
+def available(loads: Sequence[WorkerLoad]) -> list[int]:
     workers = [w for w, load in enumerate(loads) if load.available]
     if not workers:
         raise NoWorkerError(f"none of {len(loads)} decode workers is available")
     return workers
 
 
-def _shortest(candidates: Sequence[int], loads: Sequence[WorkerLoad], reason: str) -> Decision:
+def shortest(candidates: Sequence[int], loads: Sequence[WorkerLoad], reason: str) -> Decision:
     worker = min(candidates, key=lambda w: (loads[w].in_flight, w))
     return Decision(worker, len(candidates), None, reason)
 
@@ -125,7 +140,7 @@ class Random(Policy):
     name = "random"
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        workers = _available(loads)
+        workers = available(loads)
         return Decision(workers[int(rng.integers(len(workers)))], len(workers), None, self.name)
 
 
@@ -139,7 +154,7 @@ class RoundRobin(Policy):
         self._last = -1
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        workers = _available(loads)
+        workers = available(loads)
         self._last = next((w for w in workers if w > self._last), workers[0])
         return Decision(self._last, len(workers), None, self.name)
 
@@ -150,7 +165,7 @@ class ShortestQueue(Policy):
     name = "shortest-queue"
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        return _shortest(_available(loads), loads, self.name)
+        return shortest(available(loads), loads, self.name)
 
 
 class PowerOfTwo(Policy):
@@ -159,9 +174,9 @@ class PowerOfTwo(Policy):
     name = "power-of-two"
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        workers = _available(loads)
+        workers = available(loads)
         drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
-        return _shortest([workers[i] for i in drawn], loads, self.name)
+        return shortest([workers[i] for i in drawn], loads, self.name)
 
 
 class LeastTokens(Policy):
@@ -170,7 +185,7 @@ class LeastTokens(Policy):
     name = "least-tokens"
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        workers = _available(loads)
+        workers = available(loads)
         worker = min(workers, key=lambda w: (loads[w].kv_tokens, loads[w].in_flight, w))
         return Decision(worker, len(workers), None, self.name)
 
@@ -184,13 +199,13 @@ class Domain(Policy):
     name = "domain"
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        workers = _available(loads)
+        workers = available(loads)
         if handoff.domain is None:
-            return _shortest(workers, loads, "no-domain")
+            return shortest(workers, loads, "no-domain")
         domains = self.table.domains if self.table is not None else []
         own = [w for w in workers if handoff.domain in _served(domains, w, len(loads))]
         if own:
-            return _shortest(own, loads, self.name)
+            return shortest(own, loads, self.name)
         return Decision(workers[zlib.crc32(handoff.domain.encode()) % len(workers)], 1, None, "domain-hash")
 
 
@@ -214,9 +229,9 @@ class LocalityBand(Policy):
 
     def __init__(self, *, band: float | None = None, max_load_ratio: float | None = None) -> None:
         super().__init__()
-        if band is not None and not _in_range(band, 0.0, 2.0):
+        if band is not None and not in_range(band, 0.0, 2.0):
             raise PolicyError(f"band is {band!r}, it must be a cosine distance from 0 to 2")
-        if max_load_ratio is not None and not _in_range(max_load_ratio, 1.0, float("inf")):
+        if max_load_ratio is not None and not in_range(max_load_ratio, 1.0, float("inf")):
             raise PolicyError(f"max_load_ratio is {max_load_ratio!r}, it must be at least 1")
         self._band = band
         self._max_load_ratio = max_load_ratio
@@ -226,12 +241,12 @@ class LocalityBand(Policy):
         return {"band": self._band, "max_load_ratio": self._max_load_ratio}
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        workers = _available(loads)
+        workers = available(loads)
         if self.table is None:
-            return _shortest(workers, loads, "no-table")
+            return shortest(workers, loads, "no-table")
         scored, why_not = self._score(handoff)
         if scored is None:
-            return _shortest(workers, loads, why_not)
+            return shortest(workers, loads, why_not)
         similarity = worker_similarity(scored, len(loads)).tolist()
         width = self.table.band if self._band is None else self._band
         floor = max(similarity[w] for w in workers) - width
@@ -240,7 +255,7 @@ class LocalityBand(Policy):
             mean = (sum(loads[w].in_flight for w in workers) + 1) / len(workers)
             allowed = [w for w in band if loads[w].in_flight + 1 <= self._max_load_ratio * mean]
             if not allowed:
-                return _shortest(workers, loads, "load-cap")
+                return shortest(workers, loads, "load-cap")
             band = allowed
         worker = min(band, key=lambda w: (loads[w].in_flight, -similarity[w], w))
         return Decision(worker, len(band), similarity[worker], self.name)
@@ -261,5 +276,5 @@ class LocalityBand(Policy):
         return (similarity, "") if np.any(similarity) else (None, "no-signature")
 
 
-def _in_range(value: Any, low: float, high: float) -> bool:
+def in_range(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

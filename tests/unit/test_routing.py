@@ -200,7 +200,16 @@ def test_a_policy_that_cannot_be_is_refused_with_what_can(
 
 def test_the_names_are_those_that_are_documented() -> None:
     assert policy_names() == sorted(
-        ["random", "round-robin", "shortest-queue", "power-of-two", "least-tokens", "domain", "locality-band"]
+        [
+            "random",
+            "round-robin",
+            "shortest-queue",
+            "power-of-two",
+            "least-tokens",
+            "domain",
+            "locality-band",
+            "marginal-cost",
+        ]
     )
 
 

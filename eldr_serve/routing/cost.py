@@ -1,0 +1,92 @@
+"""What one decode step costs, fitted from the engines' own step records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
+
+TERMS = ("fixed_s", "per_request_s", "per_kv_token_s", "per_expert_s")
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a decode step, linear in what the step touches.
+
+    The defaults are ratios of a small model on a CPU core. Placement hardly depends on them, and
+    they give way to fitted ones after the first steps.
+
+    Attributes:
+        fixed_s: every step.
+        per_request_s: each request of the batch.
+        per_kv_token_s: each KV token of the batch.
+        per_expert_s: each distinct expert that the batch activates, summed over MoE layers.
+    """
+
+    fixed_s: float = 4e-3
+    per_request_s: float = 1e-4
+    per_kv_token_s: float = 0.0
+    per_expert_s: float = 4e-5
+
+    def seconds(self, requests: Any, kv_tokens: Any, experts: Any) -> Any:
+        """Time of a step, s; numbers or arrays that broadcast."""
+        return (
+            self.fixed_s
+            + self.per_request_s * requests
+            + self.per_kv_token_s * kv_tokens
+            + self.per_expert_s * experts
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """JSON-able; `StepCost(**d)` reads it."""
+        return {name: getattr(self, name) for name in TERMS}
+
+
+@dataclass
+class StepSums:
+    """Step records as sums from which the cost is fitted; small, and sums of sums are sums.
+
+    Each record is weighted by 1 / seconds**2, so that the relative error is minimised and a step
+    that the machine interrupted hardly counts.
+    """
+
+    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(TERMS), len(TERMS))))
+    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(TERMS)))
+    steps: float = 0.0
+
+    @classmethod
+    def of(
+        cls, requests: ArrayLike, kv_tokens: ArrayLike, experts: ArrayLike, seconds: ArrayLike
+    ) -> StepSums:
+        """Sums of records: arrays of equal length; `experts` summed over MoE layers, time in s."""
+        time = np.asarray(seconds, np.float64)
+        columns = [np.ones_like(time), *(np.asarray(a, np.float64) for a in (requests, kv_tokens, experts))]
+        relative = (np.stack(columns, axis=-1) / time[:, None])[time > 0]
+        return cls(relative.T @ relative, relative.sum(axis=0), float(len(relative)))
+
+    def __add__(self, other: StepSums) -> StepSums:
+        return StepSums(self.gram + other.gram, self.moment + other.moment, self.steps + other.steps)
+
+    def faded(self, keep: float) -> StepSums:
+        """These sums with `keep` (0 to 1) of their weight, so that newer steps count more."""
+        return StepSums(keep * self.gram, keep * self.moment, keep * self.steps)
+
+    def fit(self) -> StepCost | None:
+        """The non-negative least-squares cost; None with too few steps, or if experts cost nothing."""
+        if self.steps < 10 * len(TERMS):
+            return None
+        scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-300))
+        gram = self.gram / np.outer(scale, scale) + 1e-9 * np.eye(len(TERMS))
+        root = np.linalg.cholesky(gram)  # |root.T x - root^-1 m|^2 is the quadratic form of the sums
+        solution, _ = nnls(root.T, np.linalg.solve(root, self.moment / scale))
+        cost = StepCost(*(float(v) for v in solution / scale))
+        return cost if cost.per_expert_s > 0 and np.isfinite(list(cost.as_dict().values())).all() else None
+
+    def error(self, cost: StepCost) -> float:
+        """Root mean square of the relative error of `cost` over these steps."""
+        c = np.array([getattr(cost, name) for name in TERMS])
+        square = self.steps - 2 * c @ self.moment + c @ self.gram @ c
+        return float(np.sqrt(max(0.0, square) / self.steps)) if self.steps else float("nan")

@@ -1,0 +1,1 @@
+"""Discrete-event simulation of decode workers; the policies are production's own."""

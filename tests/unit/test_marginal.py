@@ -1,0 +1,179 @@
+"""marginal-cost against the sum that it stands for, and the step cost that it is fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from eldr_serve.routing import Handoff, MarginalCost, PolicyError, StepCost, StepSums, WorkerLoad, make_policy
+
+L, E, TOP_K = 3, 16, 2
+RNG = np.random.default_rng(0)
+
+
+def handoff(request_id: str, seed: int, tokens: int = 40) -> Handoff:
+    rng = np.random.default_rng(seed)
+    taste = rng.dirichlet(np.full(E, 0.3), size=L)
+    counts = np.stack([rng.multinomial(tokens * TOP_K, t) for t in taste])
+    return Handoff(request_id, np.minimum(counts, tokens).astype(np.uint32), tokens, 10)
+
+
+def probability(h: Handoff) -> np.ndarray:
+    assert h.signature is not None
+    return np.minimum(h.signature.reshape(-1) / h.prompt_tokens, 0.98)
+
+
+def expected_union(on_worker: list[Handoff]) -> float:
+    idle = np.ones(L * E)
+    for h in on_worker:
+        idle *= 1 - probability(h)
+    return float((1 - idle).sum())
+
+
+def total_seconds(cost: StepCost, on_worker: list[Handoff]) -> float:
+    tokens = sum(h.prompt_tokens for h in on_worker)
+    return len(on_worker) * float(cost.seconds(len(on_worker), tokens, expected_union(on_worker)))
+
+
+def loads(placement: list[list[Handoff]]) -> list[WorkerLoad]:
+    return [WorkerLoad(len(p), sum(h.prompt_tokens for h in p)) for p in placement]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
+def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
+    cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
+    policy = make_policy("marginal-cost", prior_tokens=0.0, cost=cost.as_dict())
+    rng = np.random.default_rng(seed)
+    placement: list[list[Handoff]] = [[] for _ in range(workers)]
+    for i in range(requests):
+        worker = int(rng.integers(workers))
+        placement[worker].append(handoff(f"r{i}", seed + i))
+        policy.placed(placement[worker][-1], worker)
+    newcomer = handoff("new", seed + 999)
+    chosen = policy.choose(newcomer, loads(placement), rng)
+    marginal = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
+    assert marginal[chosen.worker] <= min(marginal) * 1.01  # probabilities are kept in 8 bits
+    assert (chosen.band, chosen.reason) == (workers, "marginal-cost")
+
+
+class Coming(RuleBasedStateMachine):
+    """Requests come, move and go in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: Any = make_policy("marginal-cost", prior_tokens=0.0)
+        self.held: dict[str, tuple[Handoff, int]] = {}
+
+    @rule(name=st.sampled_from("abcdefgh"), worker=st.integers(0, 3), seed=st.integers(0, 50))
+    def place(self, name: str, worker: int, seed: int) -> None:
+        self.held[name] = (handoff(name, seed), worker)
+        self.policy.placed(self.held[name][0], worker)
+
+    @rule(name=st.sampled_from("abcdefgh"))
+    def release(self, name: str) -> None:
+        self.held.pop(name, None)
+        self.policy.released(name)
+
+    @invariant()
+    def unions_are_those_of_the_requests_held(self) -> None:
+        for worker in range(len(self.policy._union)):
+            mine = [h for h, w in self.held.values() if w == worker]
+            assert self.policy._union[worker] == pytest.approx(expected_union(mine), rel=0.02, abs=1e-6)
+        if not self.held:
+            assert not self.policy._depth.any()
+
+
+TestComing = Coming.TestCase
+TestComing.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def test_like_goes_to_like_until_load_forbids_it() -> None:
+    policy = make_policy("marginal-cost", prior_tokens=0.0)
+    policy.placed(handoff("a", 1), 0)
+    policy.placed(handoff("b", 2), 1)
+    pair = [WorkerLoad(1, 40), WorkerLoad(1, 40)]
+    assert policy.choose(handoff("c", 1), pair, RNG).worker == 0
+    assert policy.choose(handoff("c", 2), pair, RNG).worker == 1
+    assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
+
+
+def test_without_counts_load_decides_then_the_mean_of_others() -> None:
+    policy = make_policy("marginal-cost")
+    bare = Handoff("bare", None, 10, 5)
+    first = policy.choose(bare, [WorkerLoad(2, 0), WorkerLoad(1, 0)], RNG)
+    assert (first.worker, first.reason) == (1, "no-signature")
+    policy.placed(bare, 1)
+    policy.placed(handoff("a", 1), 0)
+    later = policy.choose(bare, [WorkerLoad(1, 40), WorkerLoad(9, 90)], RNG)
+    assert (later.worker, later.reason) == (0, "marginal-cost")
+    for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
+        assert (
+            policy.choose(Handoff("odd", odd, 10, 5), [WorkerLoad(1, 9), WorkerLoad(9, 9)], RNG).worker == 0
+        )
+
+
+def test_a_vacant_worker_is_never_chosen() -> None:
+    policy = make_policy("marginal-cost")
+    policy.placed(handoff("a", 1), 0)
+    state = [WorkerLoad(1, 40), WorkerLoad(0, 0, available=False), WorkerLoad(50, 900)]
+    assert policy.choose(handoff("b", 2), state, RNG).worker != 1
+
+
+@pytest.mark.parametrize("cost", [{"fixed_s": -1}, {"per_lunch_s": 1.0}, {"fixed_s": float("nan")}, 3])
+def test_a_wrong_cost_is_refused(cost: Any) -> None:
+    with pytest.raises(PolicyError, match="cost"):
+        make_policy("marginal-cost", cost=cost)
+
+
+def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:
+    live = StepCost(1e-3, 1e-5, 0.0, 1e-5)
+    fixed, following = MarginalCost(cost=StepCost().as_dict()), MarginalCost()
+    for policy in (fixed, following):
+        policy.follow_cost(live)
+    assert (fixed.cost, following.cost) == (StepCost(), live)
+
+
+def records(cost: StepCost, n: int, noise: float = 0.0) -> tuple[np.ndarray, ...]:
+    batch = RNG.integers(1, 40, n)
+    kv_tokens = batch * RNG.integers(50, 900, n)
+    experts = RNG.integers(20, 300, n)
+    seconds = cost.seconds(batch, kv_tokens, experts) * RNG.lognormal(0, noise, n)
+    return batch, kv_tokens, experts, seconds
+
+
+def test_the_fit_finds_the_cost_that_made_the_steps() -> None:
+    true = StepCost(3e-3, 2e-4, 1e-7, 4e-5)
+    sums = StepSums.of(*records(true, 200)) + StepSums.of(*records(true, 300))
+    fitted = sums.fit()
+    assert fitted is not None
+    assert list(fitted.as_dict().values()) == pytest.approx(list(true.as_dict().values()), rel=1e-3)
+    assert sums.error(fitted) < 1e-3
+    noisy = StepSums.of(*records(true, 3000, 0.2))
+    again = noisy.fit()
+    assert again is not None
+    assert again.per_expert_s == pytest.approx(true.per_expert_s, rel=0.15)
+    assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
+
+
+def test_terms_are_never_negative_and_too_little_says_nothing() -> None:
+    assert StepSums().fit() is None
+    assert StepSums.of(*records(StepCost(), 20)).fit() is None
+    flat = records(StepCost(5e-3, 0.0, 0.0, 0.0), 500)
+    cost = StepSums.of(*flat[:3], flat[3] - 1e-6 * flat[2]).fit()
+    assert cost is None or min(cost.as_dict().values()) >= 0
+
+
+def test_older_steps_fade() -> None:
+    old, new = StepCost(1e-3, 1e-4, 0.0, 9e-5), StepCost(1e-3, 1e-4, 0.0, 1e-5)
+    sums = StepSums.of(*records(old, 500))
+    for _ in range(8):
+        sums = sums.faded(0.3) + StepSums.of(*records(new, 500))
+    fitted = sums.fit()
+    assert fitted is not None
+    assert fitted.per_expert_s == pytest.approx(1e-5, rel=0.1)
