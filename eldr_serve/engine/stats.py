@@ -7,6 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from eldr_serve.engine import steps
 from eldr_serve.engine.compat import NixlKVConnectorStats, NixlPromMetrics
 
 _KEPT = 4096  # records between two readings of the metrics; the oldest go first
@@ -59,13 +60,13 @@ class EldrStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        steps = self.data["steps"]
+        records = self.data["steps"]
         found: dict[str, int | float] = {}
-        if steps:
+        if records:
             found = {
-                "decode steps": len(steps),
-                "mean active experts": round(sum(s["active_experts"] for s in steps) / len(steps), 1),
-                "mean step ms": round(1000 * sum(s["seconds"] for s in steps) / len(steps), 2),
+                "decode steps": len(records),
+                "mean active experts": round(sum(s["active_experts"] for s in records) / len(records), 1),
+                "mean step ms": round(1000 * sum(s["seconds"] for s in records) / len(records), 2),
             }
         if self.data["nixl"]:
             found |= NixlKVConnectorStats(data=self.data["nixl"]).reduce()
@@ -107,6 +108,7 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         """Take one EldrStats.data."""
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
+        steps.add(transfer_stats_data["steps"])
         for histogram, key in self._steps.values():
             for step in transfer_stats_data["steps"]:
                 histogram[engine_idx].observe(step[key])

@@ -3,7 +3,14 @@
 from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.marginal import MarginalCost
-from eldr_serve.routing.policies import CentroidTable, Policy, make_policy, policy_names, worker_similarity
+from eldr_serve.routing.policies import (
+    CentroidTable,
+    Policy,
+    make_policy,
+    policy_names,
+    reads_counts,
+    worker_similarity,
+)
 from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
 
 __all__ = [
@@ -20,5 +27,6 @@ __all__ = [
     "WorkerLoad",
     "make_policy",
     "policy_names",
+    "reads_counts",
     "worker_similarity",
 ]

@@ -99,6 +99,11 @@ def make_policy(name: str, /, **parameters: Any) -> Policy:
     return cls(**parameters)
 
 
+def reads_counts(name: str) -> bool:
+    """Whether the policy of that name wants a request's expert counts; False for unknown names."""
+    return name in _REGISTRY and _REGISTRY[name].reads_counts
+
+
 def policy_names() -> list[str]:
     """The registered names, sorted."""
     return sorted(_REGISTRY)

@@ -17,7 +17,7 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.serving.compat import check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
-from eldr_serve.serving.decode_router import RouterSpec
+from eldr_serve.serving.decode_router import RouterSpec, actor_name
 from eldr_serve.serving.errors import ConfigurationError
 from eldr_serve.serving.ingress import ENDPOINTS, EldrIngress, decode_directory, prefill_directory
 from eldr_serve.serving.servers import DecodeServer, PrefillServer
@@ -71,7 +71,12 @@ def build_app(args: dict[str, Any]) -> Application:
         deployment_cls=PrefillServer,
         bind_kwargs={"kv_lease_s": parsed.path.kv_lease_s},
     )
-    decode = build_llm_deployment(decode_config, name_prefix="Decode:", deployment_cls=DecodeServer)
+    decode = build_llm_deployment(
+        decode_config,
+        name_prefix="Decode:",
+        deployment_cls=DecodeServer,
+        bind_kwargs={"router_name": actor_name(parsed.name)},
+    )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
     ingress = serve.deployment(make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS), **options)
     return ingress.bind(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from eldr_serve.routing import StepSums
 from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_state import RouterState
 
@@ -84,6 +85,10 @@ class DecodeRouter:
     async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
         """Take the signature shape that the prefill engines report."""
         self._state.expect_signatures(num_layers, num_experts)
+
+    async def observe_steps(self, steps: StepSums) -> None:
+        """Take what a decode engine's steps cost of late."""
+        self._state.observe_steps(steps)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""

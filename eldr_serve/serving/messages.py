@@ -14,7 +14,8 @@ class PlacementRequest:
     """Ask for a decode worker for one prefilled request.
 
     `similarity` is float32[K]: the signature was scored by the caller, with the table of
-    `table_version`, so that the actor is sent K numbers rather than L x E.
+    `table_version`, so that the actor is sent K numbers rather than L x E. `counts` is unsigned[L,E],
+    sent only where the live policy reads it.
     """
 
     request_id: str
@@ -23,6 +24,7 @@ class PlacementRequest:
     domain: str | None = None
     similarity: NDArray[np.float32] | None = None
     table_version: int = 0
+    counts: NDArray[np.unsignedinteger[Any]] | None = None
     signature_missing: bool = False
     exclude: tuple[str, ...] = ()  # replicas that have just failed this request
 
@@ -41,6 +43,7 @@ class Lease:
     reason: str = ""
     policy: str = ""
     generated_tokens: int = 0
+    counts: NDArray[np.unsignedinteger[Any]] | None = None  # from a client to a new actor
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import LoadLedger
+from eldr_serve.routing import LoadLedger, reads_counts
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore, Restored, Settings
 from eldr_serve.serving.replicas import ReplicaDirectory
@@ -33,6 +33,13 @@ _HEARTBEAT_S = 5.0
 _PROGRESS_S = 0.25
 _RECONNECT_S = 0.25
 _RESCORES = 2
+
+
+@dataclass(frozen=True)
+class _Asked:
+    request: PlacementRequest
+    counts: NDArray[np.unsignedinteger[Any]] | None
+    answer: asyncio.Future[Lease | None]
 
 
 class RouterClient:
@@ -61,8 +68,11 @@ class RouterClient:
         self._settings: Settings | None = None
         self._table: RoutingTable | None = None
         self._leases: dict[str, Lease] = {}
+        self._counts: dict[
+            str, NDArray[np.unsignedinteger[Any]]
+        ] = {}  # of leases, where the policy reads them
         self._ledger = LoadLedger()
-        self._waiting: list[tuple[PlacementRequest, asyncio.Future[Lease | None]]] = []
+        self._waiting: list[_Asked] = []
         self._released: list[str] = []
         self._progress: dict[str, int] = {}
         self._held: dict[str, Lease] = {}
@@ -122,12 +132,14 @@ class RouterClient:
         lease: Lease | None = None
         if not self.router_away:
             for _ in range(1 + _RESCORES):
-                lease = await self._ask(self._scored(request, counts))
+                lease = await self._ask(request, counts)
                 if lease is not None or self.router_away:
                     break
             else:  # swapped faster than we could score: load alone decides
-                lease = await self._ask(replace(request, similarity=None))
+                lease = await self._ask(request, None)
         if lease is None:
+            if counts is not None:
+                self._remember(request.request_id, counts)
             return self._place_by_own_load(request)
         self._keep(lease)
         return lease
@@ -154,6 +166,7 @@ class RouterClient:
             self._ledger.release(request_id)
             self._progress.pop(request_id, None)
             self._held.pop(request_id, None)
+            self._counts.pop(request_id, None)
             self._released.append(request_id)
             self._news.set()
 
@@ -168,6 +181,8 @@ class RouterClient:
     ) -> PlacementRequest:
         if counts is None:
             return replace(request, signature_missing=True)
+        self._remember(request.request_id, counts)
+        request = replace(request, counts=self._counts.get(request.request_id))
         if self._table is None or self._settings is None:
             return request
         try:
@@ -177,9 +192,15 @@ class RouterClient:
             return replace(request, signature_missing=True)
         return replace(request, similarity=similarity, table_version=self._settings.table_version)
 
+    def _remember(self, request_id: str, counts: NDArray[np.unsignedinteger[Any]]) -> None:
+        """Keep what the live policy reads, for the actor and for the one after it."""
+        if self._settings is not None and reads_counts(self._settings.policy):
+            self._counts[request_id] = _narrow(counts)
+
     def _place_by_own_load(self, request: PlacementRequest) -> Lease:
         candidates = [r for r in self._replicas.live if r not in request.exclude] or list(self._replicas.live)
         if not candidates:
+            self._counts.pop(request.request_id, None)
             raise Overloaded("no decode replica is running yet", retry_after_s=5)
         replica = min(candidates, key=lambda r: self._ledger.load(r).in_flight)
         lease = Lease(
@@ -207,9 +228,11 @@ class RouterClient:
 
     # -- talking to the actor ------------------------------------------------------------------------
 
-    async def _ask(self, request: PlacementRequest) -> Lease | None:
+    async def _ask(
+        self, request: PlacementRequest, counts: NDArray[np.unsignedinteger[Any]] | None
+    ) -> Lease | None:
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
+        self._waiting.append(_Asked(request, counts, answer))
         self._news.set()
         try:
             # No wait_for here: in Python 3.11 it swallows a cancellation that meets a finished answer,
@@ -217,6 +240,7 @@ class RouterClient:
             return await answer
         except asyncio.CancelledError:
             # The answer may still come, with a lease that nobody will use.
+            self._counts.pop(request.request_id, None)
             self._released.append(request.request_id)
             self._news.set()
             raise
@@ -236,16 +260,16 @@ class RouterClient:
             self._news.clear()
             batch, self._waiting = self._waiting, []
             try:
-                leases = await self._exchange(tuple(request for request, _ in batch))
+                leases = await self._exchange(batch)
                 self._away = False
             except Exception as error:  # whatever it is: no request waits for a router that is broken
                 leases = (None,) * len(batch)
                 self._lose_actor(error)
-            for (request, answer), lease in zip(batch, leases, strict=True):
-                if not answer.done():
-                    answer.set_result(lease)
+            for asked, lease in zip(batch, leases, strict=True):
+                if not asked.answer.done():
+                    asked.answer.set_result(lease)
                 elif lease is not None:
-                    self._released.append(request.request_id)
+                    self._released.append(asked.request.request_id)
                     self._news.set()
             if self.router_away:
                 await asyncio.sleep(_RECONNECT_S)
@@ -258,7 +282,7 @@ class RouterClient:
         self._away = True
         self._actor = None
 
-    async def _exchange(self, placements: tuple[PlacementRequest, ...]) -> tuple[Lease | None, ...]:
+    async def _exchange(self, batch: list[_Asked]) -> tuple[Lease | None, ...]:
         if self._actor is None:
             self._actor = self._connect()
         if not self._epoch:
@@ -267,21 +291,23 @@ class RouterClient:
             workers = self._replicas.live
             await self._wait(self._actor.update_workers.remote(workers))
             self._workers_told = workers
-        reply = await self._send(self._actor, placements)
+        reply = await self._send(self._actor, batch)
         if reply.refused is not None:
             await self._restore(self._actor)
-            reply = await self._send(self._actor, placements)
+            reply = await self._send(self._actor, batch)
         if self._settings is None or reply.settings_version != self._settings.version:
             self._take_settings(await self._wait(self._actor.settings.remote()))
-        return reply.leases if reply.refused is None else (None,) * len(placements)
+        return reply.leases if reply.refused is None else (None,) * len(batch)
 
-    async def _send(self, actor: ActorHandle, placements: tuple[PlacementRequest, ...]) -> Reply:
+    async def _send(self, actor: ActorHandle, batch: list[_Asked]) -> Reply:
+        placements = tuple(self._scored(asked.request, asked.counts) for asked in batch)
         released, self._released = self._released, []
         progress, self._progress = self._progress, {}
         held, self._held = self._held, {}
+        with_counts = tuple(self._with_counts(lease) for lease in held.values())
         events, self._events = self._events, Counter()
         message = Exchange(
-            self._id, placements, tuple(released), progress, tuple(held.values()), self._epoch, dict(events)
+            self._id, placements, tuple(released), progress, with_counts, self._epoch, dict(events)
         )
         try:
             reply: Reply = await self._wait(actor.exchange.remote(message))
@@ -298,11 +324,15 @@ class RouterClient:
         self._released.clear()  # the snapshot of leases says it all
         self._held.clear()
         workers = self._replicas.live
-        message = Restore(self._id, workers, self._settings, tuple(self._leases.values()))
+        leases = tuple(self._with_counts(lease) for lease in self._leases.values())
+        message = Restore(self._id, workers, self._settings, leases)
         restored: Restored = await self._wait(actor.restore.remote(message))
         self._epoch = restored.epoch
         self._workers_told = workers
         self._take_settings(restored.settings)
+
+    def _with_counts(self, lease: Lease) -> Lease:
+        return replace(lease, counts=self._counts.get(lease.request_id))
 
     async def _wait(self, reference: Any) -> Any:
         return await asyncio.wait_for(reference, self._timeout_s)
@@ -312,3 +342,8 @@ class RouterClient:
         self._settings = settings
         if old is None or old.table_version != settings.table_version or old.table != settings.table:
             self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+
+
+def _narrow(counts: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.unsignedinteger[Any]]:
+    """The same counts in the fewest bytes: they travel with every placement."""
+    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

@@ -20,12 +20,16 @@ from eldr_serve.routing import (
     LoadLedger,
     Policy,
     PolicyError,
+    StepCost,
+    StepSums,
     WorkerLoad,
     make_policy,
     worker_similarity,
 )
 from eldr_serve.serving.errors import SwapRefused
 from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore, Restored, Settings
+
+_COST_HALF_LIFE_S = 600.0  # of a decode step's weight in the fitted cost
 
 
 class RouterState:
@@ -60,10 +64,13 @@ class RouterState:
         self._rng = np.random.default_rng(seed)
         self._slots: list[str | None] = []
         self._signature_shape: tuple[int, int] | None = None
-        self._leases: dict[str, tuple[str, Lease]] = {}  # request id -> client, lease
+        self._leases: dict[str, tuple[str, Lease, Handoff]] = {}  # request id -> client, lease, asked
         self._ledger = LoadLedger()
         self._last_seen: dict[str, float] = {}
         self.counters: Counter[str] = Counter()
+        self._steps = StepSums()
+        self._steps_at = clock()
+        self._cost: StepCost | None = None
         self._table: RoutingTable | None = None
         self._policy: Policy = make_policy(policy)
         self._settings = Settings(0, policy, dict(parameters or {}), None, 0)
@@ -125,12 +132,24 @@ class RouterState:
 
     def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
         self._settings, self._policy, self._table = checked
+        if self._cost is not None:
+            self._policy.follow_cost(self._cost)
+        self._tell_policy_all()
+
+    def observe_steps(self, steps: StepSums) -> None:
+        """Take what decode engines measured; the policy follows the cost fitted to recent steps."""
+        now = self._clock()
+        keep = 0.5 ** ((now - self._steps_at) / _COST_HALF_LIFE_S)
+        self._steps, self._steps_at = self._steps.faded(keep) + steps, now
+        self._cost = self._steps.fit() or self._cost
+        if self._cost is not None:
+            self._policy.follow_cost(self._cost)
 
     # -- workers and clients ---------------------------------------------------------------------
 
     def update_workers(self, replicas: Iterable[str]) -> None:
         """Take the live decode replicas; leases of one that is gone stay until their client lets go."""
-        live = set(replicas)
+        live, before = set(replicas), list(self._slots)
         self._slots = [replica if replica in live else None for replica in self._slots]
         for replica in sorted(live.difference(filter(None, self._slots))):
             if None in self._slots:
@@ -139,6 +158,8 @@ class RouterState:
                 self._slots.append(replica)
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
+        if self._slots != before:
+            self._tell_policy_all()
 
     def restore(self, message: Restore) -> Restored:
         """Take back from a client what an earlier incarnation of this actor knew."""
@@ -151,7 +172,7 @@ class RouterState:
             self.counters["settings_restored"] += 1
         for lease in message.leases:
             if lease.request_id not in self._leases:
-                self._hold(message.client, lease)
+                self._hold(message.client, lease, _handoff_of(lease))
                 self.counters["leases_restored"] += 1
         return Restored(self.epoch, self._settings)
 
@@ -159,7 +180,7 @@ class RouterState:
         """Release the leases of clients that have not been heard of; returns how many leases."""
         now = self._clock()
         silent = {c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s}
-        lost = [request for request, (client, _) in self._leases.items() if client in silent]
+        lost = [request for request, (client, *_) in self._leases.items() if client in silent]
         for request in lost:
             self._release(request)
         for client in silent:
@@ -179,7 +200,7 @@ class RouterState:
             self._release(request)
         for lease in message.held:
             self._release(lease.request_id)
-            self._hold(message.client, lease)
+            self._hold(message.client, lease, _handoff_of(lease))
             self.counters["placed_by_client"] += 1
         for request, tokens in message.progress.items():
             self._ledger.progress(request, tokens)
@@ -196,7 +217,7 @@ class RouterState:
             return None
         handoff = Handoff(
             request.request_id,
-            None,
+            request.counts,
             request.prompt_tokens,
             request.max_new_tokens,
             request.domain,
@@ -217,7 +238,7 @@ class RouterState:
             self._policy.name,
         )
         self._release(request.request_id)  # a request that is placed again leaves its first worker
-        self._hold(client, lease)
+        self._hold(client, lease, handoff)
         self.counters["placed"] += 1
         self.counters[f"reason:{decision.reason}"] += 1
         self.counters["best_worker"] += lease.best
@@ -236,14 +257,26 @@ class RouterState:
             similarity[worker] >= max(s for s, load in zip(similarity, loads, strict=True) if load.available)
         )
 
-    def _hold(self, client: str, lease: Lease) -> None:
-        self._leases[lease.request_id] = (client, lease)
+    def _hold(self, client: str, lease: Lease, handoff: Handoff) -> None:
+        self._leases[lease.request_id] = (client, lease, handoff)
         self._ledger.add(lease.request_id, lease.replica, lease.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
+        self._tell_policy(lease, handoff)
 
     def _release(self, request_id: str) -> None:
         if self._leases.pop(request_id, None) is not None:
             self._ledger.release(request_id)
+            self._policy.released(request_id)
+
+    def _tell_policy(self, lease: Lease, handoff: Handoff) -> None:
+        if lease.replica in self._slots:
+            self._policy.placed(handoff, self._slots.index(lease.replica))
+
+    def _tell_policy_all(self) -> None:
+        """Workers sit in other slots now, or the policy is a new one."""
+        for request_id, (_, lease, handoff) in self._leases.items():
+            self._policy.released(request_id)
+            self._tell_policy(lease, handoff)
 
     # -- what people look at -----------------------------------------------------------------------
 
@@ -276,6 +309,9 @@ class RouterState:
                 "band": table.band,
                 "refit_advised": len(table.centroids) != len(workers),
             },
+            "step_cost": None
+            if self._cost is None
+            else self._cost.as_dict() | {"relative_error": self._steps.error(self._cost)},
             "workers": workers,
             "leases": len(self._leases),
             "clients": len(self._last_seen),
@@ -287,3 +323,7 @@ class RouterState:
         if self._table is None or not self._table.domains:
             return None
         return self._table.domains[slot % len(self._table.domains)] or None
+
+
+def _handoff_of(lease: Lease) -> Handoff:
+    return Handoff(lease.request_id, lease.counts, lease.prompt_tokens, 0)

@@ -10,12 +10,17 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.serve.llm.deployment import LLMServer
 
+from eldr_serve.engine import steps
 from eldr_serve.engine.ray_backend import register_ray_backend
+from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.wire import GenerationRequest, transfer_params
 
 logger = logging.getLogger(__name__)
+
+_REPORT_PERIOD_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,4 +89,20 @@ class PrefillServer(EngineServer):
 
 
 class DecodeServer(EngineServer):
-    """A decode engine; all that is particular to it is in the connector."""
+    """A decode engine that tells the DecodeRouter what its steps cost."""
+
+    async def __init__(self, llm_config: Any, *, router_name: str, **kwargs: Any) -> None:  # type: ignore[misc]
+        await super().__init__(llm_config, **kwargs)
+        self._router_name = router_name
+        self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
+
+    async def _report_steps(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_PERIOD_S)
+            sums = steps.take()
+            if not sums.steps:
+                continue
+            try:
+                await find(self._router_name).observe_steps.remote(sums)
+            except (ValueError, RayError) as error:  # the router is away: newer steps will do
+                logger.info("step costs not reported: %r", error)

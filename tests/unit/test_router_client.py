@@ -85,6 +85,34 @@ async def test_a_signature_is_scored_here_and_placed_there() -> None:
         assert sent.similarity.shape == (2,)
 
 
+async def test_the_very_first_placement_is_scored_too() -> None:
+    async with connected(FakeActor(), "r0", "r1") as client:
+        lease = await client.place(request("a"), counts_for(1))
+        assert (lease.replica, lease.reason) == ("r1", "locality-band")
+
+
+async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_restart() -> None:
+    actor = FakeActor(policy="marginal-cost", table=None)
+    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+        await client.place(request("a"), counts_for(0))
+        sent = actor.exchanges[-1].placements[0].counts
+        assert sent is not None
+        assert sent.dtype == "uint8"
+        actor.alive = False
+        away = await client.place(request("b"), counts_for(1))
+        assert away.reason == "router-away"
+        actor.restart()
+        await settled(lambda: not client.router_away and len(actor.state._leases) == 2)
+        assert set(actor.state._policy._held) == {"a", "b"}  # type: ignore[attr-defined]
+        client.release("a")
+        client.release("b")
+        await settled(lambda: not actor.state._policy._held)  # type: ignore[attr-defined]
+        assert not client._counts
+        await client.call("set_policy", "shortest-queue", {})
+        await client.place(request("c"), counts_for(0))
+        assert actor.exchanges[-1].placements[0].counts is None
+
+
 async def test_concurrent_placements_share_calls() -> None:
     actor = FakeActor()
     actor.delay_s = 0.02

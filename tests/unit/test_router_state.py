@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.routing import StepCost, StepSums
 from eldr_serve.serving.errors import SwapRefused
 from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Restore
 from eldr_serve.serving.router_state import RouterState
@@ -227,3 +229,45 @@ class Accounting(RuleBasedStateMachine):
 
 TestAccounting = Accounting.TestCase
 TestAccounting.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def held(state: RouterState) -> dict[str, int]:
+    return {name: worker for name, (worker, _) in state._policy._held.items()}  # type: ignore[attr-defined]
+
+
+def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_workers() -> None:
+    state = make(policy="marginal-cost")
+    for n in range(6):
+        assert ask(state, str(n), counts=counts_for(n % 3)) is not None
+    placed = {name: lease.worker for name, (_, lease, _) in state._leases.items()}
+    assert held(state) == placed
+    assert len({placed[n] for n in "03"}) == len({placed[n] for n in "14"}) == 1  # like with like
+    state.set_policy("shortest-queue", {})
+    release(state, "0")
+    state.set_policy("marginal-cost", {})
+    state.swap_table(unit_table(3).to_bytes())
+    del placed["0"]
+    assert held(state) == placed
+    state.update_workers(["r0", "r2"])
+    assert held(state) == {name: worker for name, worker in placed.items() if worker != 1}
+    state.update_workers(["r0", "r2", "r9"])  # a newcomer in the vacant slot holds nothing
+    assert held(state) == {name: worker for name, worker in placed.items() if worker != 1}
+    release(state, *placed)
+    assert held(state) == {}
+
+
+def test_the_policy_follows_what_steps_cost() -> None:
+    now = [0.0]
+    state = make(policy="marginal-cost", clock=lambda: now[0])
+    assert state.status()["step_cost"] is None
+    rng = np.random.default_rng(0)
+    batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
+    for cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):
+        state.observe_steps(StepSums.of(batch, 100 * batch, experts, cost.seconds(batch, 0, experts)))
+        now[0] += 36_000
+    shown = state.status()["step_cost"]
+    assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
+    assert shown["relative_error"] < 0.05
+    assert state._policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    state.set_policy("marginal-cost", {"prior_tokens": 1.0})
+    assert state._policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
