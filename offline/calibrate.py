@@ -50,17 +50,30 @@ class EngineActor:
         self, prompts: list[Prompt], max_tokens: int, temperature: float, routes: bool, chat: bool
     ) -> list[dict[str, Any]]:
         """One record a prompt; a prompt that is too long for the context is cut at its end."""
+        tokenizer = self._llm.get_tokenizer()
+        room = self._max_model_len - max_tokens
+        tokens = [prompt_tokens(tokenizer, p.text, chat)[:room] for p in prompts]
+        return self.trace_tokens(prompts, tokens, max_tokens, temperature, routes)
+
+    def trace_tokens(
+        self,
+        prompts: list[Prompt],
+        tokens: list[list[int]],
+        max_tokens: int,
+        temperature: float,
+        routes: bool,
+        ignore_eos: bool = False,
+    ) -> list[dict[str, Any]]:
+        """One record a prompt, given as token ids."""
         from vllm import SamplingParams
 
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
+            ignore_eos=ignore_eos,
             extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": routes}},
         )
-        tokenizer = self._llm.get_tokenizer()
-        room = self._max_model_len - max_tokens
-        inputs = [{"prompt_token_ids": self._tokens(tokenizer, p.text, chat)[:room]} for p in prompts]
-        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        outputs = self._llm.generate([{"prompt_token_ids": t} for t in tokens], params, use_tqdm=False)
         return [
             {
                 "id": prompt.id,
@@ -71,13 +84,14 @@ class EngineActor:
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
 
-    @staticmethod
-    def _tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
-        if chat and tokenizer.chat_template:
-            message = [{"role": "user", "content": text}]
-            rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-            return list(tokenizer.encode(rendered, add_special_tokens=False))
-        return list(tokenizer.encode(text))
+
+def prompt_tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """The prompt's token ids, in the chat template if there is one and `chat` asks for it."""
+    if chat and tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(rendered, add_special_tokens=False))
+    return list(tokenizer.encode(text))
 
 
 def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, str], dict[str, float]]:

@@ -1,0 +1,134 @@
+"""Which experts the demo model really used for real prompts: the input of most benchmarks.
+
+    python -m benchmarks.capture --prompts DIR
+
+Runs the prompts on one real engine, once, and keeps the result in the work folder. Prompts are filled
+up to whole KV blocks and one token (see replay_engine), so that a replay meets the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.progress import track
+
+from benchmarks.replay_engine import BLOCK, ENGINE_ENV, aligned
+from eldr_serve.artifacts import CalibrationTrace
+from eldr_serve.files import write_whole
+from loadgen.workload import WorkloadError, balanced_sample, read_prompts
+from offline.calibrate import EngineActor, build_trace, prompt_tokens
+from offline.cli import BadInput, run
+
+TASKS = ("code", "math", "medical", "legal")
+GROUPS = ("all", "language", "task")
+MODEL = Path(__file__).parents[1] / "demo_model" / "weights"
+_TOP_K = 4  # of the demo model
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A trace with routes, and the token ids of its prompts."""
+
+    trace: CalibrationTrace
+    tokens: list[list[int]]
+
+    def group(self, name: str) -> NDArray[np.int64]:
+        """Indices of the requests of a workload: task domains, languages, or all."""
+        task = np.isin(self.trace.domains, TASKS)
+        return np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[name])
+
+    def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A workload's requests in two: to fit on, and to measure with."""
+        found = np.random.default_rng(seed).permutation(self.group(name))
+        cut = round(fit * len(found))
+        return found[:cut], found[cut:]
+
+    def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
+        """The trace of some of the requests, without routes."""
+        t = self.trace
+        return CalibrationTrace(
+            t.model, t.top_k, t.prefill_counts[index], t.decode_counts[index], t.decode_steps[index],
+            t.prompt_tokens[index], [t.domains[i] for i in index], [t.ids[i] for i in index],
+        )  # fmt: skip
+
+    def routes(self, request: int) -> NDArray[np.unsignedinteger]:
+        """[T, L, k] experts of one request's decode steps."""
+        assert self.trace.routes is not None
+        assert self.trace.route_offsets is not None
+        start, end = (int(x) for x in self.trace.route_offsets[request : request + 2])
+        return self.trace.routes[start:end]
+
+
+def captured(prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0) -> Captured:
+    """Load the capture of these settings, running it first if it is not there."""
+    name = hashlib.sha256(
+        json.dumps([str(prompts.resolve()), requests, output_tokens, seed]).encode()
+    ).hexdigest()
+    trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
+    if not tokens.exists():
+        arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
+        arguments += ["--output-tokens", output_tokens, "--seed", seed]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.capture", *map(str, arguments)],
+            env=os.environ | ENGINE_ENV,
+            check=False,
+        )
+        if done.returncode:
+            raise BadInput(f"the capture of {prompts} failed")
+    return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
+
+
+def capture(
+    prompts: Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")],
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace to write.")],
+    tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
+    requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
+    max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their head.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
+) -> None:
+    """Run prompts on one engine; write their expert counts, routes and token ids."""
+    from transformers import AutoTokenizer
+
+    from eldr_serve.engine.config import engine_kwargs
+
+    try:
+        everything = read_prompts([prompts])
+    except WorkloadError as error:
+        raise BadInput(str(error)) from error
+    chosen = [
+        prompt
+        for wanted in (True, False)
+        for prompt in balanced_sample(
+            [p for p in everything if (p.domain in TASKS) == wanted], requests // 2, seed
+        )
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    longest = max_prompt_tokens // BLOCK * BLOCK + 1
+    ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
+    kwargs = engine_kwargs(
+        "calibrate", device="cpu", max_model_len=longest + output_tokens + BLOCK, seed=seed
+    )
+    engine = EngineActor({"model": str(MODEL), **kwargs}, port=26800)
+    records = []
+    for start in track(range(0, len(chosen), 32), description="capturing routes"):
+        part = slice(start, start + 32)
+        # One token more than wanted: the last one sampled never passes the gates.
+        records += engine.trace_tokens(chosen[part], ids[part], output_tokens + 1, 0.8, True, ignore_eos=True)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    build_trace("eldr-demo", records, _TOP_K, routes=True).save(trace)
+    write_whole(tokens, json.dumps(ids))
+
+
+if __name__ == "__main__":
+    run(capture)

@@ -1,0 +1,145 @@
+"""One real vLLM engine in this process, driven step by step in virtual time.
+
+A decode worker of a disaggregated deployment receives its prompts' KV blocks; here they lie in the
+engine's prefix cache. Prompts are 1 token longer than whole KV blocks, so that admitting one
+computes that single token, as the first decode step after a transfer does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+# One thread an engine: OpenMP threads that spin would share the cores with each other.
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A prefilled request that reaches the worker at `arrival_s`."""
+
+    request_id: str
+    arrival_s: float
+    tokens: list[int]
+    output_tokens: int
+
+
+@dataclass
+class Steps:
+    """One entry a decode step: wall time of the whole step, of the forward, and what it touched."""
+
+    wall_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+    kv_tokens: list[int] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)  # summed over MoE layers
+
+    def extend(self, other: Steps) -> None:
+        """Take another run's steps too."""
+        for name in vars(self):
+            getattr(self, name).extend(getattr(other, name))
+
+
+def aligned(tokens: list[int]) -> list[int]:
+    """The prompt filled up on its left with its own text to 1 token more than whole blocks."""
+    length = BLOCK * max(1, -(-(len(tokens) - 1) // BLOCK)) + 1
+    return (tokens * -(-length // len(tokens)))[-length:]
+
+
+class ReplayEngine:
+    """A decode engine of ours with the model at `model`; one at a time in a process."""
+
+    def __init__(self, model: str, *, max_batch: int = 256, max_model_len: int = 2048, port: int = 26900):
+        os.environ |= ENGINE_ENV | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        }
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        from eldr_serve.engine.config import engine_kwargs
+
+        records: list[dict[str, Any]] = []
+
+        class Recorder(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+                    records.extend(scheduler_stats.kv_connector_stats["steps"])
+
+            def log_engine_initialized(self) -> None: ...
+
+        self._records = records
+        config = EngineArgs(
+            model=model,
+            max_model_len=max_model_len,
+            max_num_seqs=max_batch,
+            max_num_batched_tokens=4096,
+            seed=0,
+            **engine_kwargs("decode", device="cpu", async_scheduling=False),
+        ).create_engine_config(UsageContext.LLM_CLASS)
+        self._engine = LLMEngine(config, Executor.get_class(config), log_stats=True, stat_loggers=[Recorder])
+
+    def warm(self, prompts: Sequence[list[int]]) -> None:
+        """Bring the prompts' KV blocks into the prefix cache."""
+        from vllm import SamplingParams
+
+        for number, tokens in enumerate(prompts):
+            self._engine.add_request(
+                f"warm{number}", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=1)
+            )
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self._records.clear()
+
+    def run(
+        self, arrivals: Sequence[Arrival], *, temperature: float = 0.8
+    ) -> tuple[dict[str, np.ndarray], Steps]:
+        """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
+
+        The clock is the sum of the engine's own step times, so nothing else on the machine is in it
+        but interference with the step itself.
+        """
+        from vllm import SamplingParams
+
+        times: dict[str, list[float]] = {a.request_id: [] for a in arrivals}
+        waiting = sorted(arrivals, key=lambda a: a.arrival_s, reverse=True)
+        steps, now = Steps(), 0.0
+        while waiting or self._engine.has_unfinished_requests():
+            if not self._engine.has_unfinished_requests():
+                now = max(now, waiting[-1].arrival_s)
+            while waiting and waiting[-1].arrival_s <= now:
+                arrival = waiting.pop()
+                params = SamplingParams(
+                    max_tokens=arrival.output_tokens, temperature=temperature, ignore_eos=True
+                )
+                self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
+            self._records.clear()
+            start = perf_counter()
+            outputs = self._engine.step()
+            wall = perf_counter() - start
+            now += wall
+            for output in outputs:
+                times[output.request_id].append(now)
+            for record in self._records:
+                steps.wall_s.append(wall)
+                steps.forward_s.append(record["seconds"])
+                steps.requests.append(record["requests"])
+                steps.kv_tokens.append(record["kv_tokens"])
+                steps.experts.append(sum(record["active_by_layer"]))
+        return {name: np.array(t) for name, t in times.items()}, steps
