@@ -19,7 +19,6 @@ from loadgen.service import Service
 from offline.cli import BadInput
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-_DRAIN_S = 300  # for the answers of a block to end
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def drive(
     """
     service.set_policy(*parse_policy(block.policy))
     service.wait_idle()
-    before, counters = service.settled_totals(), service.status().get("counters", {})
+    before, counters = service.settled_totals(at_rest=True), service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
     with _watched(service, block):
         _run_locust(_command(service.url, shape, seed, record), log, tick)
@@ -116,7 +115,6 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--users": shape.users,
         "--spawn-rate": shape.users,
         "--run-time": f"{shape.warm_up_s + shape.seconds}s",
-        "--stop-timeout": _DRAIN_S,
         "--max-tokens": shape.max_tokens,
         "--temperature": shape.temperature,
         "--record": record,

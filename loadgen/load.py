@@ -52,7 +52,8 @@ class Load:
                 self._file = path.open("w")
             except OSError as error:
                 raise WorkloadError(f"the record cannot be written: {error}") from error
-        self._start = time.perf_counter()
+        self._start: float | None = None
+        self._began = threading.Event()
 
     def _stream(self, workers: int) -> Iterator[Arrival]:
         options = self.options
@@ -76,12 +77,19 @@ class Load:
             return open_loop(prompts, options.rate, **shape)
         return closed_loop(prompts, **shape)
 
+    def begin(self) -> None:
+        """Start the clock; users wait for it, so that their own start makes no request late."""
+        if self._start is None:
+            self._start = time.perf_counter()
+            self._began.set()
+
     def now_s(self) -> float:
         """Time since the load began, s."""
-        return time.perf_counter() - self._start
+        return 0.0 if self._start is None else time.perf_counter() - self._start
 
     def take(self) -> Arrival | None:
         """The next arrival, at the time that it is due or, if no user was free then, later."""
+        self._began.wait()
         with self._lock:
             arrival = next(self._arrivals, None)
             if arrival is None:

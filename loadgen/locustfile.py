@@ -1,13 +1,13 @@
 """Locust users that stream completions from an OpenAI-compatible endpoint.
 
     locust -f loadgen/locustfile.py --headless --host http://127.0.0.1:8000 \\
-        --prompts prompts/ --rate 4 --users 64 --spawn-rate 64 --run-time 60s --stop-timeout 60 \\
-        --record requests.jsonl
+        --prompts prompts/ --rate 4 --users 64 --spawn-rate 64 --run-time 60s --record requests.jsonl
 
 Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. A request
 is due by the clock, whatever the server does, as long as one of `--users` is free; how late each was sent
-is recorded. Closed loop, without either: each user sends its next request when its last one ended.
-Nothing that is due after `--run-time` is sent. With `--master` and `--worker` each worker sends its share.
+is recorded. What is due within `--run-time`, or the whole trace, is sent, and the run ends with the last
+answer. Closed loop, without either: each user sends its next request when its last one ended. With
+`--master` and `--worker` each worker sends its share.
 
 One JSON line a request goes to `--record`, as it ends. Times are in s: due_s, sent_s and late_s from the
 start of the load, the others from the sending. Statistics of type STREAM are in ms.
@@ -33,6 +33,7 @@ from loadgen.sse import StreamError, StreamTiming, read_stream
 from loadgen.workload import WorkloadError
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
+_TIMEOUT_S = 300  # without a byte
 
 
 @events.init_command_line_parser.add_listener
@@ -67,6 +68,7 @@ class _Session:
     index = 0
     workers = 1
     horizon_s: float | None = None
+    summarised = False
     good: dict[str, int]
     finished: set[str]
 
@@ -91,13 +93,16 @@ def _init(environment: Environment, **_: Any) -> None:
         Load(_without_record(options)).close()
     except WorkloadError as error:
         raise SystemExit(f"locust: {error}") from None
+    if options.headless and (options.rate or options.trace):
+        # Locust would stop users that still wait for what is due; an open loop ends with its last answer.
+        _session.horizon_s, options.run_time = options.run_time, None
 
 
 @events.test_start.add_listener
 def _begin(environment: Environment, **_: Any) -> None:
     runner, options = environment.runner, environment.parsed_options
-    _session.good, _session.finished = {}, set()
-    if not isinstance(runner, WorkerRunner):
+    _session.good, _session.finished, _session.summarised = {}, set(), False
+    if not (isinstance(runner, WorkerRunner) or options.headless):
         _session.horizon_s = options.run_time or None
     if isinstance(runner, MasterRunner):
         clients = sorted(runner.clients)
@@ -116,6 +121,12 @@ def _begin(environment: Environment, **_: Any) -> None:
         runner.quit()
 
 
+@events.spawning_complete.add_listener
+def _clock_starts(user_count: int, **_: Any) -> None:
+    if _session.load:
+        _session.load.begin()
+
+
 def _take_share(environment: Environment, msg: Any, **_: Any) -> None:
     _session.index, _session.workers = msg.data["index"], msg.data["workers"]
     _session.horizon_s = msg.data["horizon_s"]
@@ -123,8 +134,14 @@ def _take_share(environment: Environment, msg: Any, **_: Any) -> None:
 
 def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
     _session.finished.add(msg.node_id)
-    if len(_session.finished) == _session.workers and environment.parsed_options.headless:
-        environment.runner.quit()
+    if len(_session.finished) == _session.workers:
+        _end(environment)
+
+
+def _end(environment: Environment) -> None:
+    """End a finite load; without --headless a person may start the next."""
+    runner = environment.runner
+    gevent.spawn(runner.quit if environment.parsed_options.headless else runner.stop)  # it kills users
 
 
 @events.report_to_master.add_listener
@@ -141,8 +158,9 @@ def _take_good(client_id: str, data: dict[str, Any]) -> None:
 def _summary(environment: Environment, **_: Any) -> None:
     if _session.load:
         _session.load.close()
-    if isinstance(environment.runner, WorkerRunner):
+    if isinstance(environment.runner, WorkerRunner) or _session.summarised:
         return
+    _session.summarised = True
     stats = environment.stats
     requests, late = stats.get("chat", "POST"), stats.get("late", "STREAM")
     late_p99_s = late.get_response_time_percentile(0.99) / 1000 if late.num_requests else None
@@ -210,6 +228,7 @@ class StreamingUser(HttpUser):
             json=body,
             headers={"x-eldr-domain": quote(arrival.prompt.domain)} if arrival.prompt.domain else {},
             stream=True,
+            timeout=_TIMEOUT_S,
             catch_response=True,
             name="chat",
         ) as response:
@@ -239,14 +258,13 @@ class StreamingUser(HttpUser):
                 )
 
     def _end_if_last(self, load: Load) -> None:
-        """End a finite load; without --headless a person may start the next."""
         runner = self.environment.runner
         if not load.over():
             return
         if isinstance(runner, WorkerRunner):
             runner.send_message("eldr_done", {})
-        elif self.environment.parsed_options.headless:
-            gevent.spawn(runner.quit)  # it kills this user
+        else:
+            _end(self.environment)
 
 
 def _from_headers(headers: Any) -> dict[str, Any]:

@@ -71,10 +71,18 @@ class Folder:
         found: dict[str, Any] | None = self._plan["restore"]
         return found
 
-    def note(self, restore: dict[str, Any] | None) -> None:
+    def note(self, restore: dict[str, Any]) -> None:
         """Write the plan, with the policy to set back."""
-        self._plan["restore"] = restore
         self.path.mkdir(parents=True, exist_ok=True)
+        self._write(restore)
+
+    def restored(self) -> None:
+        """The server has its own policy again."""
+        if self._plan_file.exists():
+            self._write(None)
+
+    def _write(self, restore: dict[str, Any] | None) -> None:
+        self._plan["restore"] = restore
         write_whole(self._plan_file, json.dumps(self._plan, indent=1) + "\n")
 
     def load(self, step: Step) -> Block | None:

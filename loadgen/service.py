@@ -32,6 +32,7 @@ class Service:
     def __init__(self, url: str, key: str, metrics: Sequence[str] = ()) -> None:
         self.url = url.rstrip("/")
         self._metrics = list(metrics)
+        self._settled: dict[str, float] | None = None
         self._http = httpx.Client(timeout=60, headers={"Authorization": f"Bearer {key}"})
 
     def status(self) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class Service:
         """Sums over decode engines of what their steps reported; None if no metrics endpoint is known."""
         if not self._metrics:
             return None
-        replicas = [f'"{worker["replica"]}"' for worker in self.status()["workers"]]
+        replicas = [f'"{worker["replica"]}"' for worker in self.status().get("workers", [])]
         totals = dict.fromkeys(_TOTALS.values(), 0.0)
         for url in self._metrics:
             answer = self._ask("GET", url)
@@ -75,14 +76,21 @@ class Service:
                     totals[name] += float(value)
         return totals
 
-    def settled_totals(self) -> dict[str, float] | None:
-        """decode_totals once they stand still."""
+    def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
+        """decode_totals once they stand still.
+
+        Args:
+            at_rest: nothing was sent since the last call, so what it returned needs no second look.
+        """
         totals, still = self.decode_totals(), 0
+        if at_rest and totals == self._settled:
+            return totals
         while totals is not None and still < _STILL_S:
             time.sleep(1.0)
             newer = self.decode_totals()
             still = still + 1 if newer == totals else 0
             totals = newer
+        self._settled = totals
         return totals
 
     def _ask(self, method: str, url: str, **kwargs: Any) -> httpx.Response:
