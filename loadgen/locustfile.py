@@ -15,6 +15,7 @@ start of the load, the others from the sending. Statistics of type STREAM are in
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +26,7 @@ from locust import HttpUser, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
-from locust.runners import MasterRunner, WorkerRunner
+from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
@@ -90,9 +91,10 @@ def _init(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     try:
         # Reads everything, so that bad input ends the command before a request is sent.
-        Load(_without_record(options)).close()
+        Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
     except WorkloadError as error:
-        raise SystemExit(f"locust: {error}") from None
+        print(f"locust: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     if options.headless and (options.rate or options.trace):
         # Locust would stop users that still wait for what is due; an open loop ends with its last answer.
         _session.horizon_s, options.run_time = options.run_time, None
@@ -116,7 +118,7 @@ def _begin(environment: Environment, **_: Any) -> None:
             options, index=_session.index, workers=_session.workers, horizon_s=_session.horizon_s
         )
     except WorkloadError as error:
-        print(f"locust: {error}")
+        print(f"locust: {error}", file=sys.stderr)
         environment.process_exit_code = 2
         runner.quit()
 
@@ -155,29 +157,36 @@ def _take_good(client_id: str, data: dict[str, Any]) -> None:
 
 
 @events.test_stop.add_listener
-def _summary(environment: Environment, **_: Any) -> None:
+def _load_ended(environment: Environment, **_: Any) -> None:
     if _session.load:
         _session.load.close()
-    if isinstance(environment.runner, WorkerRunner) or _session.summarised:
+    if isinstance(environment.runner, LocalRunner):
+        _summarise(environment)
+
+
+@events.quitting.add_listener
+def _quitting(environment: Environment, **_: Any) -> None:
+    if isinstance(environment.runner, MasterRunner):
+        _summarise(environment)  # only now are all workers' last reports here
+    if environment.stats.total.num_failures and not environment.process_exit_code:
+        environment.process_exit_code = 1
+
+
+def _summarise(environment: Environment) -> None:
+    """Print the verdict, once a load."""
+    if _session.summarised:
         return
     _session.summarised = True
-    stats = environment.stats
+    stats, options = environment.stats, environment.parsed_options
     requests, late = stats.get("chat", "POST"), stats.get("late", "STREAM")
     late_p99_s = late.get_response_time_percentile(0.99) / 1000 if late.num_requests else None
     print(verdict(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))
-    options = environment.parsed_options
-    good = sum(_session.good.values()) if _session.good else _session.load.good if _session.load else 0
+    good = _session.load.good if _session.load else sum(_session.good.values())
     seconds = (stats.last_request_timestamp or 0) - (stats.start_time or 0)
     print(
         f"goodput {good / seconds if seconds > 0 else 0:.2f} requests/s "
         f"(TTFT within {options.slo_ttft_ms:g} ms and TPOT within {options.slo_tpot_ms:g} ms)"
     )
-
-
-@events.quitting.add_listener
-def _quitting(environment: Environment, **_: Any) -> None:
-    if environment.stats.total.num_failures and not environment.process_exit_code:
-        environment.process_exit_code = 1
 
 
 class StreamingUser(HttpUser):

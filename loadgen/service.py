@@ -33,7 +33,7 @@ class Service:
         self.url = url.rstrip("/")
         self._metrics = list(metrics)
         self._settled: dict[str, float] | None = None
-        self._http = httpx.Client(timeout=60, headers={"Authorization": f"Bearer {key}"})
+        self._http = httpx.Client(timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def status(self) -> dict[str, Any]:
         """GET /eldr/status; BadInput if nothing of ours answers."""
