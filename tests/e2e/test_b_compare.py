@@ -60,8 +60,9 @@ def test_a_comparison_is_stopped_goes_on_and_reports(service: Service, tmp_path:
     assert plain["requests"] == banded["requests"] > 0
     for row in result["rows"]:
         assert row["failures"] == 0
-        assert 4 <= row["active_experts"] <= 64
-        assert row["batch_size"] >= 1
+        # Ray gives sums of histograms by the middles of their buckets: 4 counts as 3, 1 as 0.5.
+        assert 3 <= row["active_experts"] <= 64
+        assert row["batch_size"] >= 0.5
         assert row["tpot_p50_ms_low"] <= row["tpot_p50_ms"] <= row["tpot_p50_ms_high"]
         assert 0 < row["handover_p50_ms"] < row["ttft_p50_ms"]
     assert banded["tpot_p50_ms_baseline"] == "shortest-queue"
