@@ -25,7 +25,8 @@ $(STAMP): pyproject.toml
 
 # The report's test opens it in a browser.
 browser: ## install Debian's chromium if there is no Chromium
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	command -v google-chrome >/dev/null || \
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/test_report.py fails' >&2
 
