@@ -222,7 +222,10 @@ def _verdict(blocks: list[Block], failures: int) -> tuple[str, bool]:
 
 
 def _print(console: Console, lines: list[dict[str, Any]]) -> None:
-    table = Table(title="value [95 % interval] difference to the best policy by load alone")
+    table = Table(
+        title="value [95 % interval], difference to the best policy by load alone [its interval]",
+        show_lines=True,
+    )
     for name in lines[0]:
         table.add_column(name, justify="left" if name == "figure" else "right")
     for line in lines:

@@ -11,7 +11,7 @@ _STYLE = (
     "body{font:15px sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}img{max-width:100%}"
     "td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid #ccc}"
-    "td:first-child,th:first-child{text-align:left}.bad{color:#b00020;font-weight:bold}"
+    "td{white-space:pre-line}td:first-child,th:first-child{text-align:left;white-space:nowrap}.bad{color:#b00020;font-weight:bold}"
 )
 
 

@@ -58,7 +58,7 @@ def html_report(
         paragraph(verdict, "bad" if bad else ""),
         table(figures_table(rows)),
         paragraph(
-            "[low, high]: 95 % interval. After it, the difference in % to the best policy by load alone "
+            "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
             "in that figure, with its own interval: where that holds 0, nothing was shown. " + notes
         ),
         picture("Time per output token", _percentiles(rows, "tpot"), "TPOT p50 and p99 with intervals"),
@@ -79,7 +79,7 @@ def _with_interval(row: dict[str, Any], key: str) -> str:
     change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
     if low is None or high is None:
         return text
-    return f"{text} {change:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    return f"{text}\n{change:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
 def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
