@@ -57,7 +57,7 @@ class Load:
 
     def _stream(self, workers: int) -> Iterator[Arrival]:
         options = self.options
-        if options.max_tokens is not None and options.max_tokens < 1:
+        if options.max_tokens < (0 if options.trace else 1):
             raise WorkloadError(f"--max-tokens is {options.max_tokens}, it must be above 0")
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
@@ -67,12 +67,12 @@ class Load:
                 read_trace(Path(options.trace)),
                 prompts,
                 speed=options.trace_speed,
-                max_prompt_tokens=options.max_prompt_tokens,
-                max_tokens=options.max_tokens,
+                max_prompt_tokens=options.max_prompt_tokens or None,
+                max_tokens=options.max_tokens or None,
                 chars_per_token=options.chars_per_token,
                 seed=options.seed,
             )
-        shape = {"max_tokens": options.max_tokens or 64, "seed": options.seed, "workers": workers}
+        shape = {"max_tokens": options.max_tokens, "seed": options.seed, "workers": workers}
         if options.rate:
             return open_loop(prompts, options.rate, **shape)
         return closed_loop(prompts, **shape)

@@ -47,12 +47,19 @@ def _arguments(parser: LocustArgumentParser) -> None:
         "--trace", default="", help="trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"
     )
     group.add_argument("--trace-speed", type=float, default=1.0, help="times faster than recorded")
+    # Defaults are numbers, as locust's page keeps the type of what it changes.
     group.add_argument(
-        "--max-prompt-tokens", type=int, help="shorten all prompts of a trace so that its longest has these"
+        "--max-prompt-tokens",
+        type=int,
+        default=0,
+        help="shorten all prompts of a trace so that its longest has these; 0: as recorded",
     )
     group.add_argument("--chars-per-token", type=float, default=4.0, help="characters a token, for a trace")
     group.add_argument(
-        "--max-tokens", type=int, help="output tokens a request, at most; default 64, or as in the trace"
+        "--max-tokens",
+        type=int,
+        default=64,
+        help="output tokens a request, at most; 0 with a trace: as recorded",
     )
     group.add_argument("--ignore-eos", action="store_true", help="generate all of them")
     group.add_argument("--temperature", type=float, default=0.8, help="sampling temperature")

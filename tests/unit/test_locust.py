@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +194,44 @@ def test_bad_input_is_one_sentence_and_nothing_is_sent(
     assert len(said) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert not service.bodies
+
+
+def test_locusts_own_page_drives_one_load_after_the_other(service: FakeService, tmp_path: Path) -> None:
+    page = f"http://127.0.0.1:{service.server_address[1] + 2}"
+    process = subprocess.Popen(
+        [*BASE, "--host", service.url, "--web-host", "127.0.0.1", "--web-port", page.rpartition(":")[2],
+         "--record", str(tmp_path / "record.jsonl")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        _wait(lambda: _get(page).status_code == 200)
+        for rate, expected in (("20", 20), ("10", 10)):
+            form = {"user_count": 16, "spawn_rate": 16, "rate": rate, "max_tokens": 3, "run_time": "2s"}
+            answer = requests.post(f"{page}/swarm", data=form, timeout=10)
+            assert answer.json()["success"], answer.text
+            _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "running")
+            _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "stopped")
+            found = {s["name"]: s["num_requests"] for s in _get(f"{page}/stats/requests").json()["stats"]}
+            assert expected * 2 * 0.5 < found["chat"] < expected * 2 * 1.5
+            assert found["ttft"] == found["tpot"] == found["late"] == found["chat"]
+            assert "ttft" in _get(f"{page}/stats/report").text
+    finally:
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert said.count("none failed") == 2, said
+
+
+def _get(url: str) -> requests.Response:
+    try:
+        return requests.get(url, timeout=10)
+    except requests.ConnectionError:
+        answer = requests.Response()
+        answer.status_code = 0
+        return answer
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float = 40) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
