@@ -200,6 +200,7 @@ def test_locusts_own_page_drives_one_load_after_the_other(service: FakeService, 
     page = f"http://127.0.0.1:{service.server_address[1] + 2}"
     process = subprocess.Popen(
         [*BASE, "--host", service.url, "--web-host", "127.0.0.1", "--web-port", page.rpartition(":")[2],
+         "--stop-timeout", "20",
          "--record", str(tmp_path / "record.jsonl")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -212,7 +213,7 @@ def test_locusts_own_page_drives_one_load_after_the_other(service: FakeService, 
             _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "running")
             _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "stopped")
             found = {s["name"]: s["num_requests"] for s in _get(f"{page}/stats/requests").json()["stats"]}
-            assert expected * 2 * 0.5 < found["chat"] < expected * 2 * 1.5
+            assert expected * 2 * 0.4 < found["chat"] < expected * 2 * 1.5
             assert found["ttft"] == found["tpot"] == found["late"] == found["chat"]
             assert "ttft" in _get(f"{page}/stats/report").text
     finally:
