@@ -148,6 +148,7 @@ def _measure(
     done: dict[Step, Block] = {}
     load_s = shape.warm_up_s + shape.seconds
     start = time.perf_counter()
+    console.print(f"{len(steps)} blocks to measure, at least {len(steps) * load_s / 60:.1f} min")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(steps) * load_s)
