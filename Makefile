@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-unit test-engine test-e2e lint format demo bench clean
+.PHONY: help setup browser test test-unit test-engine test-e2e lint format demo bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -23,10 +23,17 @@ $(STAMP): pyproject.toml
 	@if [ '$(EXTRA)' = cpu ]; then $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@
 
-test: setup ## the whole suite: unit, engine and end to end, on real engines
+# The report's test opens it in a browser.
+browser: ## install Debian's chromium if there is no Chromium
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	command -v google-chrome >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	echo 'no Chromium: install it (Debian: chromium), or tests/unit/test_report.py fails' >&2
+
+test: setup browser ## the whole suite: unit, engine and end to end, on real engines
 	$(BIN)/python -m pytest
 
-test-unit: setup ## the fast part: no engine, no Ray
+test-unit: setup browser ## the fast part: no engine, no Ray
 	$(BIN)/python -m pytest tests/unit
 
 test-engine: setup ## the engine extension on a real vLLM CPU engine

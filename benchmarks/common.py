@@ -11,11 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from eldr_serve.files import write_whole
+from loadgen.stats import median_ci
+
+__all__ = ["RESULTS", "environment", "median_ci", "publish", "time_calls", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,19 +45,16 @@ def publish(
     Console().print(table)
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"name": name, **environment(), "seed": seed, "inputs": inputs, "rows": rows, "notes": notes}
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_result(path, name, rows, inputs=inputs, seed=seed, notes=notes)
     return path
 
 
-def median_ci(
-    values: list[float], *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
-) -> tuple[float, float, float]:
-    """Median and its bootstrap confidence interval (low, high)."""
-    data = np.asarray(values)
-    medians = np.median(np.random.default_rng(seed).choice(data, (draws, len(data))), axis=1)
-    low, high = np.quantile(medians, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(np.median(data)), float(low), float(high)
+def write_result(
+    path: Path, name: str, rows: list[dict[str, Any]], *, inputs: dict[str, Any], seed: int, notes: str
+) -> None:
+    """Write rows with what they came from, whole or not at all."""
+    result = {"name": name, **environment(), "seed": seed, "inputs": inputs, "rows": rows, "notes": notes}
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def time_calls(call: Callable[[int], object], *, calls: int, warm_up: int = 50) -> list[float]:

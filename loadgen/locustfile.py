@@ -3,26 +3,38 @@
     locust -f loadgen/locustfile.py --headless --host http://127.0.0.1:8000 \\
         --prompts prompts/ --rate 4 --users 64 --spawn-rate 64 --run-time 60s --record requests.jsonl
 
-`--rate R` sends R requests/s in all with exponential gaps (Poisson arrivals, as long as a user is
-free; give enough users); without it each user sends its next request when the last one ended. One
-JSON line a request goes to `--record`. Statistics named `ttft` and `tpot` are in ms.
+Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. A request
+is due by the clock, whatever the server does, as long as one of `--users` is free; how late each was sent
+is recorded. What is due within `--run-time`, or the whole trace, is sent, and the run ends with the last
+answer. Closed loop, without either: each user sends its next request when its last one ended. With
+`--master` and `--worker` each worker sends its share.
+
+One JSON line a request goes to `--record`, as it ends. Times are in s: due_s, sent_s and late_s from the
+start of the load, the others from the sending. Statistics of type STREAM are in ms.
 """
 
 from __future__ import annotations
 
-import json
-import random
-import threading
+import sys
 import time
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+from urllib.parse import quote
 
+import gevent
+from gevent import GreenletExit
 from locust import HttpUser, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.exception import StopUser
+from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
+from loadgen.arrivals import Arrival
+from loadgen.load import Load, verdict
 from loadgen.sse import StreamError, StreamTiming, read_stream
-from loadgen.workload import Prompt, WorkloadError, read_prompts
+from loadgen.workload import WorkloadError
+
+_STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
+_TIMEOUT_S = 300  # without a byte
 
 
 @events.init_command_line_parser.add_listener
@@ -31,66 +43,157 @@ def _arguments(parser: LocustArgumentParser) -> None:
     group.add_argument("--prompts", default="demo_model/prompts", help="JSONL file or folder of prompts")
     group.add_argument("--model", default="eldr-demo", help="model id to ask for")
     group.add_argument("--rate", type=float, default=0.0, help="requests/s in all; 0: closed loop")
-    group.add_argument("--max-tokens", type=int, default=64, help="output tokens a request, at most")
-    group.add_argument("--ignore-eos", action="store_true", help="generate all of --max-tokens")
+    group.add_argument(
+        "--trace", default="", help="trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"
+    )
+    group.add_argument("--trace-speed", type=float, default=1.0, help="times faster than recorded")
+    # Defaults are numbers, as locust's page keeps the type of what it changes.
+    group.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=0,
+        help="shorten all prompts of a trace so that its longest has these; 0: as recorded",
+    )
+    group.add_argument("--chars-per-token", type=float, default=4.0, help="characters a token, for a trace")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=64,
+        help="output tokens a request, at most; 0 with a trace: as recorded",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="generate all of them")
     group.add_argument("--temperature", type=float, default=0.8, help="sampling temperature")
+    group.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="objective of goodput, ms")
+    group.add_argument("--slo-tpot-ms", type=float, default=100.0, help="objective of goodput, ms")
     group.add_argument("--record", default="", help="file for one JSON line a request")
     group.add_argument("--seed", type=int, default=0, help="seed of the order of prompts and of arrivals")
 
 
-class _Workload:
-    """The prompts in their order, the arrival times and the record; shared by all users."""
+class _Session:
+    """What this process knows of the run: its load, its share and, on a master, the workers' counts."""
 
-    def __init__(self, options: Any) -> None:
-        if options.rate < 0:
-            raise WorkloadError(f"--rate is {options.rate}, it must be 0 or more requests/s")
-        self.options = options
-        self._prompts = read_prompts([Path(options.prompts)])
-        self._rng = random.Random(options.seed)
-        self._rng.shuffle(self._prompts)
-        self._next = 0
-        self._due = time.monotonic()
-        self._lock = threading.Lock()
-        self._record: TextIO | None = open(options.record, "w") if options.record else None  # noqa: SIM115
+    load: Load | None = None
+    index = 0
+    workers = 1
+    horizon_s: float | None = None
+    summarised = False
+    good: dict[str, int]
+    finished: set[str]
 
-    def take(self) -> tuple[Prompt, float]:
-        """The next prompt, and how long to wait before it is due, s."""
-        with self._lock:
-            prompt = self._prompts[self._next % len(self._prompts)]
-            self._next += 1
-            if not self.options.rate:
-                return prompt, 0.0
-            self._due += self._rng.expovariate(self.options.rate)
-            return prompt, max(0.0, self._due - time.monotonic())
-
-    def record(self, line: dict[str, Any]) -> None:
-        if self._record is not None:
-            with self._lock:
-                self._record.write(json.dumps(line) + "\n")
-                self._record.flush()
-
-    def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
+    def __init__(self) -> None:
+        self.good, self.finished = {}, set()
 
 
-_workload: _Workload
+_session = _Session()
 
 
 @events.init.add_listener
 def _init(environment: Environment, **_: Any) -> None:
-    global _workload
+    runner = environment.runner
+    if isinstance(runner, WorkerRunner):
+        runner.register_message("eldr_share", _take_share)
+        return
+    if isinstance(runner, MasterRunner):
+        runner.register_message("eldr_done", _worker_done)
+    options = environment.parsed_options
     try:
-        _workload = _Workload(environment.parsed_options)
+        # Reads everything, so that bad input ends the command before a request is sent.
+        Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
     except WorkloadError as error:
-        raise SystemExit(f"locust: {error}") from None
+        print(f"locust: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if options.headless and (options.rate or options.trace):
+        # Locust would stop users that still wait for what is due; an open loop ends with its last answer.
+        _session.horizon_s, options.run_time = options.run_time, None
+
+
+@events.test_start.add_listener
+def _begin(environment: Environment, **_: Any) -> None:
+    runner, options = environment.runner, environment.parsed_options
+    _session.good, _session.finished, _session.summarised = {}, set(), False
+    if not (isinstance(runner, WorkerRunner) or options.headless):
+        _session.horizon_s = options.run_time or None
+    if isinstance(runner, MasterRunner):
+        clients = sorted(runner.clients)
+        _session.workers = len(clients)
+        for index, client in enumerate(clients):
+            share = {"index": index, "workers": len(clients), "horizon_s": _session.horizon_s}
+            runner.send_message("eldr_share", share, client_id=client)
+        return
+    try:
+        _session.load = Load(
+            options, index=_session.index, workers=_session.workers, horizon_s=_session.horizon_s
+        )
+    except WorkloadError as error:
+        print(f"locust: {error}", file=sys.stderr)
+        environment.process_exit_code = 2
+        runner.quit()
+
+
+@events.spawning_complete.add_listener
+def _clock_starts(user_count: int, **_: Any) -> None:
+    if _session.load:
+        _session.load.begin()
+
+
+def _take_share(environment: Environment, msg: Any, **_: Any) -> None:
+    _session.index, _session.workers = msg.data["index"], msg.data["workers"]
+    _session.horizon_s = msg.data["horizon_s"]
+
+
+def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
+    _session.finished.add(msg.node_id)
+    if len(_session.finished) == _session.workers:
+        _end(environment)
+
+
+def _end(environment: Environment) -> None:
+    """End a finite load; without --headless a person may start the next."""
+    runner = environment.runner
+    gevent.spawn(runner.quit if environment.parsed_options.headless else runner.stop)  # it kills users
+
+
+@events.report_to_master.add_listener
+def _report_good(client_id: str, data: dict[str, Any]) -> None:
+    data["eldr_good"] = _session.load.good if _session.load else 0
+
+
+@events.worker_report.add_listener
+def _take_good(client_id: str, data: dict[str, Any]) -> None:
+    _session.good[client_id] = data.get("eldr_good", 0)
+
+
+@events.test_stop.add_listener
+def _load_ended(environment: Environment, **_: Any) -> None:
+    if _session.load:
+        _session.load.close()
+    if isinstance(environment.runner, LocalRunner):
+        _summarise(environment)
 
 
 @events.quitting.add_listener
 def _quitting(environment: Environment, **_: Any) -> None:
-    _workload.close()
-    if environment.stats.total.num_failures:
+    if isinstance(environment.runner, MasterRunner):
+        _summarise(environment)  # only now are all workers' last reports here
+    if environment.stats.total.num_failures and not environment.process_exit_code:
         environment.process_exit_code = 1
+
+
+def _summarise(environment: Environment) -> None:
+    """Print the verdict, once a load."""
+    if _session.summarised:
+        return
+    _session.summarised = True
+    stats, options = environment.stats, environment.parsed_options
+    requests, late = stats.get("chat", "POST"), stats.get("late", "STREAM")
+    late_p99_s = late.get_response_time_percentile(0.99) / 1000 if late.num_requests else None
+    print(verdict(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))
+    good = _session.load.good if _session.load else sum(_session.good.values())
+    seconds = (stats.last_request_timestamp or 0) - (stats.start_time or 0)
+    print(
+        f"goodput {good / seconds if seconds > 0 else 0:.2f} requests/s "
+        f"(TTFT within {options.slo_ttft_ms:g} ms and TPOT within {options.slo_tpot_ms:g} ms)"
+    )
 
 
 class StreamingUser(HttpUser):
@@ -98,13 +201,37 @@ class StreamingUser(HttpUser):
 
     @task
     def complete(self) -> None:
-        prompt, wait_s = _workload.take()
-        time.sleep(wait_s)
-        options = _workload.options
+        load = _session.load
+        if load is None:  # this process could not begin
+            raise StopUser
+        arrival = load.take()
+        if arrival is None:
+            self._end_if_last(load)
+            raise StopUser
+        line: dict[str, Any] = {
+            "number": arrival.number,
+            "id": arrival.prompt.id,
+            "domain": arrival.prompt.domain,
+            "due_s": arrival.due_s,
+            "sent_s": load.now_s(),
+        }
+        line["late_s"] = None if arrival.due_s is None else line["sent_s"] - arrival.due_s
+        try:
+            self._send(load, arrival, line)
+        except GreenletExit:
+            line["error"] = "the run was stopped before the answer ended"
+            raise
+        finally:
+            load.done(line)
+            self._fire(line)
+            self._end_if_last(load)
+
+    def _send(self, load: Load, arrival: Arrival, line: dict[str, Any]) -> None:
+        options = load.options
         body = {
             "model": options.model,
-            "messages": [{"role": "user", "content": prompt.text}],
-            "max_tokens": options.max_tokens,
+            "messages": [{"role": "user", "content": arrival.prompt.text}],
+            "max_tokens": arrival.max_tokens,
             "temperature": options.temperature,
             "ignore_eos": options.ignore_eos,
             "seed": options.seed,
@@ -112,41 +239,71 @@ class StreamingUser(HttpUser):
             "stream_options": {"include_usage": True},
         }
         start = time.perf_counter()
-        line: dict[str, Any] = {"id": prompt.id, "domain": prompt.domain, "sent_s": time.time()}
         with self.client.post(
-            "/v1/chat/completions", json=body, stream=True, catch_response=True, name="chat"
+            "/v1/chat/completions",
+            json=body,
+            headers={"x-eldr-domain": quote(arrival.prompt.domain)} if arrival.prompt.domain else {},
+            stream=True,
+            timeout=_TIMEOUT_S,
+            catch_response=True,
+            name="chat",
         ) as response:
             try:
+                if response.error:
+                    raise StreamError(str(response.error))
                 if response.status_code != 200:
                     raise StreamError(f"HTTP {response.status_code}: {response.text[:200]}")
-                timing = read_stream(response.iter_lines(chunk_size=None), start)
-                line |= {
-                    "worker": response.headers.get("x-eldr-decode-worker"),
-                    "band": response.headers.get("x-eldr-band"),
-                }
-                self._report(timing, line)
+                line |= _from_headers(response.headers)
+                line |= _times(read_stream(response.iter_lines(chunk_size=None), start))
                 response.success()
             except (StreamError, OSError) as error:
                 line["error"] = str(error)
                 response.failure(str(error))
-        _workload.record(line)
 
-    def _report(self, timing: StreamTiming, line: dict[str, Any]) -> None:
-        line |= {
-            "ttft_s": timing.ttft_s,
-            "tpot_s": timing.tpot_s,
-            "tokens": timing.completion_tokens,
-            "end_s": timing.token_times_s[-1] if timing.token_times_s else None,
-            "finish_reason": timing.finish_reason,
-        }
-        for name in ("ttft", "tpot"):
-            seconds = line[f"{name}_s"]
+    def _fire(self, line: dict[str, Any]) -> None:
+        for name in _STREAM_STATS:
+            seconds = line.get(f"{name}_s")
             if seconds is not None:
                 self.environment.events.request.fire(
                     request_type="STREAM",
                     name=name,
                     response_time=1000 * seconds,
-                    response_length=timing.completion_tokens or 0,
+                    response_length=line.get("tokens") or 0,
                     exception=None,
                     context={},
                 )
+
+    def _end_if_last(self, load: Load) -> None:
+        runner = self.environment.runner
+        if not load.over():
+            return
+        if isinstance(runner, WorkerRunner):
+            runner.send_message("eldr_done", {})
+        else:
+            _end(self.environment)
+
+
+def _from_headers(headers: Any) -> dict[str, Any]:
+    handover_ms = headers.get("x-eldr-handover-ms")
+    return {
+        "worker": headers.get("x-eldr-decode-worker"),
+        "band": headers.get("x-eldr-band"),
+        "policy": headers.get("x-eldr-policy"),
+        "handover_s": None if handover_ms is None else float(handover_ms) / 1000,
+    }
+
+
+def _times(timing: StreamTiming) -> dict[str, Any]:
+    return {
+        "ttft_s": timing.ttft_s,
+        "tpot_s": timing.tpot_s,
+        "itl_s": [round(gap, 6) for gap in timing.itl_s],
+        "end_s": timing.end_s,
+        "tokens": timing.completion_tokens,
+        "prompt_tokens": timing.prompt_tokens,
+        "finish_reason": timing.finish_reason,
+    }
+
+
+def _without_record(options: Any) -> Any:
+    return type(options)(**{**vars(options), "record": ""})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ class StreamTiming:
     token_times_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
     text: str = ""
 
     @property
@@ -34,6 +36,16 @@ class StreamTiming:
             return None
         tokens = self.completion_tokens or len(self.token_times_s)
         return (self.token_times_s[-1] - self.token_times_s[0]) / max(1, tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Gaps between tokens; 0 between tokens that came together in one chunk."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
+
+    @property
+    def end_s(self) -> float | None:
+        """Time to the last token."""
+        return self.token_times_s[-1] if self.token_times_s else None
 
 
 def read_stream(
@@ -69,6 +81,7 @@ def read_stream(
 def _take(event: dict[str, Any], timing: StreamTiming, now_s: float) -> None:
     if usage := event.get("usage"):
         timing.completion_tokens = usage.get("completion_tokens")
+        timing.prompt_tokens = usage.get("prompt_tokens")
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         piece = choice.get("text") or delta.get("content")

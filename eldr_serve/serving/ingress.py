@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from eldr_serve.serving.compat import (
     DEFAULT_ENDPOINTS,
@@ -147,6 +147,11 @@ class EldrIngress(OpenAiIngress):
         if lease is not None:
             response.headers["x-eldr-decode-worker"] = lease.replica
             response.headers["x-eldr-band"] = str(lease.band)
+            response.headers["x-eldr-policy"] = lease.policy
+        # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
+        handover_s: float | None = getattr(request.state, "eldr_handover_s", None)
+        if handover_s is not None and isinstance(response, StreamingResponse):
+            response.headers["x-eldr-handover-ms"] = f"{1000 * handover_s:.3f}"
         return response
 
     async def _get_response(
@@ -166,7 +171,8 @@ class EldrIngress(OpenAiIngress):
             call_method,
             RawRequestInfo.from_starlette_request(raw_request) if raw_request else None,
             domain=raw_request.headers.get(DOMAIN_HEADER) if raw_request else None,
-            placed=lambda lease: _note(raw_request, lease),
+            placed=lambda lease: _note(raw_request, "eldr_lease", lease),
+            handed_over=lambda seconds: _note(raw_request, "eldr_handover_s", seconds),
         )
         try:
             async for chunk in stream:
@@ -247,6 +253,6 @@ def _refusal(message: str, status: int, retry_after_s: int | None = None) -> JSO
     return JSONResponse(error, status, headers)
 
 
-def _note(raw_request: Request | None, lease: Lease) -> None:
+def _note(raw_request: Request | None, name: str, value: Any) -> None:
     if raw_request is not None:
-        raw_request.state.eldr_lease = lease
+        setattr(raw_request.state, name, value)

@@ -86,6 +86,7 @@ class RequestPath:
         *,
         domain: str | None = None,
         placed: Callable[[Lease], None] = lambda lease: None,
+        handed_over: Callable[[float], None] = lambda seconds: None,
     ) -> AsyncGenerator[Any, None]:
         """Yield what the decode engine answers (chunks of a stream, or one response).
 
@@ -93,6 +94,7 @@ class RequestPath:
             method: "chat" or "completions".
             domain: the client's own name for the kind of request, for policy `domain`.
             placed: told of each lease as it is made.
+            handed_over: told the time from the end of prefill to the first answer of decode, s.
 
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
@@ -117,6 +119,8 @@ class RequestPath:
                     first = await anext(stream, None)
                     if first is not None and not _engine_failed(first):
                         if not isinstance(first, ErrorResponse):
+                            if prefilled is not None:
+                                handed_over(time.monotonic() - prefilled.done_at)
                             prefilled = None  # read by the decode engine, which tells the prefill engine
                         yield first
                         async for chunk in stream:

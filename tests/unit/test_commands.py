@@ -108,7 +108,9 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], 
     assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
 
 
-@pytest.mark.parametrize("module", ["offline.fit", "offline.refit", "offline.calibrate", "offline.demo"])
+@pytest.mark.parametrize(
+    "module", ["offline.fit", "offline.refit", "offline.calibrate", "offline.demo", "loadgen.compare"]
+)
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")
     assert done.returncode == 0

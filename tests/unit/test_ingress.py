@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse, StreamingResponse
 
 from eldr_serve.serving.errors import Overloaded, SwapRefused
 from eldr_serve.serving.ingress import EldrIngress, IngressOptions
+from eldr_serve.serving.messages import Lease
 
 
 class Client:
@@ -78,3 +80,18 @@ async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "7"
     assert json.loads(answer.body)["error"]["type"] == "overloaded"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_names_its_policy_and_a_stream_its_hand_over(streamed: bool) -> None:
+    asked = request()
+    asked.state.eldr_lease = Lease("r", "decode-a", 3, band=2, policy="random")
+    asked.state.eldr_handover_s = 0.0125
+
+    async def endpoint(*_: Any) -> Any:
+        return StreamingResponse(iter(())) if streamed else JSONResponse({})
+
+    headers = (await ingress()._admitted(endpoint, None, asked)).headers
+    assert headers["x-eldr-decode-worker"] == "decode-a"
+    assert (headers["x-eldr-band"], headers["x-eldr-policy"]) == ("2", "random")
+    assert headers.get("x-eldr-handover-ms") == ("12.500" if streamed else None)

@@ -147,6 +147,21 @@ async def test_prefill_then_place_then_decode() -> None:
     assert not world.prefill.released
 
 
+@pytest.mark.parametrize(("fields", "times"), [({}, 1), ({"n": 2}, 0)])
+async def test_the_hand_over_is_timed_once_where_there_is_one(fields: dict[str, int], times: int) -> None:
+    async def slow_decode(request: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.05)
+        async for chunk in good_decode(request):
+            yield chunk
+
+    told: list[float] = []
+    request = CompletionRequest(model="m", prompt="hello", max_tokens=5, **fields)
+    stream = World(decode=slow_decode).path.generate(request, "completions", handed_over=told.append)
+    assert len([chunk async for chunk in stream]) == 3
+    assert len(told) == times
+    assert all(0.05 <= seconds < 1 for seconds in told)
+
+
 async def test_a_prefill_without_signature_is_placed_all_the_same() -> None:
     class Bare(PrefillAnswer):
         kv_transfer_params = {"do_remote_prefill": True}  # noqa: RUF012

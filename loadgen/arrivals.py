@@ -1,0 +1,83 @@
+"""Which request is due when. Pure and seeded: every process that asks sees the same stream.
+
+A stream is an iterator of Arrival. Distributed load generators make the whole stream each and take
+their share of it, so that together they send what one would have sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from loadgen.workload import Prompt, WorkloadError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request: what to send, and when."""
+
+    number: int  # in the whole stream, from 0
+    due_s: float | None  # from the start of the load, s; None: as soon as a user is free
+    prompt: Prompt
+    max_tokens: int  # output tokens, at most
+
+
+def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+    """Endless times, s, with exponential gaps.
+
+    Args:
+        rate: mean requests/s; WorkloadError unless it is above 0.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise WorkloadError(f"the rate is {rate}, it must be above 0 requests/s")
+    return _poisson(rate, random.Random(f"{seed}/arrivals"))
+
+
+def open_loop(
+    prompts: list[Prompt], rate: float, *, max_tokens: int, seed: int = 0, workers: int = 1
+) -> Iterator[Arrival]:
+    """Poisson arrivals over the shuffled prompts, which repeat when all were sent.
+
+    Args:
+        rate: requests/s over all workers.
+        workers: shares that will be taken; no prompt is in two of them.
+    """
+    texts = _cycle(prompts, seed, workers)
+    return (
+        Arrival(number, due_s, prompt, max_tokens)
+        for number, (due_s, prompt) in enumerate(zip(poisson(rate, seed), texts, strict=False))
+    )
+
+
+def closed_loop(
+    prompts: list[Prompt], *, max_tokens: int, seed: int = 0, workers: int = 1
+) -> Iterator[Arrival]:
+    """The shuffled prompts, each due when a user is free."""
+    texts = _cycle(prompts, seed, workers)
+    return (Arrival(number, None, prompt, max_tokens) for number, prompt in enumerate(texts))
+
+
+def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arrival]:
+    """Every `workers`-th arrival, from number `index` on."""
+    return itertools.islice(stream, index, None, workers)
+
+
+def until(stream: Iterable[Arrival], horizon_s: float) -> Iterator[Arrival]:
+    """The arrivals that are due before the horizon, s from the start; those without a time are all."""
+    return itertools.takewhile(lambda arrival: arrival.due_s is None or arrival.due_s < horizon_s, stream)
+
+
+def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
+    return itertools.accumulate(rng.expovariate(rate) for _ in itertools.count())
+
+
+def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:
+    if len(prompts) < workers:
+        raise WorkloadError(f"{len(prompts)} prompts are too few for {workers} workers")
+    order = list(prompts)
+    random.Random(seed).shuffle(order)
+    # A whole number of rounds of the workers: when the prompts repeat, each worker meets its own again.
+    return itertools.cycle(order[: len(order) - len(order) % workers])

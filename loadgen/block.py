@@ -1,0 +1,166 @@
+"""One block: a stretch of open-loop load under one policy, on engines that keep running."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadgen.service import Service
+from offline.cli import BadInput
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is sent in every block."""
+
+    prompts: str
+    model: str
+    rate: float  # requests/s
+    seconds: int  # measured
+    warm_up_s: int  # before it; its requests are in no figure
+    users: int  # requests in flight, at most
+    max_tokens: int
+    temperature: float
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """("locality-band", {"band": 0.1}) of `locality-band:band=0.1`; further parameters after a colon."""
+    name, *pairs = text.split(":")
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise BadInput(f"{text!r} is no policy: write name:parameter=value")
+        try:
+            parameters[key] = json.loads(value)
+        except ValueError:
+            parameters[key] = value
+    return name, parameters
+
+
+@dataclass
+class Block:
+    """What came of it."""
+
+    policy: str
+    round: int
+    requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
+    engines: dict[str, float] | None = None  # increase of Service.decode_totals, warm-up included
+    placed: int = 0
+    best: int = 0  # of these, on the worker most similar to the signature
+    load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
+
+    def measured(self, warm_up_s: float) -> list[dict[str, Any]]:
+        """Requests that were due after the warm-up."""
+        return [record for record in self.requests if record["due_s"] >= warm_up_s]
+
+    def to_json(self) -> dict[str, Any]:
+        """As read back by Block(**...)."""
+        return asdict(self)
+
+
+def drive(
+    service: Service,
+    block: Block,
+    shape: Shape,
+    *,
+    seed: int,
+    scratch: Path,
+    tick: Callable[[float], None] = lambda elapsed_s: None,
+) -> None:
+    """Set the policy, send the load, wait until all is answered, and fill the block.
+
+    Args:
+        block: its policy is one that parse_policy takes.
+        seed: of prompts and arrivals; the same seed sends the same requests at the same times.
+        scratch: folder for locust's log and its record.
+        tick: told the seconds since the load began, about twice a second.
+
+    Raises:
+        BadInput: the server refused the policy, or locust could not run.
+    """
+    service.set_policy(*parse_policy(block.policy))
+    service.wait_idle()
+    before, counters = service.settled_totals(at_rest=True), service.status().get("counters", {})
+    record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
+    with _watched(service, block):
+        _run_locust(_command(service.url, shape, seed, record), log, tick)
+    service.wait_idle()
+    after, now = service.settled_totals(), service.status().get("counters", {})
+    block.requests = [json.loads(line) for line in record.read_text().splitlines()]
+    record.unlink()
+    block.placed, block.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
+    if before is not None and after is not None:
+        block.engines = {key: after[key] - before[key] for key in after}
+
+
+def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
+    options = {
+        "--host": url,
+        "--prompts": Path(shape.prompts).resolve(),
+        "--model": shape.model,
+        "--rate": shape.rate,
+        "--users": shape.users,
+        "--spawn-rate": shape.users,
+        "--run-time": f"{shape.warm_up_s + shape.seconds}s",
+        "--max-tokens": shape.max_tokens,
+        "--temperature": shape.temperature,
+        "--record": record,
+        "--seed": seed,
+    }
+    flags = ["--headless", "--ignore-eos", "--only-summary"]
+    pairs = [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *flags, *pairs]
+
+
+def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) -> None:
+    start = time.perf_counter()
+    with log.open("a") as file:
+        size = file.tell()
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=LOCUSTFILE.parents[1])
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                tick(time.perf_counter() - start)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if process.returncode not in (0, 1):  # 1: requests failed; their records say which
+        said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise BadInput(f"locust ended with {process.returncode}: {said[-1]} (all of it in {log})")
+
+
+@contextmanager
+def _watched(service: Service, block: Block) -> Iterator[None]:
+    """Note each worker's requests in flight twice a second."""
+    stop = threading.Event()
+    start = time.perf_counter()
+
+    def watch() -> None:
+        while not stop.wait(0.5):
+            try:
+                workers = httpx.get(f"{service.url}/eldr/status", timeout=30).json().get("workers", [])
+            except (httpx.HTTPError, ValueError):
+                continue  # a gap in a picture
+            block.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()

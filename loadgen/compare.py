@@ -1,0 +1,238 @@
+"""Compare routing policies on engines that keep running.
+
+    python -m loadgen.compare --host http://127.0.0.1:8000 --policies shortest-queue,locality-band:band=0.1 \\
+        --prompts prompts/ --rate 4 --block-seconds 60 --rounds 4 --out out/compare
+
+Policies take turns in blocks of load, in an order drawn for each round. All policies of a round meet the
+same requests at the same times, so that a difference is theirs. A run that was stopped goes on where it
+was when it is called again with the same settings. The server gets its own policy back at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks.common import environment, write_result
+from eldr_serve.files import write_whole
+from loadgen.block import Block, Shape, drive, parse_policy
+from loadgen.figures import method, rows_of
+from loadgen.load import LATE_S, verdict
+from loadgen.plan import Folder, Step, order
+from loadgen.report import figures_table, html_report
+from loadgen.service import Service
+from loadgen.stats import Slo
+from loadgen.workload import read_prompts
+from offline.cli import BadInput, run
+
+_WIDTH = 120  # of the table, also where the output is not a terminal
+
+
+def compare(
+    policies: Annotated[str, typer.Option(help="Names by commas; name:parameter=value for parameters.")],
+    rate: Annotated[float, typer.Option(help="Requests/s, Poisson arrivals.")],
+    host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
+    prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts with domains.")] = Path(
+        "demo_model/prompts"
+    ),
+    block_seconds: Annotated[int, typer.Option(help="Measured part of a block, s.")] = 60,
+    warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Blocks of each policy.")] = 4,
+    users: Annotated[int, typer.Option(help="Requests in flight, at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of every request.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
+    model: Annotated[str, typer.Option(help="Model id to ask for.")] = "eldr-demo",
+    slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 100.0,
+    metrics: Annotated[
+        list[str] | None, typer.Option(help="Ray metrics endpoint of a node with decode engines; repeat it.")
+    ] = None,
+    admin_key_env: Annotated[str, typer.Option(help="Environment variable with the admin key.")] = (
+        "ELDR_ADMIN_KEY"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder for blocks, compare.json and report.html.")] = Path(
+        "out/compare"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals, order and bootstrap.")] = 0,
+) -> None:
+    """Compare policies under the same load; resume with the same settings."""
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    shape = Shape(str(prompts), model, rate, block_seconds, warm_up_seconds, users, max_tokens, temperature)
+    settings = _settings(names, shape, rounds, seed, host, prompts)
+    service = Service(host, os.environ.get(admin_key_env, ""), metrics or ())
+    folder = Folder(out, settings)
+    steps = order(names, rounds, seed)
+    blocks = {step: block for step in steps if (block := folder.load(step)) is not None}
+    console = Console(width=max(Console().width, _WIDTH))
+    if len(blocks) < len(steps):
+        try:
+            with _policy_restored(service, folder, names):
+                blocks |= _measure(service, folder, [s for s in steps if s not in blocks], shape, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped; the same command goes on from the blocks in {out}")
+            raise typer.Exit(130) from None
+    slo = Slo(slo_ttft_ms, slo_tpot_ms)
+    good = _publish(console, out, names, [blocks[s] for s in steps], shape, slo, settings, seed)
+    if not good:
+        raise typer.Exit(1)
+
+
+def _settings(
+    names: list[str], shape: Shape, rounds: int, seed: int, host: str, prompts: Path
+) -> dict[str, Any]:
+    """Everything that the figures depend on; BadInput if one of them cannot be used."""
+    if not (math.isfinite(shape.rate) and shape.rate > 0):
+        raise BadInput(f"--rate is {shape.rate}, it must be above 0 requests/s")
+    for option, value, least in (
+        ("--block-seconds", shape.seconds, 1),
+        ("--warm-up-seconds", shape.warm_up_s, 0),
+        ("--rounds", rounds, 1),
+        ("--users", shape.users, 1),
+        ("--max-tokens", shape.max_tokens, 1),
+        ("--seed", seed, 0),
+    ):
+        if value < least:
+            raise BadInput(f"{option} is {value}, it must be at least {least}")
+    if not names or len(set(names)) < len(names):
+        raise BadInput(f"--policies are {', '.join(names) or 'none'}: name each once")
+    for name in names:
+        parse_policy(name)
+    texts = "\0".join(f"{p.id}\0{p.domain}\0{p.text}" for p in read_prompts([prompts]))
+    return asdict(shape) | {
+        "policies": names,
+        "rounds": rounds,
+        "seed": seed,
+        "host": host,
+        "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(),
+    }
+
+
+@contextmanager
+def _policy_restored(service: Service, folder: Folder, names: list[str]) -> Iterator[None]:
+    """Check that the server takes every policy; at the end, however it comes, set its own again."""
+    status = service.status()
+    own = folder.restore or {"name": status["policy"], "parameters": status["parameters"]}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        service.set_policy(**own)  # a key that is refused is refused here, and nothing was changed
+        service.decode_totals()
+        try:
+            for name in names:
+                service.set_policy(*parse_policy(name))
+            folder.note(own)
+            yield
+        finally:
+            service.set_policy(**own)
+            folder.restored()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measure(
+    service: Service, folder: Folder, steps: list[Step], shape: Shape, console: Console
+) -> dict[Step, Block]:
+    done: dict[Step, Block] = {}
+    load_s = shape.warm_up_s + shape.seconds
+    start = time.perf_counter()
+    console.print(f"{len(steps)} blocks to measure, at least {len(steps) * load_s / 60:.1f} min")
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(steps) * load_s)
+        for number, step in enumerate(steps):
+            progress.update(bar, description=f"{step.policy}, round {step.round + 1}")
+            block = Block(step.policy, step.round)
+
+            def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
+                progress.update(bar, completed=first_s + min(elapsed_s, load_s))
+
+            drive(service, block, shape, seed=step.seed, scratch=folder.path, tick=tick)
+            folder.save(block, step)
+            done[step] = block
+            left_s = (time.perf_counter() - start) / len(done) * (len(steps) - len(done))
+            failed = sum("error" in record for record in block.requests)
+            progress.console.print(
+                f"round {step.round + 1}, {step.policy}: {len(block.requests)} requests, {failed} failed; "
+                f"about {left_s / 60:.1f} min left"
+            )
+    return done
+
+
+def _publish(
+    console: Console,
+    out: Path,
+    names: list[str],
+    blocks: list[Block],
+    shape: Shape,
+    slo: Slo,
+    settings: dict[str, Any],
+    seed: int,
+) -> bool:
+    """Print and write the figures; False if requests failed."""
+    rows = rows_of(names, blocks, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
+    failures = sum(row["failures"] for row in rows)
+    first_line, bad = _verdict(blocks, failures)
+    console.print(first_line, style="bold red" if bad else "bold")
+    notes = (
+        f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
+        "batch size are means over decode steps, warm-up included, by the middles of histogram buckets; "
+        "end is the time to the last token"
+    )
+    _print(console, figures_table(rows))
+    inputs = settings | {"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms}
+    write_result(out / "compare.json", "compare", rows, inputs=inputs, seed=seed, notes=notes)
+    report = html_report(
+        rows,
+        blocks,
+        verdict=first_line,
+        bad=bad,
+        notes=notes,
+        inputs=inputs,
+        machine=environment(),
+        warm_up_s=shape.warm_up_s,
+    )
+    write_whole(out / "report.html", report)
+    console.print(f"report: {out / 'report.html'}; figures: {out / 'compare.json'}")
+    return not failures
+
+
+def _verdict(blocks: list[Block], failures: int) -> tuple[str, bool]:
+    """The first line, and whether it says that the figures are not what they should be."""
+    records = [record for block in blocks for record in block.requests]
+    late_s = float(np.quantile([r["late_s"] for r in records], 0.99)) if records else None
+    foreign = sum(
+        r.get("policy") not in (None, parse_policy(b.policy)[0]) for b in blocks for r in b.requests
+    )
+    line = verdict(requests=len(records), failed=failures, late_p99_s=late_s)
+    if foreign:
+        line += f", {foreign} PLACED BY ANOTHER POLICY than the block's"
+    return line, bool(failures or foreign or not records or (late_s or 0) > LATE_S)
+
+
+def _print(console: Console, lines: list[dict[str, Any]]) -> None:
+    table = Table(
+        title="value [95 % interval], difference to the best policy by load alone [its interval]",
+        show_lines=True,
+    )
+    for name in lines[0]:
+        table.add_column(name, justify="left" if name == "figure" else "right")
+    for line in lines:
+        table.add_row(*line.values())
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run(compare)

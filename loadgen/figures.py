@@ -1,0 +1,139 @@
+"""The figures of a comparison: one row a policy, each value with its interval and against a baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from loadgen.block import Block
+from loadgen.stats import (
+    ROUNDS_TO_RESAMPLE,
+    Floats,
+    Interval,
+    Sample,
+    Slo,
+    interval,
+    relative_percent,
+    resampled_counts,
+)
+
+BASELINES = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")  # by load alone
+TIMES = ("ttft", "tpot", "itl", "end", "handover")
+QUANTILES = (0.5, 0.99)
+
+
+def method(rounds: int) -> str:
+    """What is resampled, in words."""
+    if rounds >= ROUNDS_TO_RESAMPLE:
+        return f"intervals: 95 %, cluster bootstrap over {rounds} rounds"
+    return (
+        f"intervals: 95 %, bootstrap over requests within {rounds} round(s); "
+        f"how rounds differ is not in them (from {ROUNDS_TO_RESAMPLE} rounds on it is)"
+    )
+
+
+def rows_of(
+    policies: list[str], blocks: list[Block], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
+) -> list[dict[str, Any]]:
+    """One row a policy, in the order of `policies`; None where there is no figure.
+
+    The baseline of a difference is the best of BASELINES in the run by that figure.
+    """
+    records = {
+        p: [(b.round, r) for b in blocks if b.policy == p for r in b.measured(warm_up_s)] for p in policies
+    }
+    arrivals = sorted({(round_, r["number"]) for found in records.values() for round_, r in found})
+    unit = {arrival: number for number, arrival in enumerate(arrivals)}
+    counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
+    measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
+    rows = [_counts(policy, [b for b in blocks if b.policy == policy], warm_up_s) for policy in policies]
+
+    def add(name: str, values: list[tuple[float, Floats]], *, more_is_better: bool = False) -> None:
+        best = _best(policies, [value for value, _ in values], more_is_better)
+        for number, (row, (value, draws)) in enumerate(zip(rows, values, strict=True)):
+            _put(row, name, interval(value, draws))
+            if best is not None and best != number:
+                _put(
+                    row,
+                    f"{name}_change_pct",
+                    relative_percent(value, values[best][0], draws, values[best][1]),
+                )
+                row[f"{name}_baseline"] = policies[best]
+
+    for key in TIMES:
+        samples = [_sample(records[p], unit, key) for p in policies]
+        drawn = [s.resampled(counts, QUANTILES) for s in samples]
+        for column, q in enumerate(QUANTILES):
+            add(
+                f"{key}_p{100 * q:.0f}_ms",
+                [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)],
+            )
+    good = [_good(records[p], unit, slo) for p in policies]
+    add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
+    return [{key: _known(value) for key, value in row.items()} for row in rows]
+
+
+def active_by_round(policies: list[str], blocks: list[Block]) -> dict[str, list[float]]:
+    """Mean active experts of a decode step, one value a block; empty where nothing was reported."""
+    return {
+        policy: [
+            b.engines["active"] / b.engines["steps"]
+            for b in blocks
+            if b.policy == policy and b.engines and b.engines["steps"]
+        ]
+        for policy in policies
+    }
+
+
+def _counts(policy: str, blocks: list[Block], warm_up_s: int) -> dict[str, Any]:
+    requests = [r for b in blocks for r in b.measured(warm_up_s)]
+    late = [1000 * r["late_s"] for r in requests]
+    engines = [b.engines for b in blocks if b.engines]
+    steps = sum(e["steps"] for e in engines) or math.nan
+    placed = sum(b.placed for b in blocks)
+    return {
+        "policy": policy,
+        "requests": len(requests),
+        "failures": sum("error" in r for b in blocks for r in b.requests),
+        "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
+        "active_experts": sum(e["active"] for e in engines) / steps,
+        "batch_size": sum(e["batch"] for e in engines) / steps,
+        "best_worker_share": sum(b.best for b in blocks) / placed if placed else math.nan,
+    }
+
+
+def _sample(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int], int], key: str) -> Sample:
+    values: list[float] = []
+    units: list[int] = []
+    for round_, record in records:
+        found = None if "error" in record else record.get(f"{key}_s")
+        for value in found if isinstance(found, list) else [] if found is None else [found]:
+            values.append(1000 * value)
+            units.append(unit[round_, record["number"]])
+    return Sample(np.array(values, float), np.array(units, int))
+
+
+def _good(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int], int], slo: Slo) -> Floats:
+    good = np.zeros(len(unit))
+    for round_, record in records:
+        good[unit[round_, record["number"]]] = slo.met(record)
+    return good
+
+
+def _best(policies: list[str], values: list[float], more_is_better: bool) -> int | None:
+    known = [
+        n for n, p in enumerate(policies) if p.partition(":")[0] in BASELINES and math.isfinite(values[n])
+    ]
+    choose: Callable[..., int] = max if more_is_better else min
+    return choose(known, key=values.__getitem__) if known else None
+
+
+def _put(row: dict[str, Any], name: str, found: Interval) -> None:
+    row[name], row[f"{name}_low"], row[f"{name}_high"] = found
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,132 @@
+"""The load of one generator process: its share of the arrivals, its clock, its record."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from loadgen.arrivals import Arrival, closed_loop, open_loop, share, until
+from loadgen.stats import Slo
+from loadgen.traces import read_trace, replay
+from loadgen.workload import WorkloadError, read_prompts
+
+LATE_S = 0.1  # a p99 of lateness above this means that users ran out: the load was not what was asked for
+
+
+class Load:
+    """Hands arrivals to users and keeps the record; users are greenlets of one process.
+
+    Args:
+        options: the command line, as in loadgen.locustfile.
+        index, workers: which share of the arrivals is sent from here.
+        horizon_s: no request that is due later is sent.
+
+    Raises:
+        WorkloadError: a workload, a trace or a value that cannot be used.
+    """
+
+    def __init__(
+        self, options: Any, *, index: int = 0, workers: int = 1, horizon_s: float | None = None
+    ) -> None:
+        self.options = options
+        self.slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
+        self.good = 0  # requests that kept the objectives
+        self._in_flight = 0
+        self._ended = False  # there is no further arrival
+        self._told = False
+        self._lock = threading.Lock()
+        self._arrivals = share(self._stream(workers), index, workers)
+        if horizon_s is not None:
+            self._arrivals = until(self._arrivals, horizon_s)
+        self._file: TextIO | None = None
+        if options.record:
+            path = Path(options.record)
+            if workers > 1:
+                path = path.with_name(f"{path.stem}.{index}{path.suffix}")
+            try:
+                self._file = path.open("w")
+            except OSError as error:
+                raise WorkloadError(f"the record cannot be written: {error}") from error
+        self._start: float | None = None
+        self._began = threading.Event()
+
+    def _stream(self, workers: int) -> Iterator[Arrival]:
+        options = self.options
+        if options.max_tokens < (0 if options.trace else 1):
+            raise WorkloadError(f"--max-tokens is {options.max_tokens}, it must be above 0")
+        prompts = read_prompts([Path(options.prompts)])
+        if options.trace:
+            if options.rate:
+                raise WorkloadError("--rate and --trace exclude each other: a trace has its own arrivals")
+            return replay(
+                read_trace(Path(options.trace)),
+                prompts,
+                speed=options.trace_speed,
+                max_prompt_tokens=options.max_prompt_tokens or None,
+                max_tokens=options.max_tokens or None,
+                chars_per_token=options.chars_per_token,
+                seed=options.seed,
+            )
+        shape = {"max_tokens": options.max_tokens, "seed": options.seed, "workers": workers}
+        if options.rate:
+            return open_loop(prompts, options.rate, **shape)
+        return closed_loop(prompts, **shape)
+
+    def begin(self) -> None:
+        """Start the clock; users wait for it, so that their own start makes no request late."""
+        if self._start is None:
+            self._start = time.perf_counter()
+            self._began.set()
+
+    def now_s(self) -> float:
+        """Time since the load began, s."""
+        return 0.0 if self._start is None else time.perf_counter() - self._start
+
+    def take(self) -> Arrival | None:
+        """The next arrival, at the time that it is due or, if no user was free then, later."""
+        self._began.wait()
+        with self._lock:
+            arrival = next(self._arrivals, None)
+            if arrival is None:
+                self._ended = True
+                return None
+            self._in_flight += 1
+        if arrival.due_s is not None:
+            time.sleep(max(0.0, arrival.due_s - self.now_s()))
+        return arrival
+
+    def done(self, line: dict[str, Any]) -> None:
+        """Record a request that ended, well or not."""
+        with self._lock:
+            self._in_flight -= 1
+            self.good += self.slo.met(line)
+            if self._file is not None and not self._file.closed:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+
+    def over(self) -> bool:
+        """True once, when every arrival was sent and its answer has ended."""
+        with self._lock:
+            last = self._ended and self._in_flight == 0 and not self._told
+            self._told = self._told or last
+            return last
+
+    def close(self) -> None:
+        """Close the record."""
+        if self._file is not None:
+            self._file.close()
+
+
+def verdict(*, requests: int, failed: int, late_p99_s: float | None) -> str:
+    """One line: whether what was asked for was sent, and whether it was answered."""
+    parts = [f"{requests} requests"]
+    parts.append(f"{failed} FAILED" if failed else "none failed")
+    if late_p99_s is not None and not math.isnan(late_p99_s):
+        late = f"p99 of lateness {1000 * late_p99_s:.0f} ms"
+        parts.append(f"USERS RAN OUT ({late}; give more)" if late_p99_s > LATE_S else late)
+    return ", ".join(parts)

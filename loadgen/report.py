@@ -1,0 +1,157 @@
+"""The report of a comparison: one self-contained HTML page, and the same table for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loadgen.block import Block
+from loadgen.figures import active_by_round
+from loadgen.page import cell, page, paragraph, picture, table
+
+_SHOWN = {
+    "ttft_p50_ms": "TTFT p50, ms",
+    "ttft_p99_ms": "TTFT p99, ms",
+    "tpot_p50_ms": "TPOT p50, ms",
+    "tpot_p99_ms": "TPOT p99, ms",
+    "itl_p50_ms": "ITL p50, ms",
+    "itl_p99_ms": "ITL p99, ms",
+    "end_p50_ms": "end to end p50, ms",
+    "end_p99_ms": "end to end p99, ms",
+    "handover_p50_ms": "hand-over p50, ms",
+    "handover_p99_ms": "hand-over p99, ms",
+    "goodput_rps": "goodput, requests/s",
+}
+
+
+def figures_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a figure, one column a policy: value, interval, difference to the baseline."""
+    lines = [
+        {"figure": name} | {r["policy"]: _with_interval(r, key) for r in rows} for key, name in _SHOWN.items()
+    ]
+    for key in ("requests", "failures", "late_p99_ms", "active_experts", "batch_size", "best_worker_share"):
+        lines.append({"figure": key.replace("_", " ")} | {r["policy"]: cell(r[key]) for r in rows})
+    return lines
+
+
+def html_report(
+    rows: list[dict[str, Any]],
+    blocks: list[Block],
+    *,
+    verdict: str,
+    bad: bool,
+    notes: str,
+    inputs: dict[str, Any],
+    machine: dict[str, Any],
+    warm_up_s: int,
+) -> str:
+    """The page.
+
+    Args:
+        rows: of loadgen.figures.
+        verdict: whether the run can be trusted; the first line, and red if `bad`.
+    """
+    policies = [row["policy"] for row in rows]
+    return page(
+        "Policies compared",
+        paragraph(verdict, "bad" if bad else ""),
+        table(figures_table(rows)),
+        paragraph(
+            "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
+            "in that figure, with its own interval: where that holds 0, nothing was shown. " + notes
+        ),
+        picture("Time per output token", _percentiles(rows, "tpot"), "TPOT p50 and p99 with intervals"),
+        picture("Distributions", distributions(policies, blocks, warm_up_s), "ECDF of TPOT and of TTFT"),
+        picture("Active experts of a decode step", _active(policies, blocks), "active experts by policy"),
+        picture("Load over time", load_over_time(policies, blocks), "requests in flight by worker"),
+        "<h2>Settings</h2>",
+        table([{"setting": k, "value": v} for k, v in (inputs | machine).items()]),
+    )
+
+
+def _with_interval(row: dict[str, Any], key: str) -> str:
+    if row.get(key) is None:
+        return cell(None)
+    text = f"{cell(row[key])} [{cell(row[f'{key}_low'])}, {cell(row[f'{key}_high'])}]"
+    if row.get(f"{key}_change_pct") is None:
+        return text
+    change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
+    if low is None or high is None:
+        return text
+    return f"{text}\n{change:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def distributions(policies: list[str], blocks: list[Block], warm_up_s: int) -> Any:
+    """Figure: ECDFs of TPOT and of TTFT by policy."""
+    figure, ((tpot, ttft),) = _figure(2)
+    for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
+        for policy in policies:
+            records = [r for b in blocks if b.policy == policy for r in b.measured(warm_up_s)]
+            values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
+            if values:
+                axes.ecdf(values, label=policy)
+        axes.set(xlabel=f"{key.upper()}, ms", ylabel="share of requests")
+        axes.legend()
+    return figure
+
+
+def _percentiles(rows: list[dict[str, Any]], key: str) -> Any:
+    figure, axes_of = _figure(2)
+    for axes, q in zip(axes_of[0], ("p50", "p99"), strict=True):
+        name = f"{key}_{q}_ms"
+        for place, row in enumerate(rows):
+            if row[name] is None:
+                continue
+            low, high = (row[f"{name}_{end}"] for end in ("low", "high"))
+            axes.errorbar(
+                place,
+                row[name],
+                yerr=[[max(0, row[name] - low)], [max(0, high - row[name])]],
+                fmt="o",
+                capsize=5,
+            )
+        axes.set(ylabel=f"{key.upper()} {q}, ms", xticks=range(len(rows)))
+        axes.set_xticklabels([row["policy"] for row in rows], rotation=20)
+    return figure
+
+
+def _active(policies: list[str], blocks: list[Block]) -> Any:
+    figure, ((axes,),) = _figure(1)
+    active = active_by_round(policies, blocks)
+    for place, policy in enumerate(policies):
+        if values := active[policy]:
+            axes.bar(place, float(np.mean(values)), color=f"C{place}", alpha=0.5)
+            axes.plot([place] * len(values), values, "k.", label="one block" if not place else None)
+    axes.set(ylabel="active experts, mean over layers", xticks=range(len(policies)))
+    axes.set_xticklabels(policies)
+    if not any(active.values()):
+        axes.text(
+            0.5, 0.5, "no metrics endpoint was given (--metrics)", ha="center", transform=axes.transAxes
+        )
+    return figure
+
+
+def load_over_time(policies: list[str], blocks: list[Block]) -> Any:
+    """Figure: requests in flight by worker, in the first block of each policy."""
+    figure, axes_of = _figure(min(3, len(policies)), -(-len(policies) // 3))
+    for axes in axes_of.flat[len(policies) :]:
+        axes.set_visible(False)
+    for axes, policy in zip(axes_of.flat, policies, strict=False):
+        block = next(b for b in blocks if b.policy == policy)
+        times = [t for t, _ in block.load]
+        for worker in range(max((len(w) for _, w in block.load), default=0)):
+            axes.plot(
+                times, [w[worker] if worker < len(w) else 0 for _, w in block.load], label=f"worker {worker}"
+            )
+        axes.set(xlabel=f"time in round {block.round + 1}, s", ylabel="requests in flight", title=policy)
+        if block.load:
+            axes.legend(fontsize=8)
+    return figure

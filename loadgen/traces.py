@@ -1,0 +1,183 @@
+"""Replay of recorded traffic: arrival times, lengths and shared prefixes of a trace, text of a workload.
+
+Traces carry no text. A prompt is built from the workload's prompts, always the same for the same
+trace, workload and seed. Where a trace names its prefix blocks, equal leading blocks are equal text,
+so that prefix caches meet what they met when the trace was taken.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadgen.arrivals import Arrival
+from loadgen.workload import Prompt, WorkloadError
+
+BLOCK_TOKENS = 512  # of one hash id of a Mooncake trace
+_CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One line of a trace."""
+
+    due_s: float  # from the first request, s
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()  # of its prefix blocks, in order; empty if the trace names none
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """An Azure trace (.csv, .csv.gz) or a Mooncake trace (.jsonl, .jsonl.gz).
+
+    CSV: columns timestamp_s, prompt_tokens, output_tokens. JSON lines: timestamp_ms, prompt_tokens,
+    output_tokens and hash_ids, one id for every 512 prompt tokens.
+
+    Raises:
+        WorkloadError: the file, or one line of it (named), is not such a trace.
+    """
+    name = path.name.removesuffix(".gz")
+    parse = {".csv": _csv_request, ".jsonl": _json_request}.get(Path(name).suffix)
+    if parse is None:
+        raise WorkloadError(f"{path} is no trace: its name must end in .csv, .jsonl or either with .gz")
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            requests = list(_requests(path, lines, parse))
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise WorkloadError(f"{path} cannot be read: {error}") from error
+    if not requests:
+        raise WorkloadError(f"{path} holds no request")
+    return requests
+
+
+def replay(
+    trace: list[TraceRequest],
+    prompts: list[Prompt],
+    *,
+    speed: float = 1.0,
+    max_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
+    chars_per_token: float = 4.0,
+    seed: int = 0,
+) -> Iterator[Arrival]:
+    """The trace as arrivals.
+
+    Args:
+        speed: how much faster than recorded; above 0.
+        max_prompt_tokens: every prompt is shortened by one factor, so that the longest has this many
+            tokens; shared prefixes shrink with them. None: lengths as recorded.
+        max_tokens: output tokens, at most; None: as recorded.
+        chars_per_token: of the tokenizer on such text; lengths in tokens are met as well as this fits.
+
+    Raises:
+        WorkloadError: a speed or a cap that is not above 0.
+    """
+    for name, value in (("trace speed", speed), ("characters a token", chars_per_token)):
+        if not (math.isfinite(value) and value > 0):
+            raise WorkloadError(f"{name} is {value}, it must be above 0")
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise WorkloadError(f"the cap of prompts is {max_prompt_tokens} tokens, it must be above 0")
+    longest = max(request.prompt_tokens for request in trace)
+    scale = min(1.0, max_prompt_tokens / longest) if max_prompt_tokens else 1.0
+    text = _Text(prompts, chars_per_token * scale, seed)
+    return (
+        Arrival(
+            number,
+            request.due_s / speed,
+            text.prompt(number, request),
+            min(request.output_tokens, max_tokens or request.output_tokens),
+        )
+        for number, request in enumerate(trace)
+    )
+
+
+class _Text:
+    """Prompts of given lengths. A block's domain is its predecessor's, so that a conversation has one."""
+
+    def __init__(self, prompts: list[Prompt], chars_per_token: float, seed: int) -> None:
+        self._by_domain: dict[str, list[str]] = {}
+        for prompt in prompts:
+            self._by_domain.setdefault(prompt.domain, []).append(prompt.text)
+        self._choices = [prompt.domain for prompt in prompts]  # a domain as often as it has prompts
+        self._chars_per_token = chars_per_token
+        self._seed = seed
+        self._domains: dict[int, str] = {}  # by hash id
+
+    def prompt(self, number: int, request: TraceRequest) -> Prompt:
+        length = max(1, round(request.prompt_tokens * self._chars_per_token))
+        if not request.hash_ids:
+            domain = random.Random(f"{self._seed}/domain/{number}").choice(self._choices)
+            return Prompt(f"trace-{number}", domain, self._words(f"n{number}", domain, length))
+        parent: str | None = None
+        ends = [round((i + 1) * BLOCK_TOKENS * self._chars_per_token) for i in range(len(request.hash_ids))]
+        parts = []
+        for place, (hash_id, start, end) in enumerate(zip(request.hash_ids, [0, *ends], ends, strict=False)):
+            # The first block is often a system prompt that all share; it says nothing of the domain.
+            if hash_id not in self._domains:
+                rng = random.Random(f"{self._seed}/domain/b{hash_id}")
+                self._domains[hash_id] = parent if parent and place > 1 else rng.choice(self._choices)
+            parent = self._domains[hash_id]
+            parts.append(self._words(f"b{hash_id}", parent, end - start))
+        return Prompt(f"trace-{number}", parent or "", "".join(parts)[:length])
+
+    def _words(self, key: str, domain: str, length: int) -> str:
+        """`length` characters that begin with the key, so that no two keys share a prefix."""
+        rng = random.Random(f"{self._seed}/{key}")
+        text = f"[{key}] "
+        while len(text) < length:
+            text += rng.choice(self._by_domain[domain]) + "\n"
+        return text[:length]
+
+
+def _requests(
+    path: Path, lines: Iterable[str], parse: Callable[[str], TraceRequest]
+) -> Iterator[TraceRequest]:
+    last_s = 0.0
+    for number, line in enumerate(lines, 1):
+        if number == 1 and parse is _csv_request:
+            if line.strip() != _CSV_HEADER:
+                raise WorkloadError(f"{path}, line 1: the columns are not {_CSV_HEADER}")
+            continue
+        try:
+            request = parse(line)
+            _check(request, last_s)
+        except KeyError as error:
+            raise WorkloadError(f"{path}, line {number}: it has no {error.args[0]}") from error
+        except (ValueError, TypeError) as error:
+            raise WorkloadError(f"{path}, line {number}: {error}") from error
+        last_s = request.due_s
+        yield request
+
+
+def _check(request: TraceRequest, last_s: float) -> None:
+    if not (math.isfinite(request.due_s) and request.due_s >= last_s):
+        raise ValueError(f"the time {request.due_s} s does not follow {last_s} s")
+    if request.prompt_tokens < 1 or request.output_tokens < 1:
+        raise ValueError(f"it has {request.prompt_tokens} prompt and {request.output_tokens} output tokens")
+    if request.hash_ids and len(request.hash_ids) * BLOCK_TOKENS < request.prompt_tokens:
+        raise ValueError(f"{len(request.hash_ids)} blocks cannot hold {request.prompt_tokens} tokens")
+
+
+def _csv_request(line: str) -> TraceRequest:
+    fields = line.strip().split(",")
+    if len(fields) != 3:
+        raise ValueError(f"it has {len(fields)} fields, not 3")
+    return TraceRequest(float(fields[0]), int(fields[1]), int(fields[2]))
+
+
+def _json_request(line: str) -> TraceRequest:
+    record = json.loads(line)
+    return TraceRequest(
+        float(record["timestamp_ms"]) / 1000,
+        int(record["prompt_tokens"]),
+        int(record["output_tokens"]),
+        tuple(int(i) for i in record["hash_ids"]),
+    )

@@ -1,0 +1,75 @@
+"""loadgen.compare on real engines: stopped, continued, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from service import ADMIN_KEY, ROOT, Service, wait_for
+
+POLICIES = ("shortest-queue", "locality-band:band=0.3")
+
+
+def compare(service: Service, out: Path) -> subprocess.Popen[str]:
+    import ray
+
+    metrics = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "loadgen.compare", "--host", service.url, "--policies", ",".join(POLICIES),
+            "--rate", "3", "--block-seconds", "5", "--warm-up-seconds", "1", "--rounds", "1",
+            "--max-tokens", "12", "--out", str(out), "--metrics", metrics,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"ELDR_ADMIN_KEY": ADMIN_KEY},
+    )  # fmt: skip
+
+
+def test_a_comparison_is_stopped_goes_on_and_reports(service: Service, tmp_path: Path) -> None:
+    service.set_policy("locality-band", band=0.2)
+    out = tmp_path / "compare"
+
+    first = compare(service, out)
+    wait_for(lambda: bool(list(out.glob("block_*.json"))), "the first block is finished", 90)
+    first.send_signal(signal.SIGTERM)
+    said, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, said
+    assert not (out / "compare.json").exists()
+    assert (service.status()["policy"], service.status()["parameters"]) == ("locality-band", {"band": 0.2})
+    (kept,) = out.glob("block_*.json")
+    written = kept.stat().st_mtime_ns
+
+    second = compare(service, out)
+    said, _ = second.communicate(timeout=150)
+    assert second.returncode == 0, said
+    assert "none failed" in said
+    assert kept.stat().st_mtime_ns == written
+    assert (service.status()["policy"], service.status()["parameters"]) == ("locality-band", {"band": 0.2})
+
+    result = json.loads((out / "compare.json").read_text())
+    assert set(result) == {"name", "commit", "machine", "versions", "seed", "inputs", "rows", "notes"}
+    plain, banded = result["rows"]
+    assert (plain["policy"], banded["policy"]) == POLICIES
+    assert plain["requests"] == banded["requests"] > 0
+    for row in result["rows"]:
+        assert row["failures"] == 0
+        # Ray gives sums of histograms by the middles of their buckets: 4 counts as 3, 1 as 0.5.
+        assert 3 <= row["active_experts"] <= 64
+        assert row["batch_size"] >= 0.5
+        assert row["tpot_p50_ms_low"] <= row["tpot_p50_ms"] <= row["tpot_p50_ms_high"]
+        assert 0 < row["handover_p50_ms"] < row["ttft_p50_ms"]
+    assert banded["tpot_p50_ms_baseline"] == "shortest-queue"
+    assert "<img" in (out / "report.html").read_text()
+    policies = {
+        record["policy"].partition(":")[0]
+        for file in out.glob("block_*.json")
+        for record in json.loads(file.read_text())["block"]["requests"]
+    }
+    assert policies == {"shortest-queue", "locality-band"}

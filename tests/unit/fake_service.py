@@ -1,0 +1,159 @@
+"""A service that answers like ours, with delays that a test knows; real HTTP, no engines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KEY = "fake-key"
+REPLICAS = ("decode-a", "decode-b")
+_POLICIES = ("shortest-queue", "random", "locality-band")
+
+
+class FakeService(ThreadingHTTPServer):
+    """Counts and times what it is sent.
+
+    Attributes:
+        first_s, gap_s: delay of the first token and of each further one.
+        fail_every: each so-manieth request gets a 503; 0: none.
+    """
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.first_s, self.gap_s, self.fail_every = 0.05, 0.01, 0
+        self.policy: dict[str, Any] = {"name": "locality-band", "parameters": {"band": 0.2}}
+        self.policies_set: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.arrived_s: list[float] = []
+        self.in_flight = 0
+        self.steps = 0
+        self.lock = threading.Lock()
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that goes away is no error."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeService
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self._answer(200, self._metrics().encode())
+        elif self.path == "/eldr/status":
+            workers = [{"replica": r, "in_flight": self.server.in_flight // 2} for r in REPLICAS]
+            status = {
+                "policy": self.server.policy["name"],
+                "parameters": self.server.policy["parameters"],
+                "workers": workers,
+                "leases": self.server.in_flight,
+                "counters": {"placed": len(self.server.bodies)},
+            }
+            self._answer(200, json.dumps(status).encode())
+        else:
+            self._refuse(404, "no such path")
+
+    def do_PUT(self) -> None:
+        change = json.loads(self._body())
+        if self.headers.get("authorization") != f"Bearer {KEY}":
+            self._refuse(401, "the admin key is missing or wrong")
+        elif change["name"] not in _POLICIES:
+            self._refuse(400, f"unknown policy {change['name']!r}")
+        else:
+            self.server.policy = change
+            self.server.policies_set.append(change["name"])
+            self._answer(200, b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self._body())
+        service = self.server
+        with service.lock:
+            service.bodies.append(body)
+            service.arrived_s.append(time.perf_counter())
+            number = len(service.bodies)
+            service.in_flight += 1
+            service.steps += body["max_tokens"]
+        try:
+            if service.fail_every and number % service.fail_every == 0:
+                self._refuse(503, "overloaded")
+            else:
+                self._stream(body["max_tokens"])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the client went away
+        finally:
+            with service.lock:
+                service.in_flight -= 1
+
+    def _stream(self, tokens: int) -> None:
+        time.sleep(self.server.first_s)
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.send_header("x-eldr-decode-worker", REPLICAS[0])
+        self.send_header("x-eldr-policy", self.server.policy["name"])
+        self.send_header("x-eldr-handover-ms", "12.5")
+        self.end_headers()
+        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for number in range(tokens):
+            if number:
+                time.sleep(self.server.gap_s)
+            self._event({"choices": [{"delta": {"content": "x"}}]})
+        self._event({"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": 3}})
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self._chunk(f"data: {json.dumps(event)}\n\n".encode())
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def _metrics(self) -> str:
+        """Every step: 2 requests, 20 active experts."""
+        label, steps = f'{{ReplicaId="{REPLICAS[0]}"}}', self.server.steps
+        return (
+            f"ray_eldr_active_experts_sum{label} {20 * steps}\n"
+            f"ray_eldr_active_experts_count{label} {steps}\n"
+            f"ray_eldr_decode_batch_size_sum{label} {2 * steps}\n"
+            f'ray_eldr_active_experts_count{{ReplicaId="prefill"}} 1000\n'
+        )
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("content-length", 0)))
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._answer(status, json.dumps({"error": {"message": message}}).encode())
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def fake_service() -> Iterator[FakeService]:
+    """Runs until the end of the block."""
+    service = FakeService()
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    try:
+        yield service
+    finally:
+        service.shutdown()
+        service.server_close()

@@ -1,0 +1,239 @@
+"""The comparison against a fake service: order, pairing, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fake_service import KEY, FakeService, fake_service
+
+from loadgen.block import Block, parse_policy
+from loadgen.compare import compare
+from loadgen.figures import rows_of
+from loadgen.plan import SCHEMA, order
+from loadgen.stats import Slo
+from offline.cli import BadInput
+
+ROOT = Path(__file__).parents[2]
+OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
+    monkeypatch.setenv("ELDR_ADMIN_KEY", KEY)
+    with fake_service() as running:
+        yield running
+
+
+def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "host": service.url,
+        "policies": "shortest-queue,locality-band:band=0.1",
+        "rate": 15.0,
+        "block_seconds": 2,
+        "warm_up_seconds": 1,
+        "rounds": 1,
+        "users": 32,
+        "max_tokens": 4,
+        "out": out,
+    } | changes
+
+
+def command(chosen: dict[str, Any]) -> list[str]:
+    pairs = [(f"--{key.replace('_', '-')}", str(value)) for key, value in chosen.items()]
+    return [sys.executable, "-m", "loadgen.compare", *(part for pair in pairs for part in pair)]
+
+
+def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
+    steps = order(["a", "b", "c"], 40, seed=1)
+    rounds = [[s.policy for s in steps if s.round == r] for r in range(40)]
+    assert all(sorted(policies) == ["a", "b", "c"] for policies in rounds)
+    assert min(Counter(policies[0] for policies in rounds).values()) > 4
+    assert steps == order(["a", "b", "c"], 40, seed=1) != order(["a", "b", "c"], 40, seed=2)
+    assert all(len({s.seed for s in steps if s.round == r}) == 1 for r in range(40))
+    assert len({s.seed for s in steps}) == 40
+
+
+def test_a_policy_carries_its_parameters() -> None:
+    assert parse_policy("random") == ("random", {})
+    assert parse_policy("x:band=0.1:cap=two:n=3") == ("x", {"band": 0.1, "cap": "two", "n": 3})
+    for bad in ("x:band", "x:=1", "x:band="):
+        with pytest.raises(BadInput):
+            parse_policy(bad)
+
+
+def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
+    service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "compare"
+    compare(**options(service, out, metrics=[f"{service.url}/metrics"]))
+    said = capsys.readouterr().out
+    assert "requests, none failed" in said
+    assert service.policy == OWN
+    # Both policies met the same requests; the warm-up is in no figure.
+    halves = [
+        [b["messages"][0]["content"] for b in part]
+        for part in (service.bodies[: len(service.bodies) // 2], service.bodies[len(service.bodies) // 2 :])
+    ]
+    assert halves[0] == halves[1]
+    result = json.loads((out / "compare.json").read_text())
+    assert set(result) == {"name", "commit", "machine", "versions", "seed", "inputs", "rows", "notes"}
+    for row in result["rows"]:
+        assert 0 < row["requests"] < len(halves[0])
+        assert row["active_experts"] == pytest.approx(20)
+        assert row["batch_size"] == pytest.approx(2)
+        assert row["handover_p50_ms"] == pytest.approx(12.5)
+        assert row["ttft_p50_ms_low"] <= row["ttft_p50_ms"] <= row["ttft_p50_ms_high"]
+        assert row["goodput_rps"] == pytest.approx(row["requests"] / 2)
+    plain, banded = result["rows"]
+    assert banded["tpot_p50_ms_baseline"] == "shortest-queue"
+    assert "tpot_p50_ms_change_pct" not in plain
+
+    # Again: nothing is sent, the same figures come out.
+    sent = len(service.bodies)
+    compare(**options(service, out))
+    assert len(service.bodies) == sent
+    assert json.loads((out / "compare.json").read_text())["rows"] == result["rows"]
+
+    # More of it is not the same comparison.
+    for change in ({"rate": 16.0}, {"rounds": 2}, {"seed": 1}, {"policies": "random,shortest-queue"}):
+        with pytest.raises(BadInput, match=f"another .*{next(iter(change))}"):
+            compare(**options(service, out, **change))
+
+    # A block that is lost is measured again; of another version it is refused.
+    first, second = sorted(out.glob("block_*.json"))
+    first.unlink()
+    compare(**options(service, out))
+    assert len(service.bodies) == sent + sent // 2
+    second.write_text(json.dumps({"schema": "eldr-compare/0", "block": {}}))
+    with pytest.raises(BadInput, match=f"eldr-compare/0.*{SCHEMA}"):
+        compare(**options(service, out))
+
+
+def test_failed_requests_are_in_the_first_line_and_the_status(
+    service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.fail_every = 4
+    with pytest.raises(typer.Exit) as ended:
+        compare(**options(service, tmp_path / "c", policies="random"))
+    assert ended.value.exit_code == 1
+    verdict = next(line for line in capsys.readouterr().out.splitlines() if "FAILED" in line)
+    assert verdict.split(" requests, ")[0].isdigit()
+    assert "FAILED" in (tmp_path / "c" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_sets_the_policy_back(
+    service: FakeService, tmp_path: Path, sent: signal.Signals
+) -> None:
+    out = tmp_path / "c"
+    process = subprocess.Popen(
+        command(options(service, out, block_seconds=30)),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 40
+    while not service.bodies and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert service.bodies, "no request came"
+    assert service.policy != OWN or service.policies_set[-1] == "locality-band"
+    process.send_signal(sent)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert service.policy == OWN
+    assert not list(out.glob("block_*"))
+    assert json.loads((out / "plan.json").read_text())["restore"] is None
+
+
+def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
+    service: FakeService, tmp_path: Path
+) -> None:
+    out = tmp_path / "c"
+    chosen = options(service, out, policies="random", block_seconds=1, warm_up_seconds=0)
+    compare(**chosen)
+    plan = json.loads((out / "plan.json").read_text())
+    (out / "plan.json").write_text(json.dumps(plan | {"restore": OWN}))
+    next(out.glob("block_*")).unlink()
+    service.policy = {"name": "random", "parameters": {}}
+    compare(**chosen)
+    assert service.policy == OWN
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rate": 0.0}, "--rate"),
+        ({"rate": -2.0}, "--rate"),
+        ({"rate": float("nan")}, "--rate"),
+        ({"rounds": 0}, "--rounds"),
+        ({"block_seconds": 0}, "--block-seconds"),
+        ({"warm_up_seconds": -1}, "--warm-up-seconds"),
+        ({"policies": ""}, "--policies"),
+        ({"policies": "random,random"}, "--policies"),
+        ({"policies": "random:x"}, "random:x"),
+        ({"policies": "random,nearest"}, "nearest"),
+        ({"prompts": Path("nowhere")}, "nowhere"),
+        ({"host": "http://127.0.0.1:9"}, "cannot be reached"),
+        ({"host": "no url"}, "cannot be reached"),
+        ({"metrics": ["http://127.0.0.1:9/metrics"]}, "cannot be reached"),
+        ({"metrics": ["{url}/nothing"]}, "404"),
+        ({"admin_key_env": "UNSET_KEY"}, "admin key"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_changes_nothing(
+    service: FakeService, tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    if "metrics" in change:
+        change = {"metrics": [url.format(url=service.url) for url in change["metrics"]]}
+    with pytest.raises((BadInput, ValueError), match=sentence) as refused:
+        compare(**options(service, tmp_path / "c", **change))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "c").exists()
+    assert not service.bodies
+    assert service.policy == OWN
+
+
+def test_an_empty_workload_and_a_foreign_folder_are_refused(service: FakeService, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no prompt"):
+        compare(**options(service, tmp_path / "c", prompts=tmp_path / "empty.jsonl"))
+    with pytest.raises(BadInput, match="not empty"):
+        compare(**options(service, tmp_path))
+    done = subprocess.run(
+        command(options(service, tmp_path)), cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"empty.jsonl"}
+
+
+def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
+    def block(policy: str, tpot_s: float, ttft_s: float) -> Block:
+        record = {"tpot_s": tpot_s, "ttft_s": ttft_s, "end_s": 1.0, "late_s": 0.0}
+        return Block(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)])
+
+    blocks = [
+        block("random", 0.02, 0.1),
+        block("shortest-queue", 0.01, 0.2),
+        block("locality-band", 0.009, 0.2),
+    ]
+    names = [b.policy for b in blocks]
+    found = rows_of(names, blocks, warm_up_s=5, seconds=15, slo=Slo(150, 50), seed=0)
+    band = found[2]
+    assert band["requests"] == 15
+    assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")
+    assert band["tpot_p50_ms_change_pct"] == pytest.approx(-10)
+    assert band["ttft_p50_ms_change_pct"] == pytest.approx(100)
+    assert band["goodput_rps"] == 0
+    assert (band["goodput_rps_baseline"], band["goodput_rps_change_pct"]) == ("random", pytest.approx(-100))
+    assert band["active_experts"] is None  # nobody reported any

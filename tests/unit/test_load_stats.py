@@ -1,0 +1,110 @@
+"""Quantiles and bootstrap intervals against scipy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.stats import mstats
+
+from loadgen.stats import (
+    Sample,
+    Slo,
+    interval,
+    median_ci,
+    quantile_ci,
+    relative_percent,
+    resampled_counts,
+)
+
+VALUES = np.random.default_rng(5).lognormal(3, 0.6, 300)
+
+
+@pytest.mark.parametrize("q", [0.5, 0.9, 0.99])
+def test_quantiles_and_their_intervals_are_scipys(q: float) -> None:
+    ours = quantile_ci(VALUES.tolist(), q, draws=4000)
+    assert ours.value == pytest.approx(mstats.mquantiles(VALUES, q, alphap=1, betap=1)[0])
+    theirs = stats.bootstrap(
+        (VALUES,), lambda x, axis: np.quantile(x, q, axis=axis), n_resamples=4000, method="percentile", rng=7
+    ).confidence_interval
+    width = theirs.high - theirs.low
+    assert ours.low == pytest.approx(theirs.low, abs=0.12 * width)
+    assert ours.high == pytest.approx(theirs.high, abs=0.12 * width)
+
+
+def test_a_resample_by_counts_is_the_resample_itself() -> None:
+    counts = resampled_counts(np.zeros(len(VALUES), int), draws=50)
+    found = Sample(VALUES, np.arange(len(VALUES))).resampled(counts, [0.25, 0.5, 0.99])
+    expected = [np.quantile(np.repeat(VALUES, drawn), [0.25, 0.5, 0.99]) for drawn in counts]
+    np.testing.assert_allclose(found, expected)
+
+
+def test_a_unit_with_many_values_is_drawn_with_all_of_them() -> None:
+    rng = np.random.default_rng(6)
+    units = np.repeat(np.arange(10), 5)
+    values = rng.normal(units, 0.1)
+    counts = resampled_counts(np.zeros(10, int), draws=20)
+    expected = [np.median(np.repeat(values, drawn[units])) for drawn in counts]
+    np.testing.assert_allclose(Sample(values, units).resampled(counts, [0.5])[:, 0], expected)
+
+
+def test_intervals_cover_what_they_should() -> None:
+    covered = 0
+    for seed in range(200):
+        sample = np.random.default_rng(seed).exponential(1, 60)
+        _, low, high = median_ci(sample.tolist(), draws=300, seed=seed)
+        covered += low <= np.log(2) <= high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_few_rounds_are_kept_and_many_are_resampled() -> None:
+    few, many = np.repeat(np.arange(3), 20), np.repeat(np.arange(5), 20)
+    assert (resampled_counts(few, draws=50).reshape(50, 3, 20).sum(axis=2) == 20).all()
+    drawn = resampled_counts(many, draws=50).reshape(50, 5, 20)
+    assert (drawn == drawn[:, :, :1]).all()  # a round with all its requests
+    assert (drawn[:, :, 0].sum(axis=1) == 5).all()
+
+
+def test_a_cluster_bootstrap_holds_what_differs_from_round_to_round() -> None:
+    rng = np.random.default_rng(6)
+    rounds = np.repeat(np.arange(6), 100)
+    values = rng.normal(rounds * 10.0, 1)
+    sample = Sample(values, np.arange(600))
+    widths = []
+    for whole in (True, False):
+        counts = resampled_counts(rounds, draws=500, whole_rounds=whole)
+        _, low, high = interval(sample.quantile(0.5), sample.resampled(counts, [0.5])[:, 0])
+        widths.append(high - low)
+    assert widths[0] > 10 * widths[1]
+
+
+def test_pairs_take_out_what_both_met() -> None:
+    rng = np.random.default_rng(6)
+    common = rng.lognormal(3, 1, 400)
+    base, faster = (Sample(common * factor * rng.normal(1, 0.01, 400), np.arange(400)) for factor in (1, 0.9))
+    counts = resampled_counts(np.zeros(400, int))
+    draws = [s.resampled(counts, [0.5])[:, 0] for s in (base, faster)]
+    change = relative_percent(faster.quantile(0.5), base.quantile(0.5), draws[1], draws[0])
+    assert change.low < -10 < change.high
+    assert change.high - change.low < 5
+    alone = interval(base.quantile(0.5), draws[0])
+    # Unpaired, what both met would hide it.
+    assert 100 * (alone.high - alone.low) / alone.value > 4 * (change.high - change.low)
+
+
+def test_no_values_give_no_figure() -> None:
+    assert all(np.isnan(v) for v in median_ci([]))
+
+
+def test_goodput_needs_both_objectives() -> None:
+    slo = Slo(ttft_ms=100, tpot_ms=20)
+    assert slo.met({"ttft_s": 0.1, "tpot_s": 0.02})
+    assert slo.met({"ttft_s": 0.1, "tpot_s": None})  # one token
+    for bad in (
+        {"ttft_s": 0.11, "tpot_s": 0.01},
+        {"ttft_s": 0.05, "tpot_s": 0.021},
+        {"ttft_s": 0.05, "tpot_s": 0.01, "error": "lost"},
+        {"error": "HTTP 503"},
+        {"ttft_s": None},
+    ):
+        assert not slo.met(bad)

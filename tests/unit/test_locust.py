@@ -1,0 +1,238 @@
+"""Locust users against a real local HTTP server whose delays are known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+from fake_service import REPLICAS, FakeService, fake_service
+
+from loadgen.arrivals import poisson
+from loadgen.sse import read_stream
+
+ROOT = Path(__file__).parents[2]
+BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    with fake_service() as running:
+        yield running
+
+
+def locust(
+    service: FakeService, out: Path, *options: object
+) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+    record = out / "record.jsonl"
+    done = subprocess.run(
+        [*BASE, "--headless", "--only-summary", "--host", service.url, "--record", str(record),
+         "--max-tokens", "6", *map(str, options)],
+        capture_output=True, text=True, cwd=ROOT, timeout=100, check=False,
+    )  # fmt: skip
+    lines = record.read_text().splitlines() if record.exists() else []
+    return done, [json.loads(line) for line in lines]
+
+
+def test_a_stream_over_http_is_timed_token_by_token(service: FakeService) -> None:
+    service.first_s, service.gap_s = 0.15, 0.03
+    start = time.perf_counter()
+    body = {"max_tokens": 8}
+    with requests.post(f"{service.url}/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
+        timing = read_stream(answer.iter_lines(chunk_size=None), start)
+    assert timing.completion_tokens == len(timing.token_times_s) == 8
+    assert timing.prompt_tokens == 3
+    assert timing.ttft_s == pytest.approx(0.15, abs=0.08)
+    assert np.median(timing.itl_s) == pytest.approx(0.03, abs=0.01)
+    assert timing.tpot_s == pytest.approx(np.mean(timing.itl_s))
+    assert timing.end_s == pytest.approx(0.15 + 7 * 0.03, abs=0.15)
+
+
+def test_an_open_loop_sends_by_the_clock_and_records_every_request(
+    service: FakeService, tmp_path: Path
+) -> None:
+    page = tmp_path / "locust.html"
+    done, records = locust(
+        service, tmp_path, "--rate", 12, "--users", 48, "--spawn-rate", 48, "--run-time", "4s", "--seed", 3,
+        "--ignore-eos", "--html", page,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    records.sort(key=lambda r: r["number"])
+    due = [t for t, _ in zip(poisson(12, seed=3), range(200), strict=False) if t < 4]
+    assert [r["due_s"] for r in records] == pytest.approx(due)
+    assert f"{len(due)} requests, none failed" in done.stdout
+    assert "goodput" in done.stdout
+    for record in records:
+        assert record["late_s"] == pytest.approx(record["sent_s"] - record["due_s"])
+        assert record["late_s"] >= 0
+        assert record["ttft_s"] >= service.first_s
+        assert record["tpot_s"] >= service.gap_s * 0.9
+        assert record["end_s"] >= record["ttft_s"] + 5 * service.gap_s * 0.9
+        assert len(record["itl_s"]) == 5
+        assert record["tokens"] == 6
+        assert record["handover_s"] == pytest.approx(0.0125)
+        assert (record["worker"], record["policy"]) == (REPLICAS[0], "locality-band")
+    # The server saw them at those times.
+    seen = np.diff(service.arrived_s)
+    assert np.median(np.abs(seen - np.diff([r["sent_s"] for r in records]))) < 0.02
+    assert all(body["ignore_eos"] for body in service.bodies)
+    assert "ttft" in page.read_text()
+
+
+def test_too_few_users_are_said_in_the_first_line(service: FakeService, tmp_path: Path) -> None:
+    service.first_s = 0.5
+    done, records = locust(
+        service, tmp_path, "--rate", 10, "--users", 2, "--spawn-rate", 2, "--run-time", "2s"
+    )
+    assert "USERS RAN OUT" in done.stdout.splitlines()[0]
+    assert max(r["late_s"] for r in records) > 0.3
+
+
+def test_failures_are_recorded_and_make_the_status(service: FakeService, tmp_path: Path) -> None:
+    service.fail_every = 3
+    done, records = locust(
+        service, tmp_path, "--rate", 10, "--users", 16, "--spawn-rate", 16, "--run-time", "2s"
+    )
+    failed = [r for r in records if "error" in r]
+    assert done.returncode == 1
+    assert len(failed) == len(records) // 3
+    assert f"{len(failed)} FAILED" in done.stdout.splitlines()[0]
+    assert all("HTTP 503" in r["error"] for r in failed)
+
+
+def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Path) -> None:
+    _, records = locust(
+        service, tmp_path, "--users", 3, "--spawn-rate", 3, "--run-time", "2s", "--stop-timeout", "10"
+    )
+    assert len(records) > 3 * 2 / 0.4
+    assert {r["due_s"] for r in records} == {None}
+    assert not [r for r in records if "error" in r]
+
+
+def test_a_trace_is_replayed_whole_and_ends_the_run(service: FakeService, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "timestamp_ms": 500 * n,
+                    "prompt_tokens": 700,
+                    "output_tokens": 3 + n,
+                    "hash_ids": [0, n + 1],
+                }
+            )
+            + "\n"
+            for n in range(5)
+        )
+    )
+    done, records = locust(
+        service, tmp_path, "--trace", trace, "--trace-speed", 2, "--users", 8, "--spawn-rate", 8,
+        "--max-prompt-tokens", 350,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [r["due_s"] for r in sorted(records, key=lambda r: r["number"])] == [0, 0.25, 0.5, 0.75, 1]
+    assert sorted(r["tokens"] for r in records) == [3, 4, 5, 6, 6]
+    texts = [body["messages"][0]["content"] for body in service.bodies]
+    assert {len(t) for t in texts} == {1400}
+    assert len({t[:1000] for t in texts}) == 1  # the shared block
+    assert len(set(texts)) == 5
+
+
+def test_two_workers_send_what_one_would_have_sent(service: FakeService, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    common = ["--master-port", str(service.server_address[1] + 1)]
+    workers = [subprocess.Popen([*BASE, "--worker", *common], cwd=ROOT) for _ in range(2)]
+    try:
+        done = subprocess.run(
+            [*BASE, "--master", "--headless", "--expect-workers", "2", "--master-bind-port", common[1],
+             "--only-summary", "--host", service.url, "--rate", "10", "--users", "20", "--spawn-rate", "20",
+             "--run-time", "3s", "--max-tokens", "4", "--seed", "9", "--record", str(record)],
+            capture_output=True, text=True, cwd=ROOT, timeout=100, check=False,
+        )  # fmt: skip
+        for worker in workers:
+            worker.wait(20)
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [
+        [json.loads(line) for line in (tmp_path / f"record.{n}.jsonl").read_text().splitlines()]
+        for n in (0, 1)
+    ]
+    due = [t for t, _ in zip(poisson(10, seed=9), range(200), strict=False) if t < 3]
+    assert sorted(r["due_s"] for part in parts for r in part) == pytest.approx(due)
+    assert [{r["number"] % 2 for r in part} for part in parts] == [{0}, {1}]
+    assert not {r["id"] for r in parts[0]} & {r["id"] for r in parts[1]}
+    assert f"{len(due)} requests, none failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rate", "-1"],
+        ["--rate", "nan"],
+        ["--prompts", "nowhere"],
+        ["--trace", "nowhere.csv"],
+        ["--trace", "Makefile"],
+        ["--max-tokens", "0"],
+        ["--record", "nowhere/record.jsonl"],
+    ],
+)
+def test_bad_input_is_one_sentence_and_nothing_is_sent(
+    service: FakeService, tmp_path: Path, options: list[str]
+) -> None:
+    done, _ = locust(service, tmp_path, "--users", 1, "--run-time", "2s", *options)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("locust: ")]
+    assert len(said) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not service.bodies
+
+
+def test_locusts_own_page_drives_one_load_after_the_other(service: FakeService, tmp_path: Path) -> None:
+    page = f"http://127.0.0.1:{service.server_address[1] + 2}"
+    process = subprocess.Popen(
+        [*BASE, "--host", service.url, "--web-host", "127.0.0.1", "--web-port", page.rpartition(":")[2],
+         "--stop-timeout", "20",
+         "--record", str(tmp_path / "record.jsonl")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        _wait(lambda: _get(page).status_code == 200)
+        for rate, expected in (("20", 20), ("10", 10)):
+            form = {"user_count": 16, "spawn_rate": 16, "rate": rate, "max_tokens": 3, "run_time": "2s"}
+            answer = requests.post(f"{page}/swarm", data=form, timeout=10)
+            assert answer.json()["success"], answer.text
+            _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "running")
+            _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "stopped")
+            found = {s["name"]: s["num_requests"] for s in _get(f"{page}/stats/requests").json()["stats"]}
+            assert expected * 2 * 0.4 < found["chat"] < expected * 2 * 1.5
+            assert found["ttft"] == found["tpot"] == found["late"] == found["chat"]
+            assert "ttft" in _get(f"{page}/stats/report").text
+    finally:
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert said.count("none failed") == 2, said
+
+
+def _get(url: str) -> requests.Response:
+    try:
+        return requests.get(url, timeout=10)
+    except requests.ConnectionError:
+        answer = requests.Response()
+        answer.status_code = 0
+        return answer
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float = 40) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,105 @@
+"""The report in a real browser: it renders, and nothing in it is broken or fetched."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from loadgen.block import Block
+from loadgen.figures import rows_of
+from loadgen.report import html_report
+from loadgen.stats import Slo
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    assert found, "no Chromium: run `make browser` as root, or install the Debian package chromium"
+    return found
+
+
+def blocks(engines: dict[str, float] | None) -> list[Block]:
+    rng = np.random.default_rng(2)
+    made = []
+    for round_ in range(2):
+        for number, policy in enumerate(POLICIES):
+            requests = []
+            for n in range(40):
+                tpot = float(rng.lognormal(-4 - 0.1 * number, 0.2))
+                ttft = float(rng.lognormal(-2, 0.4))
+                requests.append(
+                    {"number": n, "id": f"p{n}", "due_s": n / 4, "late_s": 0.001, "ttft_s": ttft,
+                     "tpot_s": tpot, "itl_s": [tpot] * 7, "end_s": ttft + 7 * tpot,
+                     "handover_s": None if engines is None else 0.004}
+                )  # fmt: skip
+            requests[3] = {"number": 3, "id": "p3", "due_s": 0.75, "late_s": 0.0, "error": "HTTP 503"}
+            load = [(t / 2, [int(rng.integers(9)), int(rng.integers(9))]) for t in range(20)]
+            made.append(Block(policy, round_, requests, engines, 40, 20, load))
+    return made
+
+
+def write(path: Path, engines: dict[str, float] | None) -> Path:
+    made = blocks(engines)
+    rows = rows_of(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
+    path.write_text(
+        html_report(
+            rows, made, verdict="240 requests, 6 FAILED", bad=True, notes="<b>not markup</b>",
+            inputs={"rate": 4.0}, machine={"commit": "abc"}, warm_up_s=2,
+        )
+    )  # fmt: skip
+    return path
+
+
+def chromium(browser: str, profile: Path, page: Path, *options: str) -> str:
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+         f"--user-data-dir={profile}", "--window-size=1400,2600", *options, page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("engines", [{"active": 2500.0, "steps": 100.0, "batch": 800.0}, None])
+def test_the_report_renders_in_a_browser(
+    browser: str, tmp_path: Path, engines: dict[str, float] | None
+) -> None:
+    page = write(tmp_path / "report.html", engines)
+    shot = tmp_path / "report.png"
+    chromium(browser, tmp_path / "profile", page, f"--screenshot={shot}")
+    pixels = np.asarray(Image.open(shot).convert("RGB"), float)
+    assert pixels.shape[0] >= 2000
+    assert pixels.std() > 20  # not blank
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100  # pictures, not only text
+    # In each quarter of the page something is drawn.
+    assert all(quarter.std() > 5 for quarter in np.array_split(pixels, 4))
+
+
+def test_the_report_has_its_title_and_figures_and_no_broken_image(browser: str, tmp_path: Path) -> None:
+    page = write(tmp_path / "report.html", {"active": 2500.0, "steps": 100.0, "batch": 800.0})
+    probe = (
+        "<script>addEventListener('load', () => {document.body.dataset.images = "
+        "[...document.images].map(i => i.naturalWidth).join(' ')})</script>"
+    )
+    page.write_text(page.read_text() + probe)
+    seen = chromium(browser, tmp_path / "profile", page, "--dump-dom")
+    assert "<title>Policies compared</title>" in seen
+    found = re.search('data-images="([^"]*)"', seen)
+    assert found
+    widths = [int(width) for width in found[1].split()]
+    assert len(widths) == 4
+    assert min(widths) > 300
+    assert seen.index("6 FAILED") < seen.index("<table")
+    assert "&lt;b&gt;not markup" in seen
+    for policy in POLICIES:
+        assert policy in seen
+    assert not re.search(r"(src|href)=.https?:", seen)
