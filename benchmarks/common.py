@@ -40,7 +40,9 @@ def publish(
         table.add_column(column)
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(table)
+    # Rows are wide, and a terminal's 80 columns would cut the names short.
+    needed = sum(max(len(name), 10) + 3 for name in rows[0])
+    Console(width=max(Console().width, needed)).print(table)
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"name": name, **environment(), "seed": seed, "inputs": inputs, "rows": rows, "notes": notes}

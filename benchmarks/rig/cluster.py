@@ -1,0 +1,37 @@
+"""A Ray of the benchmark's own, on this machine, with nothing of it left afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def local_ray(*, http_port: int | None = None, metrics_port: int | None = None) -> Iterator[None]:
+    """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted."""
+    # Before ray is imported: a cluster that needs no token and reports to nobody.
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    import ray
+    from ray import serve
+
+    for noisy in ("ray", "ray.serve", "vllm"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    options = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
+    ray.init(
+        "local", num_cpus=8, log_to_driver=False, logging_level="error", include_dashboard=False,
+        object_store_memory=300_000_000, namespace="serve", **options,
+    )  # fmt: skip
+    try:
+        if http_port is not None:
+            serve.start(http_options={"host": "127.0.0.1", "port": http_port})
+        yield
+    finally:
+        if http_port is not None:
+            serve.shutdown()
+        ray.shutdown()
