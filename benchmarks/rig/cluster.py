@@ -20,7 +20,7 @@ def local_ray(*, http_port: int | None = None, metrics_port: int | None = None) 
     import ray
     from ray import serve
 
-    for noisy in ("ray", "ray.serve", "vllm"):
+    for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     options = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
     ray.init(
