@@ -131,8 +131,8 @@ def vllm_servers(
 def _server_command(config: dict[str, Any], kwargs: dict[str, Any], port: int) -> list[str]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
-        "--port", str(port), "--model", config["model_loading_config"]["model_source"], "--served-model-name", MODEL,
-        "--disable-uvicorn-access-log",
+        "--port", str(port), "--model", config["model_loading_config"]["model_source"],
+        "--served-model-name", MODEL, "--disable-uvicorn-access-log",
     ]  # fmt: skip
     for name, value in kwargs.items():
         flag = "--" + name.replace("_", "-")
