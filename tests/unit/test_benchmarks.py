@@ -44,7 +44,7 @@ def test_help_says_units_and_defaults(name: str) -> None:
     "arguments",
     [
         ["cache_memory"],
-        ["capture_overhead", "--rounds", "0", "--calls", "3", "--tokens", "64"],
+        ["capture_overhead", "--requests", "0", "--calls", "3", "--tokens", "64"],
     ],
     ids=lambda arguments: arguments[0],
 )
