@@ -29,7 +29,7 @@ import torch
 import typer
 
 from benchmarks.common import median_ci, publish
-from benchmarks.rig.cluster import ROOT
+from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
 from benchmarks.rig.engines import ENGINE_ENV
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.engine.capture import ExpertCapture
@@ -221,6 +221,7 @@ def capture_overhead(
     out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
 ) -> None:
     """Time the parts of expert capture, and prefill with and without it."""
+    unwind_on_sigterm()
     rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
     if requests:
         rows += _engines(model, requests, engine_tokens, port, np.random.default_rng(seed))

@@ -34,7 +34,7 @@ import typer
 
 from benchmarks.common import median_ci, publish
 from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
-from benchmarks.rig.cluster import local_ray
+from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
 from benchmarks.rig.engines import (
     our_arguments,
     process,
@@ -175,6 +175,7 @@ def peers(
     out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
 ) -> None:
     """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
+    unwind_on_sigterm()
     allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv)
     arguments = our_arguments(deployment, model, decode_replicas)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM end this process as an interrupt does: what it started is stopped first."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 @contextmanager
