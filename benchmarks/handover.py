@@ -48,23 +48,27 @@ _METRICS = {
 _SAMPLE = re.compile(r"^ray_(\w+?)_(sum|count)(\{.*\})? (\S+)$")
 
 
-def decode_totals(text: str) -> Counter[tuple[str, str]]:
-    """(metric, "sum" or "count") -> total over the decode deployment, from a Prometheus page."""
+def decode_totals(text: str, replicas: list[str]) -> Counter[tuple[str, str]]:
+    """(metric, "sum" or "count") -> total over the decode deployment, from a Prometheus page.
+
+    Serve labels its metrics with the deployment, vLLM's have the replica's id.
+    """
+    marks = ['"Decode:', *(f'"{replica}"' for replica in replicas)]
     wanted = {metric for metric, _ in _METRICS.values()}
     totals: Counter[tuple[str, str]] = Counter()
     for line in text.splitlines():
         found = _SAMPLE.match(line)
-        if found and found[1] in wanted and '"Decode:' in (found[3] or ""):
+        if found and found[1] in wanted and any(mark in (found[3] or "") for mark in marks):
             totals[found[1], found[2]] += float(found[4])
     return totals
 
 
-def _settled(url: str) -> Counter[tuple[str, str]]:
+def _settled(url: str, replicas: list[str]) -> Counter[tuple[str, str]]:
     """decode_totals once they stand still: processes report every few seconds."""
-    totals, still = decode_totals(httpx.get(url, timeout=60).text), 0
+    totals, still = decode_totals(httpx.get(url, timeout=60).text, replicas), 0
     while still < 6:
         time.sleep(1.0)
-        newer = decode_totals(httpx.get(url, timeout=60).text)
+        newer = decode_totals(httpx.get(url, timeout=60).text, replicas)
         still, totals = (still + 1 if newer == totals else 0), newer
     return totals
 
@@ -141,11 +145,13 @@ def handover(
         url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
         wait_ready(url, 120)
         asyncio.run(_load(url, work, 32, 8))
+        status = httpx.get(f"{url}/eldr/status", timeout=60).json()
+        replicas = [worker["replica"] for worker in status["workers"]]
         for count in map(int, in_flight.split(",")):
-            before = _settled(metrics)
+            before = _settled(metrics, replicas)
             answers = asyncio.run(_load(url, work, requests, count))
             stages = httpx.get(f"{url}/eldr/status", timeout=60).json()["ingress"]["stages"]
-            rows.append(_row(count, stages, _parts(before, _settled(metrics)), answers))
+            rows.append(_row(count, stages, _parts(before, _settled(metrics, replicas)), answers))
     publish(
         "handover", rows,
         inputs={"requests": requests, "max_tokens": max_tokens, "decode_replicas": decode_replicas,

@@ -117,12 +117,16 @@ def test_decode_metrics_are_told_from_prefill_metrics() -> None:
     page = "\n".join(
         [
             "# HELP ray_vllm_request_queue_time_seconds x",
-            'ray_vllm_request_queue_time_seconds_sum{deployment="Decode:m",ReplicaId="a"} 1.5',
-            'ray_vllm_request_queue_time_seconds_sum{deployment="Decode:m",ReplicaId="b"} 0.5',
-            'ray_vllm_request_queue_time_seconds_count{deployment="Decode:m",ReplicaId="a"} 4',
-            'ray_vllm_request_queue_time_seconds_sum{deployment="Prefill:m"} 9',
-            'ray_vllm_request_queue_time_seconds_bucket{deployment="Decode:m",le="1"} 3',
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="a"} 1.5',
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="b"} 0.5',
+            'ray_vllm_request_queue_time_seconds_count{ReplicaId="a"} 4',
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="p"} 9',
+            'ray_vllm_request_queue_time_seconds_bucket{ReplicaId="a",le="1"} 3',
+            'ray_serve_request_router_fulfillment_time_ms_sum{deployment="Decode:m"} 7',
+            'ray_serve_request_router_fulfillment_time_ms_sum{deployment="Prefill:m"} 8',
         ]
     )
     name = "vllm_request_queue_time_seconds"
-    assert decode_totals(page) == {(name, "sum"): 2.0, (name, "count"): 4.0}
+    assign = "serve_request_router_fulfillment_time_ms"
+    found = decode_totals(page, ["a", "b"])
+    assert found == {(name, "sum"): 2.0, (name, "count"): 4.0, (assign, "sum"): 7.0}
