@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ from benchmarks.handover import decode_totals
 from benchmarks.peers import _rows
 from benchmarks.rig.client import Answer, most_open, summary
 from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
-from offline.cli import BadInput
+from offline.cli import BadInput, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,11 +34,18 @@ def test_the_benchmarks_that_start_services_are_benchmarks() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_says_units_and_defaults(name: str) -> None:
-    done = command(f"benchmarks.{name}", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--out" in done.stdout
-    assert "default" in done.stdout
+def test_help_says_units_and_defaults(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        run(getattr(module, name))
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--out" in shown
+    assert "default" in shown
+    assert f"python -m benchmarks.{name}" in (module.__doc__ or "")
 
 
 @pytest.mark.parametrize(
