@@ -39,10 +39,13 @@ def publish(
     """Print the rows as a table and write them as JSON; returns the file's path."""
     table = Table(title=name)
     for column in rows[0]:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(table)
+        table.add_column(column, no_wrap=True)
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    for line in cells:
+        table.add_row(*line)
+    # Rows are wide, and a terminal's 80 columns would cut them short.
+    needed = 1 + sum(3 + max(map(len, column)) for column in zip(rows[0], *cells, strict=True))
+    Console(width=max(Console().width, needed)).print(table)
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_result(path, name, rows, inputs=inputs, seed=seed, notes=notes)

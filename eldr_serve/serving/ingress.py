@@ -195,6 +195,7 @@ class EldrIngress(OpenAiIngress):
             "router_away": self._client.router_away,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
+            "stages": self._path.stages.summary(),
         }
         return JSONResponse(status | {"ingress": own})
 

@@ -21,6 +21,7 @@ from eldr_serve.serving.messages import Lease, PlacementRequest
 from eldr_serve.serving.replicas import Engines
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.servers import ReleaseKv
+from eldr_serve.serving.stages import Stages
 from eldr_serve.serving.wire import (
     REPLICA,
     GenerationRequest,
@@ -77,6 +78,7 @@ class RequestPath:
         self._client = client
         self._options = options
         self._background: set[asyncio.Task[Any]] = set()
+        self.stages = Stages()
 
     async def generate(
         self,
@@ -112,15 +114,23 @@ class RequestPath:
                         yield answer
                         return
                     prefilled = answer
+                placing_at = time.monotonic()
                 lease = await self._place(request, request_id, prefilled, domain, failed)
                 placed(lease)
+                placed_at = time.monotonic()
                 stream = self._decode(request, method, raw_info, f"{request_id}-d{attempt}", lease, prefilled)
                 try:
                     first = await anext(stream, None)
                     if first is not None and not _engine_failed(first):
                         if not isinstance(first, ErrorResponse):
                             if prefilled is not None:
-                                handed_over(time.monotonic() - prefilled.done_at)
+                                now = time.monotonic()
+                                handed_over(now - prefilled.done_at)
+                                self.stages.record(
+                                    place=placed_at - placing_at,
+                                    first_chunk=now - placed_at,
+                                    handover=now - prefilled.done_at,
+                                )
                             prefilled = None  # read by the decode engine, which tells the prefill engine
                         yield first
                         async for chunk in stream:
@@ -150,12 +160,14 @@ class RequestPath:
                 prefill_request(request, request_id, attempt), raw_info
             )
             finished = False
+            called_at = time.monotonic()
             try:
                 response = await anext(call)
                 finished = True
                 replica = self._engines.prefill_replicas.take_routed(request_id)
                 if not isinstance(response, ErrorResponse):
                     self._client.count("prefills")
+                    self.stages.record(prefill=time.monotonic() - called_at)
                     return Prefilled(
                         request_id,
                         replica,

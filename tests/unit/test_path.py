@@ -145,6 +145,7 @@ async def test_prefill_then_place_then_decode() -> None:
     assert world.prefill.requests[0].max_tokens == 1
     assert not world.client.held
     assert not world.prefill.released
+    assert set(world.path.stages.summary()) == {"prefill", "place", "first_chunk", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "times"), [({}, 1), ({"n": 2}, 0)])

@@ -1,0 +1,135 @@
+"""Memory of the signature cache beside that of the KV cache, for each deployment.
+
+    python -m benchmarks.cache_memory
+
+A row of the signature cache is one byte per MoE layer and expert, whatever the block size; a KV block
+grows with it. So the share falls as 1 / block_size. Read share_of_kv_pct: the goal is below 0.5.
+Under tensor parallelism a rank holds its part of the KV heads, but a whole row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from benchmarks.common import publish
+from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.signature_cache import MAX_BLOCK_SIZE, SignatureCache
+from offline.cli import BadInput, run
+
+GOAL_PCT = 0.5
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's part of the comparison. `kv_groups`: (layers, KV heads, head dimension) of equal layers."""
+
+    moe_layers: int
+    experts: int
+    kv_groups: tuple[tuple[int, int, int], ...]
+
+    def kv_elements(self, ranks: int) -> int:
+        """Elements of keys and values that one token takes on one of `ranks` tensor-parallel ranks."""
+        return sum(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
+
+
+# From the config.json of each model; a model folder is read instead of looked up.
+SHAPES = {
+    "Qwen/Qwen3-30B-A3B": Shape(48, 128, ((48, 4, 128),)),
+    "Qwen/Qwen3-235B-A22B": Shape(94, 128, ((94, 4, 128),)),
+    "openai/gpt-oss-120b": Shape(36, 128, ((36, 8, 64),)),
+    "google/gemma-4-26b-a4b": Shape(30, 128, ((25, 8, 256), (5, 2, 512))),  # sliding; global
+}
+
+
+def shape_of(source: str) -> Shape:
+    """The shape of a model by its folder or its id; BadInput if neither is known."""
+    if source in SHAPES:
+        return SHAPES[source]
+    path = Path(source) / "config.json"
+    if not path.exists():
+        raise BadInput(f"the shape of model {source!r} is not known, and it is not a folder")
+    config = json.loads(path.read_text())
+    layers, heads, dim = (config[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    moe_layers = layers - len(config.get("mlp_only_layers") or [])
+    return Shape(moe_layers, config["num_experts" if "num_experts" in config else "num_local_experts"],
+                 ((layers, heads, dim),))  # fmt: skip
+
+
+def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
+    """Both caches of one rank whose KV cache takes `kv_gib` GiB; the signature cache is a real one."""
+    block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
+    num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
+    cache = SignatureCache(num_blocks, block_size, shape.moe_layers, shape.experts)
+    return {
+        "blocks": num_blocks,
+        "kv_block_bytes": block_bytes,
+        "row_bytes": shape.moe_layers * shape.experts,
+        "kv_cache_mib": num_blocks * block_bytes / 2**20,
+        "signature_cache_mib": cache.nbytes / 2**20,
+        "share_of_kv_pct": 100 * cache.nbytes / (num_blocks * block_bytes),
+    }
+
+
+def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int | None:
+    """The smallest block size (tokens) that meets the goal; None if a byte a cell cannot count it."""
+    size = math.ceil(
+        100 * shape.moe_layers * shape.experts / (GOAL_PCT * shape.kv_elements(ranks) * dtype_bytes)
+    )
+    return size if size <= MAX_BLOCK_SIZE else None
+
+
+def cache_memory(
+    deployments: Annotated[Path, typer.Option(help="Folder of deployment YAMLs.")] = Path("deployments"),
+    kv_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one GPU rank, GiB.")] = 8.0,
+    gpu_block_sizes: Annotated[
+        str, typer.Option(help="Block sizes (tokens) shown for GPU deployments that set none.")
+    ] = "16,32,64,128",
+    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+) -> None:
+    """Compare both caches' bytes for the prefill engines of every deployment."""
+    rows = []
+    cpu_block = int(engine_kwargs("prefill", device="cpu")["block_size"])
+    for path in sorted(deployments.glob("*.yaml")):
+        config = yaml.safe_load(path.read_text())["applications"][0]["args"]["prefill_config"]
+        engine = config["engine_kwargs"]
+        on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
+        sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]
+        shape = shape_of(config["model_loading_config"]["model_source"])
+        ranks, dtype_bytes = int(engine.get("tensor_parallel_size", 1)), _DTYPE_BYTES[engine["dtype"]]
+        cpu_gib = float(
+            config.get("runtime_env", {}).get("env_vars", {}).get("VLLM_CPU_KVCACHE_SPACE", kv_gib)
+        )
+        for size in [int(engine["block_size"])] if "block_size" in engine else sizes:
+            found = compare(
+                shape,
+                block_size=size,
+                dtype_bytes=dtype_bytes,
+                ranks=ranks,
+                kv_gib=cpu_gib if on_cpu else kv_gib,
+            )
+            rows.append(
+                {"deployment": path.stem, "ranks": ranks, "block_size_tokens": size}
+                | found
+                | {
+                    "goal_met": found["share_of_kv_pct"] < GOAL_PCT,
+                    "smallest_block_size_tokens": smallest_block_size(shape, dtype_bytes, ranks),
+                }
+            )
+    if not rows:
+        raise BadInput(f"no deployment YAML in {deployments}")
+    publish(
+        "cache_memory", rows, inputs={"kv_gib": kv_gib, "goal_pct": GOAL_PCT}, seed=0,
+        notes="one rank of a prefill engine; decode engines have no signature cache", out=out,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(cache_memory)

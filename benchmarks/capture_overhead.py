@@ -1,0 +1,240 @@
+"""What counting experts costs a request, part by part, and what it adds to a real prefill.
+
+    python -m benchmarks.capture_overhead              (parts, and two engines in turn)
+    python -m benchmarks.capture_overhead --requests 0 (parts alone: no engine)
+
+Parts are our own code on tensors of Qwen3-30B-A3B's shape, as the paper's Table 1; the prompt is
+prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU the counting
+runs on the device; on a CPU one core does it, so `count scatter` is far larger here (see --device).
+The engine rows are the demo model's: TTFT with our connector against the same connector without
+capture, each prompt on both. Goal: below 0.5 % of TTFT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.common import median_ci, publish
+from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
+from benchmarks.rig.engines import ENGINE_ENV
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.engine.capture import ExpertCapture
+from eldr_serve.routing import Handoff, WorkerLoad, make_policy
+from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
+from offline.cli import BadInput, run
+
+L, E, K_TOP, WORKERS = 48, 128, 8, 16
+PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
+_WARM_UP = 8  # prompts
+
+
+class _Router:
+    """A BaseRouter's part of the hook."""
+
+    top_k, global_num_experts = K_TOP, E
+
+    def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
+        self.capture_fn = capture_fn
+
+
+def _timed(part: Callable[[], Any], calls: int, device: str) -> list[float]:
+    def settle() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(5):
+        part()
+    seconds = []
+    for _ in range(calls):
+        settle()
+        start = time.perf_counter()
+        part()
+        settle()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> dict[str, list[float]]:
+    """Seconds of each part for one request of `tokens` prompt tokens."""
+    rng = np.random.default_rng(seed)
+    torch.set_num_threads(1)
+    blocks = -(-tokens // block_size)
+    routers = [_Router() for _ in range(L)]
+    capture = ExpertCapture(
+        routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
+    )  # fmt: skip
+    scores = rng.gumbel(size=(L, tokens, E)) + 2 * rng.normal(size=(L, 1, E))
+    chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :K_TOP].astype(np.int32), device=device)
+    ids = torch.tensor(rng.permutation(4 * blocks)[:blocks], device=device)
+    positions = torch.arange(tokens, device=device)
+    slots = ids[positions // block_size] * block_size + positions % block_size
+    cache = capture.cache
+    assert cache is not None
+
+    def hooks() -> None:
+        for layer, router in enumerate(routers):
+            router.capture_fn(chosen[layer])
+
+    hooks()
+    cache.record(slots, chosen)
+    counts = cache.total(ids).cpu().numpy().astype(np.uint32)
+    packed = pack_counts(counts)
+    answer = {"eldr_signature": packed, "remote_block_ids": ids.tolist()}
+
+    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
+    near = counts[None] + rng.integers(0, tokens // 4, (WORKERS, L, E), dtype=np.uint32)
+    table = RoutingTable("m", spec, spec.encode(near), np.ones(WORKERS, np.int64), [""] * WORKERS)
+    policy = make_policy("locality-band").with_table(table)
+    loads = [WorkerLoad(int(n), 0) for n in rng.integers(0, 20, WORKERS)]
+
+    def reset() -> None:
+        cache.rows[ids] = 0
+
+    measured: dict[str, Callable[[], Any]] = {
+        "hooks: copy the choices": hooks,
+        "count scatter, with row reset": lambda: cache.record(slots, chosen.to(torch.int16)),
+        "of it row reset": reset,
+        "prompt sum": lambda: cache.total(ids).cpu().numpy().astype(np.uint32),
+        "pack": lambda: pack_counts(counts),
+        "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
+        "unpack": lambda: unpack_counts(packed),
+        "encode and route": lambda: policy.choose(Handoff("r", counts, tokens, 64), loads, rng),
+    }
+    return {name: _timed(part, calls, device) for name, part in measured.items()}
+
+
+def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
+    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in found.items()]
+    per_call = zip(*(v for n, v in found.items() if not n.startswith("of it")), strict=True)
+    return [*rows, _row("part", "sum", [sum(call) for call in per_call], ttft_ms)]
+
+
+def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
+    middle, low, high = (1000 * v for v in median_ci(seconds))
+    return {
+        "level": level,
+        "part": name,
+        "p50_ms": middle,
+        "p50_low_ms": low,
+        "p50_high_ms": high,
+        "ttft_p50_ms": ttft_ms,
+        "share_of_ttft_pct": 100 * middle / ttft_ms,
+    }
+
+
+class _Engine:
+    """A prefill engine in a process of its own."""
+
+    def __init__(self, model: Path, capture: bool, port: int, max_tokens: int, stack: ExitStack) -> None:
+        job = {"model": str(model.resolve()), "capture": capture, "block_size": 32, "max_tokens": max_tokens}
+        self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        env = {"PYTHONPATH": str(ROOT), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.rig.prefill_engine", json.dumps(job)],
+            env=os.environ | ENGINE_ENV | env, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+        )  # fmt: skip
+        stack.callback(self._stop)
+
+    def _stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def prefill(self, prompt: list[int]) -> tuple[float, float]:
+        """Seconds from prompt to first token, and of counting among them as the engine reports it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(prompt) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise BadInput(f"an engine ended: {' | '.join(self._log.read().splitlines()[-3:])}")
+        seconds, counting = json.loads(line)
+        return seconds, counting
+
+
+def _engines(
+    model: Path, requests: int, tokens: int, port: int, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    """Each prompt on both engines, one after the other, in alternate order; none twice on one."""
+    with ExitStack() as stack:
+        engines = [
+            _Engine(model, capture, port + number, tokens, stack)
+            for number, capture in enumerate((False, True))
+        ]
+        found: tuple[list[float], list[float]] = ([], [])
+        counting: list[float] = []
+        for number in range(-_WARM_UP, requests):
+            prompt = rng.integers(1, 4000, tokens).tolist()
+            for which in (0, 1) if number % 2 else (1, 0):
+                seconds, counted = engines[which].prefill(prompt)
+                if number >= 0:
+                    found[which].append(seconds)
+                    counting += [counted] if which else []
+    ttft_ms = 1000 * float(np.median(found[0]))
+    added = [on - off for off, on in zip(*found, strict=True)]
+    return [
+        _row("engine", "TTFT without capture", found[0], ttft_ms),
+        _row("engine", "TTFT with capture", found[1], ttft_ms),
+        _row("engine", "added by capture, prompt by prompt", added, ttft_ms),
+        _row("engine", "counting, as the engine times it", counting, ttft_ms),
+    ]
+
+
+def capture_overhead(
+    tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the parts, one step.")] = 1024,
+    block_size: Annotated[int, typer.Option(min=1, max=255, help="KV block of the parts, tokens.")] = 16,
+    calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
+    ttft_ms: Annotated[
+        float, typer.Option(min=0.1, help="TTFT that the parts are compared with, ms; default the paper's.")
+    ] = PAPER_TTFT_MS,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where the signature cache of the parts lies.")
+    ] = "cpu",
+    requests: Annotated[
+        int, typer.Option(min=0, help="Prompts, each on two real engines in turn; 0: no engine.")
+    ] = 200,
+    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
+    model: Annotated[Path, typer.Option(help="Folder of the engines' model.")] = Path("demo_model/weights"),
+    port: Annotated[int, typer.Option(help="First of two ports of the engines' NIXL side channels.")] = 8340,
+    seed: Annotated[int, typer.Option(help="Seed of counts and prompts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+) -> None:
+    """Time the parts of expert capture, and prefill with and without it."""
+    unwind_on_sigterm()
+    rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    if requests:
+        rows += _engines(model, requests, engine_tokens, port, np.random.default_rng(seed))
+    publish(
+        "capture_overhead", rows,
+        inputs={"L": L, "E": E, "top_k": K_TOP, "workers": WORKERS, "tokens": tokens, "device": device,
+                "block_size": block_size, "calls": calls, "requests": requests,
+                "engine_tokens": engine_tokens},
+        seed=seed, out=out,
+        notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model on one "
+        "core each, against its own TTFT, each prompt on both",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(capture_overhead)

@@ -1,0 +1,231 @@
+"""What our serving layer costs beside peers, on equal engines: prefill, hand-over, decode, one table.
+
+    python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
+    python -m benchmarks.peers --vllm-router-venv router-venv
+
+Systems:
+    eldr           this package: Serve ingress, prefill, place, decode
+    ray-pd         Ray Serve LLM's build_pd_openai_app: decode replica first, which calls prefill
+    no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
+    vllm-router    the Rust router in front of the same two servers
+    ...-polled     the same, servers load our connector module, so that NIXL does not spin a core an engine
+
+One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Blocks are
+in random order within each round, engines are started anew in each. Rows are medians over rounds.
+`--record FILE` keeps every block; blocks that are in it already count too, so that a long comparison
+can be made in several short runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.common import median_ci, publish
+from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
+from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
+from benchmarks.rig.engines import (
+    our_arguments,
+    process,
+    ray_pd_arguments,
+    vllm_servers,
+    wait_http,
+)
+from benchmarks.rig.prompts import bodies
+from offline.cli import BadInput, run
+
+RAY_SYSTEMS = ("eldr", "ray-pd")
+SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
+_Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
+
+
+@contextmanager
+def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[_Send]:
+    with local_ray(http_port=port):
+        from ray import serve
+        from ray.serve.llm import build_pd_openai_app
+
+        from benchmarks.streams import wait_ready
+        from eldr_serve.serving.app import build_app
+
+        build = build_app(arguments) if system == "eldr" else build_pd_openai_app(ray_pd_arguments(arguments))
+        serve.run(build, name=system, route_prefix="/")
+        url = f"http://127.0.0.1:{port}"
+        if system == "eldr":
+            wait_ready(url, 120)
+        yield lambda http, body: complete(http, url, body)
+
+
+@contextmanager
+def _servers(
+    systems: list[str], arguments: dict[str, Any], port: int, venv: Path | None
+) -> Iterator[dict[str, _Send]]:
+    """The systems that share plain vLLM servers, all of them over the same two engines."""
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        polled = systems[0].endswith("-polled")
+        urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
+        found: dict[str, _Send] = {}
+        for system in systems:
+            if system.startswith("no-router"):
+                found[system] = lambda http, body: _by_hand(http, urls, body)
+                continue
+            assert venv is not None
+            command = [
+                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port),
+                "--vllm-pd-disaggregation", "--policy", "round_robin", "--prometheus-port", str(port + 50),
+                *[part for url in urls["prefill"] for part in ("--prefill", url)],
+                *[part for url in urls["decode"] for part in ("--decode", url)],
+            ]  # fmt: skip
+            log = logs / "vllm_router.log"
+            router = stack.enter_context(process(command, env={}, log=log))
+            wait_http(f"http://127.0.0.1:{port}/health", router, log, 60)
+            found[system] = lambda http, body: complete(http, f"http://127.0.0.1:{port}", body)
+        yield found
+
+
+async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    """Prefill and decode called by the client itself: the engines with nothing in front of them."""
+    start = time.perf_counter()
+    first = body | {
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+    headers = {"X-Request-Id": uuid.uuid4().hex}
+    async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
+        if response.status != 200:
+            return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
+        params = (await response.json())["kv_transfer_params"]
+    before = time.perf_counter() - start
+    answer = await complete(http, urls["decode"][0], body | {"kv_transfer_params": params})
+    answer.start = start
+    if answer.ttft_s is not None:
+        answer.ttft_s += before
+        answer.last_s += before
+    return answer
+
+
+async def _block(send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]]) -> Any:
+    """One row for each load; a few requests first that do not count."""
+    found = {}
+    async with session() as http:
+        await closed_loop(lambda n: send(http, work[n]), requests=16, in_flight=8)
+        for in_flight in loads:
+            requests = per_load * min(in_flight, 4)
+            answers = await closed_loop(
+                lambda n: send(http, work[n % len(work)]), requests=requests, in_flight=in_flight
+            )
+            found[str(in_flight)] = summary(answers) | {"errors": errors(answers)}
+    return found
+
+
+def _rows(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for system in dict.fromkeys(block["system"] for block in blocks):
+        mine = [block["loads"] for block in blocks if block["system"] == system]
+        for in_flight in dict.fromkeys(load for loads in mine for load in loads):
+            measured = [loads[in_flight] for loads in mine if in_flight in loads]
+            row: dict[str, Any] = {"system": system, "in_flight": int(in_flight), "blocks": len(measured)}
+            for name in ("requests", "failures"):
+                row[name] = sum(m[name] for m in measured)
+            for name in (
+                "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "requests_per_s",
+            ):  # fmt: skip
+                row[name] = float(np.median([m[name] for m in measured]))
+            _, row["ttft_p50_low_ms"], row["ttft_p50_high_ms"] = median_ci(
+                [m["ttft_p50_ms"] for m in measured]
+            )
+            rows.append(row)
+    return sorted(rows, key=lambda row: (row["in_flight"], row["system"]))
+
+
+def peers(
+    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
+    rounds: Annotated[int, typer.Option(min=0, help="Blocks of each system; 0: only print --record.")] = 3,
+    requests: Annotated[
+        int, typer.Option(min=4, help="Requests of a block with 1 in flight; 4 times as many with 8.")
+    ] = 40,
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
+    deployment: Annotated[Path, typer.Option(help="Deployment YAML whose engines are used.")] = Path(
+        "deployments/cpu_demo.yaml"
+    ),
+    decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
+    prompts: Annotated[Path, typer.Option(help="Prompts, JSONL file or folder.")] = Path(
+        "demo_model/prompts"
+    ),
+    vllm_router_venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="JSON lines of all blocks, read and added to.")] = None,
+    port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and of the order of blocks.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+) -> None:
+    """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    chosen = _chosen(systems, vllm_router_venv)
+    arguments = our_arguments(deployment, model, decode_replicas)
+    work = bodies(prompts, count=512, max_tokens=max_tokens, seed=seed)
+    loads = [int(load) for load in in_flight.split(",")]
+    lines = record.read_text().splitlines() if record and record.exists() else []
+    blocks: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    order = random.Random(seed + len(blocks))
+
+    def keep(system: str, found: dict[str, Any]) -> None:
+        blocks.append({"system": system, "loads": found})
+        if record:
+            with record.open("a") as file:
+                file.write(json.dumps(blocks[-1]) + "\n")
+
+    groups = [[s] for s in chosen if s in RAY_SYSTEMS]
+    for polled in (False, True):
+        groups.append([s for s in chosen if s in SERVER_SYSTEMS and s.endswith("-polled") == polled])
+    for _ in range(rounds):
+        for group in order.sample([g for g in groups if g], k=sum(map(bool, groups))):
+            if group[0] in RAY_SYSTEMS:
+                with _serve(group[0], arguments, port) as send:
+                    keep(group[0], asyncio.run(_block(send, loads, requests, work)))
+            else:
+                with _servers(group, arguments, port, vllm_router_venv) as sends:
+                    for system in order.sample(group, k=len(group)):
+                        keep(system, asyncio.run(_block(sends[system], loads, requests, work)))
+    if not blocks:
+        raise BadInput("there is no block to report")
+    publish(
+        "peers", _rows(blocks),
+        inputs={"requests": requests, "max_tokens": max_tokens, "decode_replicas": decode_replicas,
+                "deployment": deployment.stem, "prompts": prompts.name, "blocks": blocks},
+        seed=seed, out=out,
+        notes="closed loop, greedy, one system at a time; plain NIXL spins one core an engine, which "
+        "its systems share the cores with; -polled: the same servers with our connector module, which polls",
+    )  # fmt: skip
+
+
+def _chosen(systems: str, venv: Path | None) -> list[str]:
+    known = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
+    possible = [s for s in known if venv is not None or not s.startswith("vllm-router")]
+    chosen = systems.split(",") if systems else possible
+    for system in chosen:
+        if system not in known:
+            raise BadInput(f"there is no system {system!r}; there are {', '.join(known)}")
+        if system not in possible:
+            raise BadInput(f"{system} needs --vllm-router-venv")
+    return chosen
+
+
+if __name__ == "__main__":
+    run(peers)

@@ -1,0 +1,120 @@
+"""An HTTP client that holds thousands of OpenAI streams at once and times each."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+
+@dataclass
+class Answer:
+    """One streamed answer; times in s. `start` and `end` are time.perf_counter()."""
+
+    start: float
+    end: float = 0.0
+    ttft_s: float | None = None
+    chunks: int = 0  # events with content; one token each where the server does not batch
+    last_s: float = 0.0
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per chunk after the first."""
+        if self.ttft_s is None or self.chunks < 2:
+            return None
+        return (self.last_s - self.ttft_s) / (self.chunks - 1)
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def session() -> aiohttp.ClientSession:
+    """A client session without limits on connections or time."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+    """Send one streaming completion; failures of any kind are in `error`."""
+    answer = Answer(time.perf_counter())
+    try:
+        async with http.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+            else:
+                await _read(response, answer)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.end = time.perf_counter()
+    return answer
+
+
+async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    done = False
+    async for line in response.content:
+        if not line.startswith(b"data: "):
+            continue
+        if line.startswith(b"data: [DONE]"):
+            done = True
+        elif line.startswith(b'data: {"error"'):
+            answer.error = line.decode(errors="replace")[:200]
+        else:
+            answer.last_s = time.perf_counter() - answer.start
+            answer.chunks += 1
+            if answer.ttft_s is None:
+                answer.ttft_s = answer.last_s
+    if answer.error is None and not (done and answer.chunks):
+        answer.error = "the stream ended early"
+
+
+async def closed_loop(
+    send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
+) -> list[Answer]:
+    """Send requests 0 ... requests-1, the next one as soon as one of `in_flight` has ended."""
+    numbers = iter(range(requests))
+    answers: list[Answer] = []
+
+    async def user() -> None:
+        for number in numbers:
+            answers.append(await send(number))
+
+    await asyncio.gather(*(user() for _ in range(in_flight)))
+    return answers
+
+
+def most_open(answers: list[Answer]) -> int:
+    """Answers that were under way together, at most."""
+    changes = sorted([(a.start, 1) for a in answers] + [(a.end, -1) for a in answers])
+    return int(np.cumsum([change for _, change in changes]).max(initial=0))
+
+
+def summary(answers: list[Answer]) -> dict[str, Any]:
+    """Failures, TTFT and TPOT in ms, requests/s and tokens/s of one stretch of load."""
+    good = [a for a in answers if a.error is None]
+    span = max(a.end for a in answers) - min(a.start for a in answers)
+    row: dict[str, Any] = {"requests": len(answers), "failures": len(answers) - len(good)}
+    for name, values in (("ttft", [a.ttft_s for a in good]), ("tpot", [a.tpot_s for a in good])):
+        known = [1000 * v for v in values if v is not None]
+        for q in (50, 99):
+            row[f"{name}_p{q}_ms"] = float(np.percentile(known, q)) if known else float("nan")
+    row["requests_per_s"] = len(good) / span
+    row["tokens_per_s"] = sum(a.chunks for a in good) / span
+    return row
+
+
+def errors(answers: list[Answer]) -> dict[str, int]:
+    """How often each failure came."""
+    return dict(Counter(a.error for a in answers if a.error is not None).most_common(5))

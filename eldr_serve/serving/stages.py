@@ -1,0 +1,41 @@
+"""How long the steps between prefill and the first token take, for `/eldr/status`."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+WINDOW = 256  # newest requests that percentiles are taken of
+
+
+class Stages:
+    """Times of the newest requests, by name of the stage.
+
+    Stages of a request: `prefill` (the prefill call), `place` (router), `first_chunk` (decode call to
+    its first chunk), and `handover` (end of prefill to first decode chunk, whatever was tried between).
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, deque[float]] = {}
+        self._counts: dict[str, int] = {}
+
+    def record(self, **seconds: float) -> None:
+        """Take the times of one request, s."""
+        for name, value in seconds.items():
+            self._seconds.setdefault(name, deque(maxlen=WINDOW)).append(value)
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Of each stage: requests so far; mean, median and 99th percentile of the newest, ms."""
+        found = {}
+        for name, recent in self._seconds.items():
+            values = 1000 * np.asarray(recent)
+            p50, p99 = np.percentile(values, [50, 99])
+            found[name] = {
+                "count": self._counts[name],
+                "mean_ms": round(float(values.mean()), 3),
+                "p50_ms": round(float(p50), 3),
+                "p99_ms": round(float(p99), 3),
+            }
+        return found

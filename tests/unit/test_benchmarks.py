@@ -1,0 +1,140 @@
+"""Every benchmark says how to run it, and those that need no engine run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import NAMES, SERVING
+from benchmarks.cache_memory import compare, shape_of, smallest_block_size
+from benchmarks.handover import decode_totals
+from benchmarks.peers import _rows
+from benchmarks.rig.client import Answer, most_open, summary
+from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
+from offline.cli import BadInput, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_benchmarks_that_start_services_are_benchmarks() -> None:
+    assert set(NAMES) >= SERVING | {"cache_memory", "router_actor", "route_decision", "fit_time"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_units_and_defaults(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        run(getattr(module, name))
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--out" in shown
+    assert "default" in shown
+    assert f"python -m benchmarks.{name}" in (module.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["cache_memory"],
+        ["capture_overhead", "--requests", "0", "--calls", "3", "--tokens", "64"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_benchmark_without_engines_writes_its_table(arguments: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    done = command(f"benchmarks.{arguments[0]}", *arguments[1:], "--out", out)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["name"] == arguments[0]
+    assert {"commit", "machine", "versions", "seed", "inputs", "rows", "notes"} <= set(result)
+    assert len({tuple(row) for row in result["rows"]}) == 1  # one table
+    assert any(re.search(r"_(ms|pct|mib|bytes)$", column) for column in result["rows"][0])
+
+
+def test_bad_input_is_one_sentence() -> None:
+    done = command("benchmarks.peers", "--systems", "nobody")
+    assert done.returncode == 2
+    assert "nobody" in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    small, large = (
+        compare(shape, block_size=size, dtype_bytes=2, ranks=1, kv_gib=0.1)["share_of_kv_pct"]
+        for size in (16, 32)
+    )
+    assert small == pytest.approx(2 * large)
+    assert small == pytest.approx(100 * 48 * 128 / (16 * 2 * 48 * 2 * 4 * 128))
+    assert smallest_block_size(shape, 2, 1) == 13
+    with pytest.raises(BadInput):
+        shape_of("nobody/nothing")
+
+
+def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
+    good = Answer(start=0.0, end=2.0, ttft_s=0.5, chunks=4, last_s=2.0)
+    bad = Answer(start=1.0, end=1.5, error="HTTP 500")
+    row = summary([good, bad])
+    assert (row["requests"], row["failures"]) == (2, 1)
+    assert row["ttft_p50_ms"] == pytest.approx(500)
+    assert row["tpot_p50_ms"] == pytest.approx(500)
+    assert row["tokens_per_s"] == pytest.approx(2)
+    assert most_open([good, bad, Answer(start=2.5, end=3.0)]) == 2
+
+
+def test_peers_rows_are_medians_over_blocks() -> None:
+    load = {"requests": 4, "failures": 1, "ttft_p99_ms": 9.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 2.0}
+    blocks = [
+        {"system": "eldr", "loads": {"1": load | {"ttft_p50_ms": ttft, "requests_per_s": 3.0}}}
+        for ttft in (1.0, 5.0, 2.0)
+    ]
+    (row,) = _rows(blocks)
+    assert (row["blocks"], row["requests"], row["failures"]) == (3, 12, 3)
+    assert row["ttft_p50_ms"] == 2.0
+    assert row["ttft_p50_low_ms"] <= 2.0 <= row["ttft_p50_high_ms"]
+
+
+def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
+    arguments = our_arguments(ROOT / "deployments/cpu_demo.yaml", ROOT / "demo_model/weights", 1)
+    theirs = ray_pd_arguments(arguments)["decode_config"]
+    given = arguments["decode_config"]["engine_kwargs"]
+    assert given.items() <= theirs["engine_kwargs"].items()
+    assert theirs["engine_kwargs"]["kv_transfer_config"]["kv_connector"] == "NixlConnector"
+    assert theirs["experimental_configs"]["stream_batching_interval_ms"] == 0
+    assert "scheduler_cls" not in theirs["engine_kwargs"]
+    polled = plain_engine_kwargs("decode", given, our_connector=True)["kv_transfer_config"]
+    assert polled["kv_connector"] == "EldrConnector"
+
+
+def test_decode_metrics_are_told_from_prefill_metrics() -> None:
+    page = "\n".join(
+        [
+            "# HELP ray_vllm_request_queue_time_seconds x",
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="a"} 1.5',
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="b"} 0.5',
+            'ray_vllm_request_queue_time_seconds_count{ReplicaId="a"} 4',
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="p"} 9',
+            'ray_vllm_request_queue_time_seconds_bucket{ReplicaId="a",le="1"} 3',
+            'ray_serve_request_router_fulfillment_time_ms_sum{deployment="Decode:m"} 7',
+            'ray_serve_request_router_fulfillment_time_ms_sum{deployment="Prefill:m"} 8',
+        ]
+    )
+    name = "vllm_request_queue_time_seconds"
+    assign = "serve_request_router_fulfillment_time_ms"
+    found = decode_totals(page, ["a", "b"])
+    assert found == {(name, "sum"): 2.0, (name, "count"): 4.0, (assign, "sum"): 7.0}
