@@ -1,0 +1,296 @@
+"""TPOT of placements without contention: every worker's schedule alone on one real engine.
+
+Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the
+step cost that was first fitted on this engine. Then each worker's requests are served, at their arrival
+times, by the real engine, one worker after the other, so that workers do not share cores as they would
+if they all ran here. The times are the real engine's; what is simulated is only who gets which request.
+Prompts' KV blocks are in the prefix cache, as if they had been transferred; the experts are wide enough
+to leave the CPU's caches (widened demo model, same function).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.rig.capture import MODEL, Captured, captured
+from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.clustering import kmeans
+from eldr_serve.fitting import fit_table
+from eldr_serve.routing import Handoff, StepCost, StepSums, make_policy
+from eldr_serve.simulation.decode import Job, Outcome, expert_bits, simulate
+from offline.cli import BadInput
+
+_DRAWS = 2000  # of the bootstrap
+LAYERS = 6  # MoE layers of the demo model
+
+PromptsOption = Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")]
+PerWorkerOption = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
+BatchOption = Annotated[float, typer.Option(min=1, help="Batch size that the arrival rate aims at.")]
+OutputOption = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]
+IntermediateOption = Annotated[int, typer.Option(min=32, help="Neurons an expert; 1024 are 0.98 MB.")]
+CapturedOption = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
+WorkOption = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
+OutOption = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
+WORK = Path("out/bench")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison: a policy, and what it is told."""
+
+    label: str
+    policy: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    true_decode: bool = False  # told the decode activations that the request will really have
+    balanced: bool = True  # clusters of equal size
+    transform: str = "count-idf"
+
+
+@dataclass(frozen=True)
+class Load:
+    """A workload on K workers; the arrival rate aims at a mean batch of `batch` requests."""
+
+    group: str
+    workers: int
+    batch: float
+    per_worker: int
+
+
+@dataclass
+class Case:
+    """A load with its jobs, who got which in each arm, and what the engine then did."""
+
+    load: Load
+    rate: float  # requests/s
+    requests: NDArray[np.int64]  # index into the capture, by job
+    arrival_s: NDArray[np.float64]
+    outcomes: dict[str, Outcome]
+    tpot_s: dict[str, NDArray[np.float64]]  # by arm and job
+    first_s: dict[str, NDArray[np.float64]]  # arrival to the end of the first decode step
+    steps: dict[str, Steps]
+
+
+class Bench:
+    """The captured requests, one engine, and its step cost."""
+
+    def __init__(
+        self, prompts: Path, *, requests: int, output_tokens: int, intermediate: int, work: Path, seed: int
+    ) -> None:
+        self.data: Captured = captured(
+            prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
+        )
+        self._output_tokens = output_tokens
+        self._seed = seed
+        self._rng = np.random.default_rng(seed)
+        self._engine = ReplayEngine(str(widened(intermediate, work)))
+        self.cost, self.cost_error = self._fit_cost()
+        typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
+        self.inputs = {
+            "intermediate": intermediate,
+            "output_tokens": output_tokens,
+            "captured": requests,
+            "step_cost": self.cost.as_dict(),
+            "step_cost_relative_error": self.cost_error,
+        }
+
+    def compare(self, loads: Sequence[Load], arms: Sequence[Arm]) -> list[Case]:
+        """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all."""
+        cases = [self._plan(load, arms) for load in loads]
+        schedule = [(case, worker) for case in cases for worker in range(case.load.workers)]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns) as progress:
+            bar = progress.add_task("replaying", total=len(schedule) * len(arms))
+            for case, worker in schedule:
+                for n in self._rng.permutation(len(arms)):
+                    progress.update(
+                        bar, description=f"{case.load.group}, K={case.load.workers}, worker {worker}"
+                    )
+                    self._replay(case, worker, arms[n].label)
+                    progress.advance(bar)
+        return cases
+
+    def _fit_cost(self) -> tuple[StepCost, float]:
+        """Over batches of 1 to 40, of one domain or many."""
+        seen, domains = Steps(), np.array(self.data.trace.domains)
+        names, sizes = np.unique(domains, return_counts=True)
+        single = names[np.argsort(-sizes)[:2]]
+        for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
+            for size in (2, 10, 24, 40):
+                chosen = self._rng.choice(np.flatnonzero(pool), size)
+                gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
+                arrivals = [
+                    Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens)
+                    for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
+                ]
+                self._engine.warm([arrival.tokens for arrival in arrivals])
+                seen.extend(self._engine.run(arrivals)[1])
+        sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.wall_s)
+        cost = sums.fit()
+        if cost is None:
+            raise BadInput("the engine's steps do not depend on active experts; widen the model")
+        return cost, sums.error(cost)
+
+    def _plan(self, load: Load, arms: Sequence[Arm]) -> Case:
+        fit, rest = self.data.split(load.group, 0.4, self._seed)
+        rng = np.random.default_rng([self._seed, load.workers])
+        number = load.workers * load.per_worker
+        chosen = rng.choice(rest, number, replace=number > len(rest))
+        num_experts = self.data.trace.prefill_counts.shape[2]
+        bits = {
+            int(i): expert_bits(self.data.routes(int(i))[: self._output_tokens], num_experts) for i in chosen
+        }
+        unions = [
+            np.bitwise_or.reduce([bits[int(i)][0] for i in rng.choice(chosen, round(load.batch))])
+            for _ in range(64)
+        ]
+        experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+        # Little's law: arrivals a second and worker = batch / time in the worker.
+        stay_s = self._output_tokens * float(self.cost.seconds(load.batch, 200 * load.batch, experts))
+        rate = load.workers * load.batch / stay_s
+        arrival_s = np.cumsum(rng.exponential(1 / rate, number))
+        tables = {
+            key: self._table(fit, load.workers, *key)
+            for key in {(arm.balanced, arm.transform) for arm in arms}
+        }
+        outcomes = {
+            arm.label: self._place(load, chosen, arrival_s, bits, arm, tables[arm.balanced, arm.transform])
+            for arm in arms
+        }
+        labels = [arm.label for arm in arms]
+        return Case(
+            load, rate, chosen, arrival_s, outcomes,
+            {label: np.zeros(number) for label in labels}, {label: np.zeros(number) for label in labels},
+            {label: Steps() for label in labels},
+        )  # fmt: skip
+
+    def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
+        trace = self.data.subset(fit)
+        table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
+        if balanced:
+            return table
+        clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+        return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
+
+    def _place(
+        self,
+        load: Load,
+        chosen: NDArray[np.int64],
+        arrival_s: NDArray[np.float64],
+        bits: dict[int, NDArray[np.uint64]],
+        arm: Arm,
+        table: RoutingTable,
+    ) -> Outcome:
+        trace = self.data.trace
+        policy = make_policy(arm.policy, **arm.parameters).with_table(table)
+        policy.follow_cost(self.cost)
+        jobs = []
+        for number, i in enumerate(chosen):
+            counts, tokens = trace.prefill_counts[i], int(trace.prompt_tokens[i])
+            if arm.true_decode:
+                counts, tokens = trace.decode_counts[i], int(trace.decode_steps[i])
+            handoff = Handoff(f"r{number}", counts, tokens, self._output_tokens, trace.domains[i])
+            jobs.append(Job(handoff, float(arrival_s[number]), bits[int(i)]))
+        return simulate(jobs, policy, load.workers, self.cost, seed=self._seed)
+
+    def _replay(self, case: Case, worker: int, label: str) -> None:
+        jobs = np.flatnonzero(case.outcomes[label].worker == worker)
+        arrivals = [
+            Arrival(
+                f"{worker}:{j}",
+                float(case.arrival_s[j]),
+                self.data.tokens[case.requests[j]],
+                self._output_tokens,
+            )
+            for j in jobs
+        ]
+        self._engine.warm([arrival.tokens for arrival in arrivals])
+        times, steps = self._engine.run(arrivals)
+        for j, arrival in zip(jobs, arrivals, strict=True):
+            at = times[arrival.request_id]
+            case.tpot_s[label][j] = (at[-1] - at[0]) / (len(at) - 1)
+            case.first_s[label][j] = at[0] - arrival.arrival_s
+        case.steps[label].extend(steps)
+
+
+def widened(intermediate: int, work: Path) -> Path:
+    """The demo model with experts of that many neurons; made where it is not there."""
+    if intermediate == 32:
+        return MODEL
+    path = work / f"model_{intermediate}"
+    if not (path / "config.json").exists():
+        work.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "demo_model.widen", "--intermediate", str(intermediate)]
+        subprocess.run(
+            [*command, "--out", str(path)], check=True, env=os.environ | ENGINE_ENV, stdout=subprocess.DEVNULL
+        )
+    return path
+
+
+def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
+    """One row an arm; changes are against the best of the baselines at that percentile, 95 % intervals."""
+    n = len(case.requests)
+    draws = np.random.default_rng(seed).integers(n, size=(_DRAWS, n))
+    rows = []
+    for label, tpot in case.tpot_s.items():
+        steps, outcome = case.steps[label], case.outcomes[label]
+        row: dict[str, Any] = {
+            "workload": case.load.group,
+            "workers": case.load.workers,
+            "rate_per_s": case.rate,
+            "arm": label,
+        }
+        for q in (50, 99):
+            row[f"tpot_p{q}_ms"] = 1e3 * float(np.percentile(tpot, q))
+            best = case.tpot_s[min(baselines, key=lambda b: float(np.percentile(case.tpot_s[b], q)))]
+            drawn = np.percentile(tpot[draws], q, axis=1) / np.percentile(best[draws], q, axis=1)
+            low, high = np.percentile(drawn, [2.5, 97.5])
+            row[f"p{q}_change_pct"] = 100 * float(np.percentile(tpot, q) / np.percentile(best, q) - 1)
+            row[f"p{q}_low_pct"], row[f"p{q}_high_pct"] = 100 * float(low - 1), 100 * float(high - 1)
+        rows.append(
+            row
+            | {
+                "first_token_p50_ms": 1e3 * float(np.median(case.first_s[label])),
+                "active_experts": float(np.mean(steps.experts)) / LAYERS,
+                "batch_size": float(np.mean(steps.requests)),
+                "step_ms": 1e3 * float(np.mean(steps.wall_s)),
+                "simulated_p50_ms": 1e3 * float(np.percentile(outcome.tpot_s, 50)),
+                "simulated_p99_ms": 1e3 * float(np.percentile(outcome.tpot_s, 99)),
+            }
+        )
+    return rows
+
+
+def experts_by_batch(case: Case, labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Mean active experts of a layer by batch size, in bins of 4 requests, one row a bin."""
+    top = max(max(case.steps[label].requests) for label in labels)
+    rows = []
+    for low in range(1, top + 1, 4):
+        row: dict[str, Any] = {
+            "workload": case.load.group,
+            "workers": case.load.workers,
+            "batch_from": low,
+            "batch_to": low + 3,
+        }
+        for label in labels:
+            steps = case.steps[label]
+            size = np.array(steps.requests)
+            inside = (size >= low) & (size < low + 4)
+            row[f"{label}: steps"] = int(inside.sum())
+            row[f"{label}: active_experts"] = (
+                float(np.array(steps.experts)[inside].mean()) / LAYERS if inside.any() else None
+            )
+        rows.append(row)
+    return rows
