@@ -9,32 +9,27 @@ prediction would gain. `share_of_true_gain` in the notes compares the two.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks.common import publish
-from benchmarks.rig.capture import GROUPS
-from benchmarks.rig.plots import bars, lines
-from benchmarks.rig.replay import (
+from benchmarks.rig.options import (
     WORK,
-    Arm,
     BatchOption,
-    Bench,
     CapturedOption,
+    GroupsOption,
     IntermediateOption,
-    Load,
     OutOption,
     OutputOption,
     PerWorkerOption,
     PromptsOption,
     SeedOption,
+    WorkersOption,
     WorkOption,
-    experts_by_batch,
-    rows_of,
-)  # fmt: skip
+)
+from benchmarks.rig.plots import bars, lines
+from benchmarks.rig.replay import Arm, Bench, experts_by_batch, loads_of, rows_of
 from loadgen.figures import BASELINES
-from offline.cli import BadInput, run
+from offline.cli import run
 
 TRUE = "marginal-cost, true decode"
 ARMS = [
@@ -48,8 +43,8 @@ ARMS = [
 
 def decode_replay(
     prompts: PromptsOption,
-    workers: Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")] = "8,16",
-    groups: Annotated[str, typer.Option(help="Workloads, with commas.")] = ",".join(GROUPS),
+    workers: WorkersOption = "8,16",
+    groups: GroupsOption = "all,language,task",
     per_worker: PerWorkerOption = 48,
     batch: BatchOption = 16,
     output_tokens: OutputOption = 64,
@@ -60,10 +55,7 @@ def decode_replay(
     out: OutOption = None,
 ) -> None:
     """Compare policies on K workers, each worker's schedule measured alone on one engine."""
-    if unknown := [g for g in groups.split(",") if g not in GROUPS]:
-        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
-    if not all(k.isdigit() and int(k) for k in workers.split(",")):
-        raise BadInput(f"--workers is {workers!r}, it must be numbers with commas")
+    loads = loads_of(groups, workers, batch, per_worker)
     bench = Bench(
         prompts,
         requests=requests,
@@ -72,7 +64,6 @@ def decode_replay(
         work=work,
         seed=seed,
     )
-    loads = [Load(g, int(k), batch, per_worker) for g in groups.split(",") for k in workers.split(",")]
     cases = bench.compare(loads, ARMS)
     rows = [row for case in cases for row in rows_of(case, BASELINES, seed)]
     inputs = bench.inputs | {"per_worker": per_worker, "batch": batch}

@@ -16,14 +16,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.rig.capture import MODEL, Captured, captured
+from benchmarks.rig.capture import GROUPS, MODEL, Captured, captured
 from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import kmeans
@@ -34,17 +34,6 @@ from offline.cli import BadInput
 
 _DRAWS = 2000  # of the bootstrap
 LAYERS = 6  # MoE layers of the demo model
-
-PromptsOption = Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")]
-PerWorkerOption = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
-BatchOption = Annotated[float, typer.Option(min=1, help="Batch size that the arrival rate aims at.")]
-OutputOption = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]
-IntermediateOption = Annotated[int, typer.Option(min=32, help="Neurons an expert; 1024 are 0.98 MB.")]
-CapturedOption = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
-WorkOption = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
-OutOption = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
-WORK = Path("out/bench")
 
 
 @dataclass(frozen=True)
@@ -223,6 +212,19 @@ class Bench:
             case.tpot_s[label][j] = (at[-1] - at[0]) / (len(at) - 1)
             case.first_s[label][j] = at[0] - arrival.arrival_s
         case.steps[label].extend(steps)
+
+
+def loads_of(groups: str, workers: str, batch: float, per_worker: int) -> list[Load]:
+    """Each workload on each number of workers; both given with commas.
+
+    Raises:
+        BadInput: an unknown workload, or a number that is none.
+    """
+    if unknown := [g for g in groups.split(",") if g not in GROUPS]:
+        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    if not all(k.isdigit() and int(k) for k in workers.split(",")):
+        raise BadInput(f"--workers is {workers!r}, it must be numbers with commas")
+    return [Load(g, int(k), batch, per_worker) for g in groups.split(",") for k in workers.split(",")]
 
 
 def widened(intermediate: int, work: Path) -> Path:

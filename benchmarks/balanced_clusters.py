@@ -1,0 +1,20 @@
+"""Balanced against vanilla K-means (counterpart of the paper's Figure 15).
+
+    python -m benchmarks.balanced_clusters --prompts DIR
+
+What is measured and what is simulated: see benchmarks/rig/replay.py.
+"""
+
+from __future__ import annotations
+
+from benchmarks.rig.replay import Arm
+from benchmarks.rig.replay_command import replay_command
+
+ARMS = [
+    Arm("round-robin", "round-robin"),
+    Arm("balanced", "locality-band", {"band": 0.1}),
+    Arm("vanilla", "locality-band", {"band": 0.1}, balanced=False),
+]
+
+if __name__ == "__main__":
+    replay_command("balanced_clusters", ARMS, baselines=["round-robin"], default_workers="8")

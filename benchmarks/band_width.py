@@ -1,0 +1,19 @@
+"""Width of the locality band (counterpart of the paper's Figure 16).
+
+    python -m benchmarks.band_width --prompts DIR
+
+What is measured and what is simulated: see benchmarks/rig/replay.py.
+"""
+
+from __future__ import annotations
+
+from benchmarks.rig.replay import Arm
+from benchmarks.rig.replay_command import replay_command
+
+ARMS = [
+    Arm("round-robin", "round-robin"),
+    *(Arm(f"band {tau}", "locality-band", {"band": tau}) for tau in (0.0, 0.1, 0.2, 0.3)),
+]
+
+if __name__ == "__main__":
+    replay_command("band_width", ARMS, baselines=["round-robin"], default_workers="8")

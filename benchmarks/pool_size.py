@@ -1,0 +1,20 @@
+"""Size of the decode pool (counterpart of the paper's Table 2).
+
+    python -m benchmarks.pool_size --prompts DIR
+
+What is measured and what is simulated: see benchmarks/rig/replay.py.
+"""
+
+from __future__ import annotations
+
+from benchmarks.rig.replay import Arm
+from benchmarks.rig.replay_command import replay_command
+
+ARMS = [
+    Arm("round-robin", "round-robin"),
+    Arm("locality-band", "locality-band"),
+    Arm("marginal-cost", "marginal-cost"),
+]
+
+if __name__ == "__main__":
+    replay_command("pool_size", ARMS, baselines=["round-robin"], default_workers="4,8,16")

@@ -1,0 +1,21 @@
+"""Command-line options that several benchmarks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PromptsOption = Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")]
+PerWorkerOption = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
+BatchOption = Annotated[float, typer.Option(min=1, help="Batch size that the arrival rate aims at.")]
+OutputOption = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]
+IntermediateOption = Annotated[int, typer.Option(min=32, help="Neurons an expert; 1024 are 0.98 MB.")]
+CapturedOption = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
+WorkersOption = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
+GroupsOption = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]
+WorkOption = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
+OutOption = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
+WORK = Path("out/bench")

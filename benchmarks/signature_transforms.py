@@ -1,0 +1,22 @@
+"""Transforms of the counts, end to end (counterpart of the paper's Figure 14).
+
+    python -m benchmarks.signature_transforms --prompts DIR
+
+What is measured and what is simulated: see benchmarks/rig/replay.py.
+"""
+
+from __future__ import annotations
+
+from benchmarks.rig.replay import Arm
+from benchmarks.rig.replay_command import replay_command
+
+ARMS = [
+    Arm("round-robin", "round-robin"),
+    *(
+        Arm(t, "locality-band", {"band": 0.1}, transform=t)
+        for t in ("count-idf", "count", "sqrt-count", "binary")
+    ),
+]
+
+if __name__ == "__main__":
+    replay_command("signature_transforms", ARMS, baselines=["round-robin"], default_workers="8")
