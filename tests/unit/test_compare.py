@@ -45,6 +45,8 @@ def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
         "rounds": 1,
         "users": 32,
         "max_tokens": 4,
+        "slo_ttft_ms": 1e5,
+        "slo_tpot_ms": 1e5,
         "out": out,
     } | changes
 
