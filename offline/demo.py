@@ -107,7 +107,11 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
 def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(title="the same prompts under two policies")
     for name in _COLUMNS:
-        table.add_column(name.replace("_", " "), justify="left" if name == "policy" else "right")
+        label = name.replace("_", " ")
+        if name == "policy":
+            table.add_column(label, min_width=max(len(row[name]) for row in rows))
+        else:
+            table.add_column(label, justify="right")
     for row in rows:
         table.add_row(*(cell(row[name]) for name in _COLUMNS))
     Console(width=max(console.width, _WIDTH)).print(table)
