@@ -86,7 +86,7 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
     for role in ("prefill_config", "decode_config"):
         arguments[role]["model_loading_config"]["model_source"] = str(model)
     arguments["admin_key"] = KEY
-    for noisy in ("ray", "ray.serve", "vllm"):
+    for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     ray.init("local", num_cpus=8, log_to_driver=False, logging_level="error", object_store_memory=400_000_000)
     try:
