@@ -86,7 +86,7 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
     for role in ("prefill_config", "decode_config"):
         arguments[role]["model_loading_config"]["model_source"] = str(model)
     arguments["admin_key"] = KEY
-    for noisy in ("ray", "ray.serve", "vllm"):
+    for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     ray.init("local", num_cpus=8, log_to_driver=False, logging_level="error", object_store_memory=400_000_000)
     try:
@@ -107,7 +107,11 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
 def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(title="the same prompts under two policies")
     for name in _COLUMNS:
-        table.add_column(name.replace("_", " "), justify="left" if name == "policy" else "right")
+        label = name.replace("_", " ")
+        if name == "policy":
+            table.add_column(label, min_width=max(len(row[name]) for row in rows))
+        else:
+            table.add_column(label, justify="right")
     for row in rows:
         table.add_row(*(cell(row[name]) for name in _COLUMNS))
     Console(width=max(console.width, _WIDTH)).print(table)
