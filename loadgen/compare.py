@@ -188,7 +188,7 @@ def _publish(
     console.print(first_line, style="bold red" if bad else "bold")
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
-        "batch size are means over decode steps, warm-up included, by the middles of histogram buckets; "
+        "batch size are means over decode steps, warm-up included; "
         "end is the time to the last token"
     )
     _print(console, figures_table(rows))

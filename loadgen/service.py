@@ -10,11 +10,11 @@ import httpx
 
 from offline.cli import BadInput
 
-# Ray's names of the histograms' sums -> ours
+# Ray's names of the engines' counters -> ours
 _TOTALS = {
-    "ray_eldr_active_experts_sum": "active",
-    "ray_eldr_active_experts_count": "steps",
-    "ray_eldr_decode_batch_size_sum": "batch",
+    "ray_eldr_decode_step_experts_total": "active",
+    "ray_eldr_decode_steps_total": "steps",
+    "ray_eldr_decode_step_requests_total": "batch",
 }
 _STILL_S = 6  # engines report every few seconds
 
@@ -60,11 +60,7 @@ class Service:
             time.sleep(0.2)
 
     def decode_totals(self) -> dict[str, float] | None:
-        """Sums over decode engines of what their steps reported; None if no metrics endpoint is known.
-
-        Ray keeps of a histogram the counts of its buckets, and makes its sum from their middles: means
-        of these are as fine as the buckets.
-        """
+        """Sums over decode engines of what their steps reported; None if no metrics endpoint is known."""
         if not self._metrics:
             return None
         replicas = [f'"{worker["replica"]}"' for worker in self.status().get("workers", [])]

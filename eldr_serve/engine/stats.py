@@ -31,6 +31,16 @@ _STEP_METRICS: dict[str, tuple[str, list[float], str]] = {
     ),
 }
 
+# The same as exact sums: Ray keeps of a histogram the counts of its buckets alone.
+_STEP_TOTALS: dict[str, tuple[str, str]] = {
+    "eldr_decode_steps_total": ("Decode steps.", ""),
+    "eldr_decode_step_experts_total": (
+        "Sum over decode steps of active experts, mean over layers.",
+        "active_experts",
+    ),
+    "eldr_decode_step_requests_total": ("Sum over decode steps of their requests.", "requests"),
+}
+
 
 class EldrStats(KVConnectorStats):
     """NIXL's transfer stats, decode step records and capture times.
@@ -93,12 +103,19 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             name: (self._histogram(name, text, buckets, labelnames), key)
             for name, (text, buckets, key) in _STEP_METRICS.items()
         }
+        self._totals = {
+            name: (self._counter(name, text, labelnames), key) for name, (text, key) in _STEP_TOTALS.items()
+        }
         self._capture = self._histogram(
             "eldr_capture_seconds",
             "Time that counting experts added to one step, s.",
             [1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2],
             labelnames,
         )
+
+    def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
+        metric = self._counter_cls(name=name, documentation=text, labelnames=labelnames)
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def _histogram(self, name: str, text: str, buckets: list[float], labelnames: list[str]) -> Any:
         metric = self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=labelnames)
@@ -112,5 +129,7 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         for histogram, key in self._steps.values():
             for step in transfer_stats_data["steps"]:
                 histogram[engine_idx].observe(step[key])
+        for counter, key in self._totals.values():
+            counter[engine_idx].inc(sum(step[key] if key else 1 for step in transfer_stats_data["steps"]))
         for seconds in transfer_stats_data["capture_s"]:
             self._capture[engine_idx].observe(seconds)

@@ -258,6 +258,7 @@ async def test_swaps_and_policy_changes_under_200_requests(
 
 def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
     service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0)
-    for name in ("eldr_active_experts_count", "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
+    for name in ("eldr_active_experts_count", "eldr_decode_steps_total", "eldr_decode_step_experts_total",
+                 "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
                  "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version"):  # fmt: skip
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]

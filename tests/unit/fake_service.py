@@ -128,10 +128,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Every step: 2 requests, 20 active experts."""
         label, steps = f'{{ReplicaId="{REPLICAS[0]}"}}', self.server.steps
         return (
-            f"ray_eldr_active_experts_sum{label} {20 * steps}\n"
-            f"ray_eldr_active_experts_count{label} {steps}\n"
-            f"ray_eldr_decode_batch_size_sum{label} {2 * steps}\n"
-            f'ray_eldr_active_experts_count{{ReplicaId="prefill"}} 1000\n'
+            f"ray_eldr_decode_step_experts_total{label} {20 * steps}\n"
+            f"ray_eldr_decode_steps_total{label} {steps}\n"
+            f"ray_eldr_decode_step_requests_total{label} {2 * steps}\n"
+            f'ray_eldr_decode_steps_total{{ReplicaId="prefill"}} 1000\n'
         )
 
     def _body(self) -> bytes:
