@@ -47,6 +47,7 @@ from offline.cli import BadInput, run
 
 RAY_SYSTEMS = ("eldr", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
+_TIMEOUT_S = 60.0  # a request that takes longer has failed
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
 
@@ -119,7 +120,7 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
 async def _block(send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]]) -> Any:
     """One row for each load; a few requests first that do not count."""
     found = {}
-    async with session() as http:
+    async with session(_TIMEOUT_S) as http:
         await closed_loop(lambda n: send(http, work[n]), requests=16, in_flight=8)
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
