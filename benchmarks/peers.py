@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import aiohttp
 import numpy as np
 import typer
 
@@ -104,10 +105,13 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
     }
     headers = {"X-Request-Id": uuid.uuid4().hex}
-    async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
-        if response.status != 200:
-            return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
-        params = (await response.json())["kv_transfer_params"]
+    try:
+        async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
+            if response.status != 200:
+                return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
+            params = (await response.json())["kv_transfer_params"]
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
     before = time.perf_counter() - start
     answer = await complete(http, urls["decode"][0], body | {"kv_transfer_params": params})
     answer.start = start
