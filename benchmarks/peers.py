@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import aiohttp
 import numpy as np
 import typer
 
@@ -47,6 +48,7 @@ from offline.cli import BadInput, run
 
 RAY_SYSTEMS = ("eldr", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
+_TIMEOUT_S = 60.0  # a request that takes longer has failed
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
 
@@ -103,10 +105,13 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
     }
     headers = {"X-Request-Id": uuid.uuid4().hex}
-    async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
-        if response.status != 200:
-            return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
-        params = (await response.json())["kv_transfer_params"]
+    try:
+        async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
+            if response.status != 200:
+                return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
+            params = (await response.json())["kv_transfer_params"]
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
     before = time.perf_counter() - start
     answer = await complete(http, urls["decode"][0], body | {"kv_transfer_params": params})
     answer.start = start
@@ -119,7 +124,7 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
 async def _block(send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]]) -> Any:
     """One row for each load; a few requests first that do not count."""
     found = {}
-    async with session() as http:
+    async with session(_TIMEOUT_S) as http:
         await closed_loop(lambda n: send(http, work[n]), requests=16, in_flight=8)
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)

@@ -40,10 +40,10 @@ def allow_open_files(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def session() -> aiohttp.ClientSession:
-    """A client session without limits on connections or time."""
+def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
+    """A client session without a limit on connections; a request that takes longer is a failure."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.__main__ import NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
-from benchmarks.handover import decode_totals
+from benchmarks.handover import kv_pull_totals
 from benchmarks.peers import _rows
 from benchmarks.rig.client import Answer, most_open, summary
 from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
@@ -121,20 +121,15 @@ def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     assert polled["kv_connector"] == "EldrConnector"
 
 
-def test_decode_metrics_are_told_from_prefill_metrics() -> None:
+def test_kv_pulls_are_summed_over_engines() -> None:
     page = "\n".join(
         [
-            "# HELP ray_vllm_request_queue_time_seconds x",
-            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="a"} 1.5',
-            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="b"} 0.5',
-            'ray_vllm_request_queue_time_seconds_count{ReplicaId="a"} 4',
-            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="p"} 9',
-            'ray_vllm_request_queue_time_seconds_bucket{ReplicaId="a",le="1"} 3',
-            'ray_serve_request_router_fulfillment_time_ms_sum{deployment="Decode:m"} 7',
-            'ray_serve_request_router_fulfillment_time_ms_sum{deployment="Prefill:m"} 8',
+            "# HELP ray_vllm_nixl_xfer_time_seconds x",
+            'ray_vllm_nixl_xfer_time_seconds_sum{ReplicaId="a"} 1.5',
+            'ray_vllm_nixl_xfer_time_seconds_sum{ReplicaId="b"} 0.5',
+            'ray_vllm_nixl_xfer_time_seconds_count{ReplicaId="a"} 4',
+            'ray_vllm_nixl_xfer_time_seconds_bucket{ReplicaId="a",le="1"} 3',
+            'ray_vllm_request_queue_time_seconds_sum{ReplicaId="a"} 9',
         ]
     )
-    name = "vllm_request_queue_time_seconds"
-    assign = "serve_request_router_fulfillment_time_ms"
-    found = decode_totals(page, ["a", "b"])
-    assert found == {(name, "sum"): 2.0, (name, "count"): 4.0, (assign, "sum"): 7.0}
+    assert kv_pull_totals(page) == (2.0, 4.0)
