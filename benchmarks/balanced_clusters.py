@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
 from benchmarks.rig.replay_command import replay_command
+from offline.cli import run
 
 ARMS = [
     Arm("round-robin", "round-robin"),
@@ -16,5 +17,7 @@ ARMS = [
     Arm("vanilla", "locality-band", {"band": 0.1}, balanced=False),
 ]
 
+balanced_clusters = replay_command("balanced_clusters", ARMS, baselines=["round-robin"], default_workers="8")
+
 if __name__ == "__main__":
-    replay_command("balanced_clusters", ARMS, baselines=["round-robin"], default_workers="8")
+    run(balanced_clusters)

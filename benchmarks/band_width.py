@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
 from benchmarks.rig.replay_command import replay_command
+from offline.cli import run
 
 ARMS = [
     Arm("round-robin", "round-robin"),
     *(Arm(f"band {tau}", "locality-band", {"band": tau}) for tau in (0.0, 0.1, 0.2, 0.3)),
 ]
 
+band_width = replay_command("band_width", ARMS, baselines=["round-robin"], default_workers="8")
+
 if __name__ == "__main__":
-    replay_command("band_width", ARMS, baselines=["round-robin"], default_workers="8")
+    run(band_width)

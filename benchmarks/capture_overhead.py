@@ -1,7 +1,7 @@
 """What counting experts costs a request, part by part, and what it adds to a real prefill.
 
-    python -m benchmarks.rig.capture_overhead              (parts, and two engines in turn)
-    python -m benchmarks.rig.capture_overhead --requests 0 (parts alone: no engine)
+    python -m benchmarks.capture_overhead              (parts, and two engines in turn)
+    python -m benchmarks.capture_overhead --requests 0 (parts alone: no engine)
 
 Parts are our own code on tensors of Qwen3-30B-A3B's shape, as the paper's Table 1; the prompt is
 prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU the counting

@@ -46,7 +46,7 @@ def decode_replay(
     workers: WorkersOption = "8,16",
     groups: GroupsOption = "all,language,task",
     per_worker: PerWorkerOption = 48,
-    batch: BatchOption = 16,
+    batch: BatchOption = "16",
     output_tokens: OutputOption = 64,
     intermediate: IntermediateOption = 1024,
     requests: CapturedOption = 2400,

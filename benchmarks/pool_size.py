@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
 from benchmarks.rig.replay_command import replay_command
+from offline.cli import run
 
 ARMS = [
     Arm("round-robin", "round-robin"),
@@ -16,5 +17,7 @@ ARMS = [
     Arm("marginal-cost", "marginal-cost"),
 ]
 
+pool_size = replay_command("pool_size", ARMS, baselines=["round-robin"], default_workers="4,8,16")
+
 if __name__ == "__main__":
-    replay_command("pool_size", ARMS, baselines=["round-robin"], default_workers="4,8,16")
+    run(pool_size)

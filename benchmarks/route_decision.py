@@ -1,4 +1,4 @@
-"""Time of one placement decision in process: score the counts against K centroids, apply the band.
+"""Time of one placement decision in process, the reading of the counts included.
 
     python -m benchmarks.route_decision
 
@@ -8,8 +8,11 @@ request between prefill and decode, beside one call to the router actor.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
 
 import numpy as np
 import typer
@@ -28,7 +31,7 @@ def route_decision(
     seed: Annotated[int, typer.Option(help="Seed of counts and centroids.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
 ) -> None:
-    """Time the decision of locality-band and of shortest-queue for K = 4 ... 1024 workers."""
+    """Time decisions of shortest-queue, locality-band and marginal-cost for K = 4 ... 1024 workers."""
     rng = np.random.default_rng(seed)
     spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
     prompts = [
@@ -42,8 +45,10 @@ def route_decision(
         )
         table = RoutingTable("m", spec, centroids, np.ones(k, np.int64), [""] * k)
         loads = [WorkerLoad(int(n), 0) for n in rng.integers(0, 20, k)]
-        for name in ("shortest-queue", "locality-band"):
+        for name in ("shortest-queue", "locality-band", "marginal-cost"):
             policy = make_policy(name).with_table(table)
+            for i in range(4 * k):
+                policy.placed(Handoff(f"held{i}", prompts[i % 64], 300, 64), i % k)
             seconds = time_calls(
                 lambda i, p=policy, w=loads: p.choose(Handoff("r", prompts[i % 64], 300, 64), w, rng),
                 calls=calls,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
 from benchmarks.rig.replay_command import replay_command
+from offline.cli import run
 
 ARMS = [
     Arm("round-robin", "round-robin"),
@@ -18,5 +19,9 @@ ARMS = [
     ),
 ]
 
+signature_transforms = replay_command(
+    "signature_transforms", ARMS, baselines=["round-robin"], default_workers="8"
+)
+
 if __name__ == "__main__":
-    replay_command("signature_transforms", ARMS, baselines=["round-robin"], default_workers="8")
+    run(signature_transforms)

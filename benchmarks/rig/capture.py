@@ -22,7 +22,7 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, aligned
+from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, aligned, free_port
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from loadgen.workload import WorkloadError, balanced_sample, read_prompts
@@ -119,7 +119,7 @@ def capture(
     kwargs = engine_kwargs(
         "calibrate", device="cpu", max_model_len=longest + output_tokens + BLOCK, seed=seed
     )
-    engine = EngineActor({"model": str(MODEL), **kwargs}, port=26800)
+    engine = EngineActor({"model": str(MODEL), **kwargs}, port=free_port())
     records = []
     for start in track(range(0, len(chosen), 32), description="capturing routes"):
         part = slice(start, start + 32)

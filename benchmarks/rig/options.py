@@ -9,7 +9,7 @@ import typer
 
 PromptsOption = Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")]
 PerWorkerOption = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
-BatchOption = Annotated[float, typer.Option(min=1, help="Batch size that the arrival rate aims at.")]
+BatchOption = Annotated[str, typer.Option(help="Batch sizes that arrival rates aim at, with commas.")]
 OutputOption = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]
 IntermediateOption = Annotated[int, typer.Option(min=32, help="Neurons an expert; 1024 are 0.98 MB.")]
 CapturedOption = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]

@@ -54,7 +54,7 @@ class Load:
 
     group: str
     workers: int
-    batch: float
+    batch: int
     per_worker: int
 
 
@@ -134,7 +134,7 @@ class Bench:
 
     def _plan(self, load: Load, arms: Sequence[Arm]) -> Case:
         fit, rest = self.data.split(load.group, 0.4, self._seed)
-        rng = np.random.default_rng([self._seed, load.workers])
+        rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
         num_experts = self.data.trace.prefill_counts.shape[2]
@@ -142,8 +142,7 @@ class Bench:
             int(i): expert_bits(self.data.routes(int(i))[: self._output_tokens], num_experts) for i in chosen
         }
         unions = [
-            np.bitwise_or.reduce([bits[int(i)][0] for i in rng.choice(chosen, round(load.batch))])
-            for _ in range(64)
+            np.bitwise_or.reduce([bits[int(i)][0] for i in rng.choice(chosen, load.batch)]) for _ in range(64)
         ]
         experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
         # Little's law: arrivals a second and worker = batch / time in the worker.
@@ -214,17 +213,23 @@ class Bench:
         case.steps[label].extend(steps)
 
 
-def loads_of(groups: str, workers: str, batch: float, per_worker: int) -> list[Load]:
-    """Each workload on each number of workers; both given with commas.
+def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
+    """Each workload on each number of workers at each batch size, all given with commas.
 
     Raises:
         BadInput: an unknown workload, or a number that is none.
     """
     if unknown := [g for g in groups.split(",") if g not in GROUPS]:
         raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
-    if not all(k.isdigit() and int(k) for k in workers.split(",")):
-        raise BadInput(f"--workers is {workers!r}, it must be numbers with commas")
-    return [Load(g, int(k), batch, per_worker) for g in groups.split(",") for k in workers.split(",")]
+    for option, value in (("--workers", workers), ("--batch", batch)):
+        if not all(k.isdigit() and int(k) for k in value.split(",")):
+            raise BadInput(f"{option} is {value!r}, it must be numbers with commas")
+    return [
+        Load(g, int(k), int(b), per_worker)
+        for g in groups.split(",")
+        for k in workers.split(",")
+        for b in batch.split(",")
+    ]
 
 
 def widened(intermediate: int, work: Path) -> Path:
@@ -251,7 +256,7 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
         row: dict[str, Any] = {
             "workload": case.load.group,
             "workers": case.load.workers,
-            "rate_per_s": case.rate,
+            "rate_per_s": round(case.rate, 2),
             "arm": label,
         }
         for q in (50, 99):

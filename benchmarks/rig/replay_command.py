@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.common import publish
 from benchmarks.rig.options import (
@@ -21,7 +21,6 @@ from benchmarks.rig.options import (
 )
 from benchmarks.rig.plots import bars
 from benchmarks.rig.replay import Arm, Bench, loads_of, rows_of
-from offline.cli import run
 
 
 def replay_command(
@@ -31,15 +30,16 @@ def replay_command(
     baselines: Sequence[str],
     default_workers: str = "8",
     default_groups: str = "language,task",
-) -> None:
-    """Run `name` from the command line: `arms` on each load, against the best of `baselines`."""
+    default_batch: str = "16",
+) -> Callable[..., None]:
+    """The command `name`: `arms` on each load, against the best of `baselines`."""
 
     def command(
         prompts: PromptsOption,
         workers: WorkersOption = default_workers,
         groups: GroupsOption = default_groups,
         per_worker: PerWorkerOption = 40,
-        batch: BatchOption = 16,
+        batch: BatchOption = default_batch,
         output_tokens: OutputOption = 64,
         intermediate: IntermediateOption = 1024,
         requests: CapturedOption = 2400,
@@ -67,4 +67,4 @@ def replay_command(
             rows, "arm", "p50_change_pct", path.with_suffix(".png"), interval=("p50_low_pct", "p50_high_pct")
         )
 
-    run(command)
+    return command

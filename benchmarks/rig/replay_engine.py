@@ -8,6 +8,7 @@ computes that single token, as the first decode step after a transfer does.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -57,13 +58,20 @@ def aligned(tokens: list[int]) -> list[int]:
     return (tokens * -(-length // len(tokens)))[-length:]
 
 
+def free_port() -> int:
+    """A TCP port that nobody listens on; an engine whose side channel's port is taken waits for ever."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class ReplayEngine:
     """A decode engine of ours with the model at `model`; one at a time in a process."""
 
-    def __init__(self, model: str, *, max_batch: int = 256, max_model_len: int = 2048, port: int = 26900):
+    def __init__(self, model: str, *, max_batch: int = 256, max_model_len: int = 2048):
         os.environ |= ENGINE_ENV | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
         from vllm import EngineArgs
         from vllm.usage.usage_lib import UsageContext

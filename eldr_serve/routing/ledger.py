@@ -17,6 +17,7 @@ class LoadLedger:
         self._requests: dict[str, tuple[Hashable, int, int]] = {}  # id -> worker, prompt, generated
         self._in_flight: dict[Hashable, int] = {}
         self._kv_tokens: dict[Hashable, int] = {}
+        self._loads: dict[Hashable, WorkerLoad] = {}  # made when asked for, until something changes
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -25,6 +26,7 @@ class LoadLedger:
         """The request runs on `worker` from now on; one that ran elsewhere leaves there."""
         self.release(request_id)
         self._requests[request_id] = (worker, prompt_tokens, 0)
+        self._loads.pop(worker, None)
         self._in_flight[worker] = self._in_flight.get(worker, 0) + 1
         self._kv_tokens[worker] = self._kv_tokens.get(worker, 0) + prompt_tokens
 
@@ -35,6 +37,7 @@ class LoadLedger:
             return
         worker, prompt_tokens, before = held
         self._requests[request_id] = (worker, prompt_tokens, generated_tokens)
+        self._loads.pop(worker, None)
         self._kv_tokens[worker] += generated_tokens - before
 
     def release(self, request_id: str) -> None:
@@ -43,6 +46,7 @@ class LoadLedger:
         if held is None:
             return
         worker, prompt_tokens, generated = held
+        self._loads.pop(worker, None)
         self._in_flight[worker] -= 1
         self._kv_tokens[worker] -= prompt_tokens + generated
         assert self._in_flight[worker] >= 0
@@ -52,4 +56,8 @@ class LoadLedger:
 
     def load(self, worker: Hashable, *, available: bool = True) -> WorkerLoad:
         """The load of one worker."""
-        return WorkerLoad(self._in_flight.get(worker, 0), self._kv_tokens.get(worker, 0), available)
+        load = self._loads.get(worker)
+        if load is None or load.available != available:
+            load = WorkerLoad(self._in_flight.get(worker, 0), self._kv_tokens.get(worker, 0), available)
+            self._loads[worker] = load
+        return load

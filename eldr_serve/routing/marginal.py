@@ -16,6 +16,10 @@ from eldr_serve.routing.types import Decision, Handoff, PolicyError, WorkerLoad
 _DEEPEST = 4.0  # p = 0.98; an expert that is all but always active costs nothing more anyway
 _UNIT = _DEEPEST / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
+# Above _MANY workers, every _COARSE-th layer alone picks the finalists, which are then weighed in full.
+_MANY = 512
+_FINALISTS = 32
+_COARSE = 8
 _ACTIVE = -np.expm1(-_UNIT * _SQUARES).astype(np.float32)  # level -> p
 
 
@@ -50,6 +54,8 @@ class MarginalCost(Policy):
         self._fixed = cost
         self.cost = StepCost(**(cost or {}))
         self._shape: tuple[int, ...] = ()
+        self._layers = np.zeros(0, np.int64)  # cells are kept in this order of layers
+        self._coarse_cells = 0  # cells of every _COARSE-th layer, which come first
         self._prior: NDArray[np.float32] | None = None  # [L*E]
         self._held: dict[str, tuple[int, NDArray[np.uint8]]] = {}  # id -> worker, levels
         self._depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
@@ -71,18 +77,26 @@ class MarginalCost(Policy):
             return shortest(workers, loads, "no-signature")
         self._grow(len(loads))
         p = _ACTIVE[levels]
-        idle = self._idle[: len(loads)]
-        added = idle @ p
-        batch = np.array([load.in_flight for load in loads], np.float64)
-        kv_tokens = np.array([load.kv_tokens for load in loads], np.float64)
-        now = self.cost.seconds(batch, kv_tokens, self._union[: len(loads)])
-        with_it = self.cost.seconds(
-            batch + 1, kv_tokens + handoff.prompt_tokens, self._union[: len(loads)] + added
-        )
-        marginal = (batch + 1) * with_it - batch * now
-        if len(workers) < len(loads):
-            marginal = np.where([load.available for load in loads], marginal, np.inf)
-        return Decision(int(marginal.argmin()), len(workers), None, self.name)
+        candidates = np.array(workers)
+        if len(workers) > _MANY:
+            coarse = self._coarse_cells
+            added = self._idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
+            marginal = self._marginal(candidates, loads, added[candidates], handoff.prompt_tokens)
+            candidates = candidates[np.argpartition(marginal, _FINALISTS)[:_FINALISTS]]
+        added = (self._idle if len(candidates) == len(self._idle) else self._idle[candidates]) @ p
+        marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
+        return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
+
+    def _marginal(
+        self, workers: NDArray[np.int64], loads: Sequence[WorkerLoad], added: NDArray[np.float32], tokens: int
+    ) -> NDArray[np.float64]:
+        """Seconds that each of `workers` would lose a step, over all its requests, by the newcomer."""
+        batch = np.array([loads[w].in_flight for w in workers], np.float64)
+        kv_tokens = np.array([loads[w].kv_tokens for w in workers], np.float64)
+        union = self._union[workers]
+        now = self.cost.seconds(batch, kv_tokens, union)
+        with_it = self.cost.seconds(batch + 1, kv_tokens + tokens, union + added)
+        return np.asarray((batch + 1) * with_it - batch * now)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         self.released(handoff.request_id)
@@ -116,7 +130,10 @@ class MarginalCost(Policy):
             assert counts is not None
             if not self._shape:
                 self._shape = counts.shape
-            p = counts.reshape(-1).astype(np.float32)
+                order = np.arange(len(counts))
+                self._layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
+                self._coarse_cells = len(order[::_COARSE]) * counts.shape[1]
+            p = counts[self._layers].reshape(-1).astype(np.float32)
             if prior is not None:
                 p += self._prior_tokens * prior
                 p /= handoff.prompt_tokens + self._prior_tokens

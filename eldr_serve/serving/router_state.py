@@ -253,9 +253,9 @@ class RouterState:
         if request.similarity is None:
             return False
         similarity = worker_similarity(request.similarity, len(loads))
-        return bool(
-            similarity[worker] >= max(s for s, load in zip(similarity, loads, strict=True) if load.available)
-        )
+        ranked = np.argsort(-similarity)
+        best = next(w for w in ranked.tolist() if loads[w].available)
+        return bool(similarity[worker] >= similarity[best])
 
     def _hold(self, client: str, lease: Lease, handoff: Handoff) -> None:
         self._leases[lease.request_id] = (client, lease, handoff)

@@ -103,6 +103,33 @@ def test_like_goes_to_like_until_load_forbids_it() -> None:
     assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
 
 
+def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() -> None:
+    rng = np.random.default_rng(3)
+    shape = (16, 32)
+    tastes = rng.dirichlet(np.full(32, 0.2), size=(6, 16))
+
+    def request(name: str, taste: int) -> Handoff:
+        counts = np.stack([rng.multinomial(200, t) for t in tastes[taste]]).astype(np.uint32)
+        return Handoff(name, np.minimum(counts, 100), 100, 10)
+
+    policy: Any = make_policy("marginal-cost", prior_tokens=0.0)
+    placement: list[list[Handoff]] = [[] for _ in range(700)]
+    for n in range(4000):
+        worker = int(rng.integers(700))
+        placement[worker].append(request(str(n), int(rng.integers(6))))
+        policy.placed(placement[worker][-1], worker)
+    regret = []
+    for n in range(20):
+        newcomer = request(f"new{n}", n % 6)
+        worker = policy.choose(newcomer, loads(placement), rng).worker
+        added = policy._idle @ np.minimum(newcomer.signature[policy._layers].reshape(-1) / 100, 0.98)
+        marginal = policy._marginal(np.arange(700), loads(placement), added, 100)
+        regret.append(marginal[worker] / marginal.min() - 1)
+    assert policy._idle.shape == (700, shape[0] * shape[1])
+    assert float(np.mean(regret)) < 0.02
+    assert max(regret) < 0.1
+
+
 def test_without_counts_load_decides_then_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
     bare = Handoff("bare", None, 10, 5)

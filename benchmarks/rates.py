@@ -1,0 +1,22 @@
+"""TPOT and first-token time against the request rate (counterpart of the paper's Figures 11 and 12).
+
+    python -m benchmarks.rates --prompts DIR
+
+The rates are those at which a worker's mean batch would be `--batch` requests. What is measured and
+what is simulated: see benchmarks/rig/replay.py. There is no prefill in it: `first_token` is the time
+from the hand-over to the end of the first decode step.
+"""
+
+from __future__ import annotations
+
+from benchmarks.rig.replay import Arm
+from benchmarks.rig.replay_command import replay_command
+from loadgen.figures import BASELINES
+from offline.cli import run
+
+ARMS = [Arm(name, name) for name in (*BASELINES, "domain", "locality-band", "marginal-cost")]
+
+rates = replay_command("rates", ARMS, baselines=BASELINES, default_batch="4,8,16,24")
+
+if __name__ == "__main__":
+    run(rates)
