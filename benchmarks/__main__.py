@@ -1,4 +1,8 @@
-"""Run every benchmark that starts no serving application: `make bench`; the others by name, or `all`."""
+"""Run the benchmarks of some minutes in all: `make bench`; the others by name, or `all`.
+
+Those that read prompts take them from the folder in ELDR_PROMPTS, or else the demo's. The tables of
+README.md and docs/evidence.md follow at the end.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,20 @@ NAMES = sorted(
     p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "common")
 )
 SERVING = {"capture_overhead", "handover", "peers", "streams"}  # minutes each, engines or Ray Serve
+REPLAYS = {  # one engine for up to an hour each
+    "balanced_clusters",
+    "band_width",
+    "decode_replay",
+    "pool_size",
+    "rates",
+    "signature_transforms",
+}
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or [name for name in NAMES if name not in SERVING]
+    chosen = sys.argv[1:] or [name for name in NAMES if name not in SERVING | REPLAYS]
     for name in NAMES if chosen == ["all"] else chosen:
         if name not in NAMES:
             sys.exit(f"benchmarks: there is no {name!r}; there are {', '.join(NAMES)}")
         print(f"== {name}", flush=True)
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.rig.tables"], check=True)

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from benchmarks.common import publish
 from benchmarks.rig.capture import TASKS, captured
-from benchmarks.rig.options import WORK, CapturedOption, OutOption, PromptsOption, SeedOption, WorkOption
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    CapturedOption,
+    OutOption,
+    PromptsOption,
+    SeedOption,
+    WorkOption,
+)
 from benchmarks.rig.plots import save
 from offline.cli import run
 
@@ -25,7 +33,7 @@ LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 
 
 def activation_by_domain(
-    prompts: PromptsOption,
+    prompts: PromptsOption = PROMPTS,
     requests: CapturedOption = 2400,
     work: WorkOption = WORK,
     seed: SeedOption = 0,

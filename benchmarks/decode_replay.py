@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.common import publish
 from benchmarks.rig.options import (
+    PROMPTS,
     WORK,
     BatchOption,
     CapturedOption,
@@ -42,7 +43,7 @@ ARMS = [
 
 
 def decode_replay(
-    prompts: PromptsOption,
+    prompts: PromptsOption = PROMPTS,
     workers: WorkersOption = "8,16",
     groups: GroupsOption = "all,language,task",
     per_worker: PerWorkerOption = 48,

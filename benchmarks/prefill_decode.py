@@ -14,14 +14,22 @@ from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.common import publish
 from benchmarks.rig.capture import captured
-from benchmarks.rig.options import WORK, CapturedOption, OutOption, PromptsOption, SeedOption, WorkOption
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    CapturedOption,
+    OutOption,
+    PromptsOption,
+    SeedOption,
+    WorkOption,
+)
 from benchmarks.rig.plots import save
 from eldr_serve.signature import fit_signature, signature_quality
 from offline.cli import run
 
 
 def prefill_decode(
-    prompts: PromptsOption,
+    prompts: PromptsOption = PROMPTS,
     requests: CapturedOption = 2400,
     work: WorkOption = WORK,
     seed: SeedOption = 0,

@@ -15,7 +15,15 @@ import typer
 
 from benchmarks.common import publish
 from benchmarks.rig.capture import captured
-from benchmarks.rig.options import WORK, CapturedOption, OutOption, PromptsOption, SeedOption, WorkOption
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    CapturedOption,
+    OutOption,
+    PromptsOption,
+    SeedOption,
+    WorkOption,
+)
 from benchmarks.rig.plots import lines
 from eldr_serve.simulation.decode import expert_bits
 from offline.cli import run
@@ -24,7 +32,7 @@ SIZES = (4, 8, 16, 32, 64, 128)
 
 
 def same_domain(
-    prompts: PromptsOption,
+    prompts: PromptsOption = PROMPTS,
     draws: Annotated[int, typer.Option(min=10, help="Batches drawn for each size and kind.")] = 1000,
     requests: CapturedOption = 2400,
     work: WorkOption = WORK,

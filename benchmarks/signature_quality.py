@@ -13,14 +13,22 @@ from typing import Any
 
 from benchmarks.common import publish
 from benchmarks.rig.capture import captured
-from benchmarks.rig.options import WORK, CapturedOption, OutOption, PromptsOption, SeedOption, WorkOption
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    CapturedOption,
+    OutOption,
+    PromptsOption,
+    SeedOption,
+    WorkOption,
+)
 from benchmarks.rig.plots import bars, lines
 from eldr_serve.fitting import compare_transforms
 from offline.cli import run
 
 
 def signature_quality(
-    prompts: PromptsOption,
+    prompts: PromptsOption = PROMPTS,
     requests: CapturedOption = 2400,
     work: WorkOption = WORK,
     seed: SeedOption = 0,

@@ -15,7 +15,15 @@ import typer
 
 from benchmarks.common import publish
 from benchmarks.rig.capture import captured
-from benchmarks.rig.options import WORK, CapturedOption, OutOption, PromptsOption, SeedOption, WorkOption
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    CapturedOption,
+    OutOption,
+    PromptsOption,
+    SeedOption,
+    WorkOption,
+)
 from benchmarks.rig.plots import save
 from eldr_serve.fitting import fit_table
 from offline.cli import run
@@ -23,7 +31,7 @@ from offline.plots import signature_space_figure
 
 
 def signature_space(
-    prompts: PromptsOption,
+    prompts: PromptsOption = PROMPTS,
     clusters: Annotated[int, typer.Option(min=2, help="Clusters, one a decode worker.")] = 8,
     requests: CapturedOption = 2400,
     work: WorkOption = WORK,

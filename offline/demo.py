@@ -1,4 +1,4 @@
-"""The whole product on one small machine: serve, calibrate, fit, swap, compare two policies, report.
+"""The whole product on one small machine: serve, calibrate, fit, swap, compare three policies, report.
 
     python -m offline.demo            (or: make demo)
 
@@ -105,7 +105,7 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="the same prompts under two policies")
+    table = Table(title="the same prompts under three policies")
     for name in _COLUMNS:
         label = name.replace("_", " ")
         if name == "policy":
@@ -147,14 +147,14 @@ def demo(
     ] = 512,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
     users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 32,
-    seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 40,
+    seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
     calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 160,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and clustering.")] = 0,
 ) -> None:
-    """Serve the demo model and compare shortest-queue with locality-band on it."""
+    """Serve the demo model and compare shortest-queue, locality-band and marginal-cost on it."""
     out.mkdir(parents=True, exist_ok=True)
     model = Path("demo_model/weights").resolve()
     if not (model / "config.json").exists():
@@ -173,7 +173,7 @@ def demo(
                 )
             model = wide
     trace, fitted = out / "trace.safetensors", out / "table.safetensors"
-    policies = ("shortest-queue", "locality-band")
+    policies = ("shortest-queue", "locality-band", "marginal-cost")
     blocks = [Block(policy, number) for number in range(rounds) for policy in policies]
     shape = Shape(str(prompts), "eldr-demo", rate, seconds, 0, users, max_tokens=64, temperature=0.8)
     with _application(deployment, model, port) as service:

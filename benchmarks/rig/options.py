@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-PromptsOption = Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")]
+PromptsOption = Annotated[
+    Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")
+]
+PROMPTS = Path("demo_model/prompts")
 PerWorkerOption = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes that arrival rates aim at, with commas.")]
 OutputOption = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]

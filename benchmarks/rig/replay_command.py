@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.common import publish
 from benchmarks.rig.options import (
+    PROMPTS,
     WORK,
     BatchOption,
     CapturedOption,
@@ -35,7 +36,7 @@ def replay_command(
     """The command `name`: `arms` on each load, against the best of `baselines`."""
 
     def command(
-        prompts: PromptsOption,
+        prompts: PromptsOption = PROMPTS,
         workers: WorkersOption = default_workers,
         groups: GroupsOption = default_groups,
         per_worker: PerWorkerOption = 40,

@@ -40,7 +40,7 @@ class MarginalCost(Policy):
     name = "marginal-cost"
     reads_counts = True
 
-    def __init__(self, *, prior_tokens: float = 8.0, cost: dict[str, float] | None = None) -> None:
+    def __init__(self, *, prior_tokens: float = 0.0, cost: dict[str, float] | None = None) -> None:
         super().__init__()
         if not in_range(prior_tokens, 0.0, 1e6):
             raise PolicyError(f"prior_tokens is {prior_tokens!r}, it must be 0 or more")

@@ -309,15 +309,20 @@ class RouterState:
                 "band": table.band,
                 "refit_advised": len(table.centroids) != len(workers),
             },
-            "step_cost": None
-            if self._cost is None
-            else self._cost.as_dict() | {"relative_error": self._steps.error(self._cost)},
+            "step_cost": self._step_cost(),
             "workers": workers,
             "leases": len(self._leases),
             "clients": len(self._last_seen),
             "epoch": self.epoch,
             "counters": dict(sorted(self.counters.items())),
         }
+
+    def _step_cost(self) -> dict[str, float]:
+        """The fitted cost, s, once there is one; from how many steps, older ones counting less."""
+        steps = {"steps": round(self._steps.steps, 1)}
+        if self._cost is None:
+            return steps
+        return steps | self._cost.as_dict() | {"relative_error": self._steps.error(self._cost)}
 
     def _domain(self, slot: int) -> str | None:
         if self._table is None or not self._table.domains:

@@ -256,6 +256,26 @@ async def test_swaps_and_policy_changes_under_200_requests(
     assert service.status()["table"]["version"] == version + 20
 
 
+async def test_marginal_cost_reads_counts_and_the_engines_steps(service: Service, prompts: list[str]) -> None:
+    service.set_policy("marginal-cost")
+    before = service.status()["counters"].get("reason:marginal-cost", 0)
+    client = service.async_client
+    await asyncio.gather(
+        *(
+            client.completions.create(
+                model="eldr-demo",
+                prompt=prompts[n % len(prompts)],
+                max_tokens=24,
+                extra_body={"ignore_eos": True},
+            )
+            for n in range(16)
+        )
+    )
+    assert service.status()["counters"]["reason:marginal-cost"] >= before + 15
+    # Experts of 32 neurons may well cost nothing, so that a fit is not to be had; the steps are.
+    wait_for(lambda: service.status()["step_cost"]["steps"] >= 23, "the router hears of decode steps", 30)
+
+
 def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
     service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0)
     for name in ("eldr_active_experts_count", "eldr_decode_steps_total", "eldr_decode_step_experts_total",

@@ -15,6 +15,7 @@ from benchmarks.__main__ import NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
 from benchmarks.handover import kv_pull_totals
 from benchmarks.peers import _rows
+from benchmarks.rig import tables
 from benchmarks.rig.client import Answer, most_open, summary
 from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from offline.cli import BadInput, run
@@ -133,3 +134,10 @@ def test_kv_pulls_are_summed_over_engines() -> None:
         ]
     )
     assert kv_pull_totals(page) == (2.0, 4.0)
+
+
+def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
+    for page in tables.PAGES:
+        text = page.read_text()
+        assert "<!-- end -->" in text
+        assert tables.filled(text) == text, f"run python -m benchmarks.rig.tables: {page.name} is older"

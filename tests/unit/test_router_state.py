@@ -259,7 +259,7 @@ def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_wo
 def test_the_policy_follows_what_steps_cost() -> None:
     now = [0.0]
     state = make(policy="marginal-cost", clock=lambda: now[0])
-    assert state.status()["step_cost"] is None
+    assert state.status()["step_cost"] == {"steps": 0.0}
     rng = np.random.default_rng(0)
     batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
     for cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):

@@ -1,0 +1,140 @@
+"""The tables of README.md and docs/evidence.md, made from benchmarks/results.
+
+    python -m benchmarks.rig.tables
+
+A table stands between `<!-- table NAME column, column ... [where key=value] -->` and `<!-- end -->`; this
+fills it in from NAME.json. `<!-- summary -->` is the table of README.md: a line for each claim.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from eldr_serve.files import write_whole
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
+_BLOCK = re.compile(r"(<!-- (table|summary) ?(.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+Rows = list[dict[str, Any]]
+
+
+def rows_of(name: str) -> Rows:
+    """The rows of a committed result."""
+    rows: Rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def filled(page: str) -> str:
+    """The page with every table made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        opening, kind, arguments, _, closing = match.groups()
+        return opening + (_summary() if kind == "summary" else _table(arguments)) + closing
+
+    return _BLOCK.sub(table, page)
+
+
+def _table(arguments: str) -> str:
+    name, _, rest = arguments.partition(" ")
+    columns, _, condition = rest.partition(" where ")
+    rows = rows_of(name)
+    if condition:
+        key, _, value = condition.partition("=")
+        rows = [row for row in rows if str(row[key]) == value]
+    names = [column.strip() for column in columns.split(",")]
+    return _markdown(names, [[_number(row[column]) for column in names] for row in rows])
+
+
+def _markdown(names: list[str], cells: list[list[str]]) -> str:
+    lines = [names, ["---"] * len(names), *cells]
+    return "".join(f"| {' | '.join(cell.replace('_', ' ') for cell in line)} |\n" for line in lines)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+
+
+def _summary() -> str:
+    lines = [[claim.what, claim.measured(), f"`python -m benchmarks.{claim.name}`"] for claim in CLAIMS]
+    return _markdown(["what", "measured", "by"], lines)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of the summary: `form` of each row of a result that has these values."""
+
+    what: str
+    name: str
+    form: str
+    where: dict[str, Any]
+
+    def measured(self) -> str:
+        """The rows in words."""
+        rows = [r for r in rows_of(self.name) if all(r[key] == value for key, value in self.where.items())]
+        return "; ".join(self.form.format(**row) for row in rows)
+
+
+_CHANGE = "{workload} K={workers}: {p50_change_pct:+.0f} / {p99_change_pct:+.0f} %"
+_EXPERTS = "{same_domain:.1f} / {mixed:.1f} of 64 ({change_pct:+.0f} %)"
+_TIME = "p50 {p50_us:.0f} us, p99 {p99_us:.0f} us"
+CLAIMS = [
+    Claim(
+        "TPOT p50 / p99 of `marginal-cost` against the best load balancer, replayed without contention",
+        "decode_replay",
+        _CHANGE,
+        {"arm": "marginal-cost"},
+    ),
+    Claim(
+        "the same of `locality-band`, the paper's rule", "decode_replay", _CHANGE, {"arm": "locality-band"}
+    ),
+    Claim(
+        "active experts of a batch of 16: one language / mixed",
+        "same_domain",
+        _EXPERTS,
+        {"workload": "language", "batch_size": 16},
+    ),
+    Claim("the same: one task / mixed", "same_domain", _EXPERTS, {"workload": "task", "batch_size": 16}),
+    Claim(
+        "one `locality-band` decision at 48 x 128 experts, K=16",
+        "route_decision",
+        _TIME,
+        {"policy": "locality-band", "workers": 16},
+    ),
+    Claim(
+        "one `marginal-cost` decision, K=16",
+        "route_decision",
+        _TIME,
+        {"policy": "marginal-cost", "workers": 16},
+    ),
+    Claim("the same, K=1024", "route_decision", _TIME, {"policy": "marginal-cost", "workers": 1024}),
+    Claim(
+        "placement through the router actor beyond a bare actor call, K=16",
+        "router_actor",
+        "p50 {added_p50_ms:.2f} ms; {placements_per_s:.0f} placements/s",
+        {"workers": 16, "in_flight": 1},
+    ),
+    Claim("fit of 1,000 requests at 48 x 128, K=16", "fit_time", "{fit_p50_s:.1f} s", {"workers": 16}),
+    Claim(
+        "signature cache / KV cache, Qwen3-30B-A3B, blocks of 16 tokens",
+        "cache_memory",
+        "{share_of_kv_pct:.2f} %",
+        {"deployment": "qwen3_30b_8p16d", "block_size_tokens": 16},
+    ),
+]
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    for page in PAGES:
+        write_whole(page, filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
