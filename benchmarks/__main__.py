@@ -13,7 +13,14 @@ from pathlib import Path
 NAMES = sorted(
     p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "common")
 )
-SERVING = {"capture_overhead", "handover", "peers", "streams"}  # minutes each, engines or Ray Serve
+SERVING = {
+    "capture_overhead",
+    "handover",
+    "live",
+    "peers",
+    "prefix_cache",
+    "streams",
+}  # minutes each, engines or Ray Serve
 REPLAYS = {  # one engine for up to an hour each
     "balanced_clusters",
     "band_width",
