@@ -34,6 +34,8 @@ from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
 from offline.cli import run
 
+POLICIES = "round-robin,locality-band,marginal-cost"
+
 
 def prefix_cache(
     prompts: PromptsOption = PROMPTS,
@@ -72,7 +74,8 @@ def prefix_cache(
         rows += [{"prefix_cache": state, **row} for row in result["rows"]]
     publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],
-        inputs=result["inputs"] | {"distinct": distinct, "deployment": deployment.stem, "intermediate": intermediate},
+        inputs=result["inputs"]
+        | {"distinct": distinct, "deployment": deployment.stem, "intermediate": intermediate},
     )  # fmt: skip
 
 
