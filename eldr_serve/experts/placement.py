@@ -1,0 +1,124 @@
+"""Which rank holds which expert. A placement is int[L, P]: the logical expert of each physical slot.
+
+Slots are rank-major: with G ranks, rank g holds slots g * P / G up to (g + 1) * P / G.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+
+
+def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: int, ranks: int) -> Ints:
+    """Token-balanced replication and packing, as EPLB's: hierarchical where groups divide among nodes.
+
+    Groups of experts are packed onto nodes, the busiest experts of a node replicated until its slots
+    are full, and the replicas packed onto the node's ranks.
+
+    Args:
+        load: [L, E] tokens of each expert.
+        num_physical: slots in all, P.
+        groups, nodes, ranks: expert groups, nodes and ranks (GPUs) in all.
+
+    Returns:
+        int[L, P].
+
+    Raises:
+        ValueError: sizes that do not divide, or fewer slots than experts.
+    """
+    weight = _activity(load)
+    num_experts = weight.shape[1]
+    if num_physical < num_experts:
+        raise ValueError(f"{num_physical} slots cannot hold {num_experts} experts")
+    if groups % nodes:
+        groups, nodes = 1, 1  # groups cannot be kept together on nodes: one flat pool
+    for what, total, parts in (
+        ("experts", num_experts, groups),
+        ("groups", groups, nodes),
+        ("ranks", ranks, nodes),
+        ("slots", num_physical, ranks),
+    ):
+        if parts < 1 or total % parts:
+            raise ValueError(f"{total} {what} do not divide by {parts}")
+    return np.stack([_eplb_layer(row, num_physical, groups, nodes, ranks) for row in weight])
+
+
+def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
+    """ELDR's placement for one decode worker (paper, section 5): no replicas, equal numbers a rank.
+
+    The next most active expert goes to the rank with the least expected activation that has a slot.
+
+    Args:
+        activation: [L, E] probability that a decode step of the worker's cluster activates the expert.
+
+    Returns:
+        int[L, E].
+    """
+    activity = _activity(activation)
+    if ranks < 1 or activity.shape[1] % ranks:
+        raise ValueError(f"{activity.shape[1]} experts do not divide by {ranks} ranks")
+    return np.stack([np.concatenate(_packed(row, ranks)) for row in activity])
+
+
+def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.bool_]:
+    """bool[L, E, G]: which ranks hold a replica of the expert.
+
+    Raises:
+        ValueError: an expert that is nowhere, an unknown id, or slots that do not divide by the ranks.
+    """
+    slots = np.asarray(placement)
+    if slots.ndim != 2 or slots.shape[1] % ranks:
+        raise ValueError(f"a placement of shape {slots.shape} does not divide by {ranks} ranks")
+    if slots.min() < 0 or slots.max() >= num_experts:
+        raise ValueError(f"the placement names an expert outside 0 to {num_experts - 1}")
+    hosts = np.zeros((len(slots), num_experts, ranks), bool)
+    rank = np.arange(slots.shape[1]) // (slots.shape[1] // ranks)
+    hosts[np.arange(len(slots))[:, None], slots, rank[None, :]] = True
+    missing = np.argwhere(~hosts.any(axis=2))
+    if len(missing):
+        raise ValueError(f"expert {missing[0][1]} of layer {missing[0][0]} has no slot")
+    return hosts
+
+
+def _activity(values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, np.float64)
+    if array.ndim != 2 or not array.size or not np.isfinite(array).all() or array.min() < 0:
+        raise ValueError("loads and activations must be a [layers, experts] array, finite and 0 or more")
+    return array
+
+
+def _packed(weight: NDArray[np.float64], packs: int) -> list[Ints]:
+    """Items of each pack, equally many, heaviest first to the lightest pack with room."""
+    room = len(weight) // packs
+    chosen: list[list[int]] = [[] for _ in range(packs)]
+    total = [0.0] * packs
+    for item in np.argsort(-weight, kind="stable").tolist():
+        pack = min((p for p in range(packs) if len(chosen[p]) < room), key=lambda p: total[p])
+        chosen[pack].append(item)
+        total[pack] += float(weight[item])
+    return [np.array(items, np.int64) for items in chosen]
+
+
+def _replicated(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
+    """(expert of each slot, replicas of each expert): spare slots go to the highest load a replica."""
+    count = np.ones(len(weight), np.int64)
+    experts = list(range(len(weight)))
+    for _ in range(slots - len(weight)):
+        busiest = int((weight / count).argmax())
+        experts.append(busiest)
+        count[busiest] += 1
+    return np.array(experts, np.int64), count
+
+
+def _eplb_layer(weight: NDArray[np.float64], slots: int, groups: int, nodes: int, ranks: int) -> Ints:
+    size = len(weight) // groups
+    of_node = _packed(weight.reshape(groups, size).sum(axis=1), nodes)
+    placed: list[Ints] = []
+    for members in of_node:
+        experts = (members[:, None] * size + np.arange(size)).reshape(-1)
+        local, count = _replicated(weight[experts], slots // nodes)
+        share = (weight[experts] / count)[local]
+        placed += [experts[local[pack]] for pack in _packed(share, ranks // nodes)]
+    return np.concatenate(placed)

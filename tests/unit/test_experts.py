@@ -1,0 +1,138 @@
+"""Expert placement and replica routing against brute force and published examples."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_serve.experts import (
+    activation_placement,
+    eplb_placement,
+    hosts_of,
+    route_even,
+    route_metro,
+    route_optimal,
+)
+
+
+def test_eplb_gives_the_published_example() -> None:
+    load = [
+        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+    ]
+    placed = eplb_placement(load, 16, groups=4, nodes=2, ranks=8)
+    assert placed.tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+
+
+@given(
+    seed=st.integers(0, 999),
+    ranks=st.sampled_from([2, 4]),
+    spare=st.integers(0, 3),
+    groups=st.sampled_from([1, 2, 4]),
+)
+def test_eplb_places_every_expert_and_fills_every_slot(
+    seed: int, ranks: int, spare: int, groups: int
+) -> None:
+    load = np.random.default_rng(seed).exponential(size=(3, 8))
+    placed = eplb_placement(load, 8 + spare * ranks, groups=groups, nodes=2, ranks=ranks)
+    hosts = hosts_of(placed, 8, ranks)
+    assert hosts.any(axis=2).all()
+    assert placed.shape == (3, 8 + spare * ranks)
+    for layer in range(3):
+        replicas = np.bincount(placed[layer], minlength=8)
+        if groups % 2:  # one flat pool: nobody with a replica to spare is lighter than one without
+            share = load[layer] / replicas
+            spared = replicas > 1
+            if spared.any():
+                assert share.max() <= (load[layer] / np.maximum(replicas - 1, 1))[spared].min() + 1e-9
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), ranks=st.sampled_from([2, 3, 6]))
+def test_activation_placement_balances_what_each_rank_activates(seed: int, ranks: int) -> None:
+    activation = np.random.default_rng(seed).uniform(size=(2, 6))
+    placed = activation_placement(activation, ranks)
+    assert np.sort(placed, axis=1).tolist() == [list(range(6))] * 2
+    for layer in range(2):
+        worst = activation[layer][placed[layer]].reshape(ranks, -1).sum(axis=1).max()
+        best = min(
+            activation[layer][list(order)].reshape(ranks, -1).sum(axis=1).max()
+            for order in itertools.permutations(range(6))
+        )
+        assert best - 1e-9 <= worst <= 1.34 * best  # the bound of the greedy on identical machines
+
+
+def random_case(seed: int, experts: int = 7, ranks: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    hosts = rng.uniform(size=(experts, ranks)) < 0.5
+    hosts[np.arange(experts), rng.integers(ranks, size=experts)] = True
+    return rng.integers(0, 4, experts), hosts
+
+
+def worst_rank(rank: np.ndarray, ranks: int) -> int:
+    return int(np.bincount(rank[rank >= 0], minlength=ranks).max())
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 9999))
+def test_the_optimum_is_the_optimum_and_greedy_is_feasible(seed: int) -> None:
+    tokens, hosts = random_case(seed)
+    active = np.flatnonzero(tokens)
+    choices = [np.flatnonzero(hosts[e]) for e in active]
+    best = (
+        min((np.bincount(c, minlength=3).max() for c in itertools.product(*choices)), default=0)
+        if len(active)
+        else 0
+    )
+    for route in (route_optimal, route_metro):
+        rank = route(tokens, hosts)
+        assert np.array_equal(rank >= 0, tokens > 0)
+        assert all(hosts[e, rank[e]] for e in active)
+    assert worst_rank(route_optimal(tokens, hosts), 3) == best
+    assert best <= worst_rank(route_metro(tokens, hosts), 3) <= max(best + 1, 2 * best)
+
+
+@given(seed=st.integers(0, 9999))
+def test_even_spread_keeps_every_token_and_differs_by_one(seed: int) -> None:
+    tokens, hosts = random_case(seed)
+    spread = route_even(tokens, hosts)
+    assert np.array_equal(spread.sum(axis=1), tokens)
+    assert not spread[~hosts].any()
+    for expert in range(len(tokens)):
+        mine = spread[expert, hosts[expert]]
+        assert mine.max() - mine.min() <= 1
+
+
+def test_layers_are_independent() -> None:
+    cases = [random_case(seed) for seed in range(5)]
+    tokens, hosts = (np.stack(a) for a in zip(*cases, strict=True))
+    for route in (route_metro, route_optimal, route_even):
+        together = route(tokens, hosts)
+        for layer, (t, h) in enumerate(cases):
+            assert np.array_equal(together[layer], route(t, h))
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: eplb_placement([[1.0] * 8], 6, groups=1, nodes=1, ranks=2), "6 slots"),
+        (lambda: eplb_placement([[1.0] * 8], 9, groups=1, nodes=1, ranks=2), "9 slots"),
+        (lambda: eplb_placement([[float("nan")] * 8], 8, groups=1, nodes=1, ranks=2), "finite"),
+        (lambda: activation_placement([[1.0] * 7], 2), "7 experts"),
+        (lambda: hosts_of([[0, 1, 2, 2]], 4, 2), "expert 3 of layer 0"),
+        (lambda: hosts_of([[0, 1, 2, 9]], 4, 2), "outside"),
+        (lambda: route_metro([1, 1], [[True], [False]]), "expert 1"),
+        (lambda: route_metro([1, 1, 1], [[True], [False]]), "shape"),
+        (lambda: route_even([-1], [[True]]), "0 or more"),
+    ],
+)
+def test_bad_input_is_named(call: object, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        call()  # type: ignore[operator]
