@@ -25,6 +25,7 @@ REPLAYS = {  # one engine for up to an hour each
     "balanced_clusters",
     "band_width",
     "decode_replay",
+    "expert_weight",
     "pool_size",
     "rates",
     "signature_transforms",

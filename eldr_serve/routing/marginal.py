@@ -34,14 +34,24 @@ class MarginalCost(Policy):
     Parameters:
         prior_tokens: the mean of recent requests counts as so many tokens beside the prompt's own;
             short prompts say little.
+        expert_weight: an active expert counts as so many. Above 1 the rule looks beyond the requests
+            that are there: a worker that keeps to its experts draws more of the same kind.
         cost: a StepCost's terms in s, or None to start with defaults and follow the engines' steps.
     """
 
     name = "marginal-cost"
     reads_counts = True
 
-    def __init__(self, *, prior_tokens: float = 0.0, cost: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        prior_tokens: float = 0.0,
+        expert_weight: float = 1.0,
+        cost: dict[str, float] | None = None,
+    ) -> None:
         super().__init__()
+        if not in_range(expert_weight, 0.0, 1e6):
+            raise PolicyError(f"expert_weight is {expert_weight!r}, it must be 0 or more")
         if not in_range(prior_tokens, 0.0, 1e6):
             raise PolicyError(f"prior_tokens is {prior_tokens!r}, it must be 0 or more")
         if cost is not None and (
@@ -51,6 +61,7 @@ class MarginalCost(Policy):
         ):
             raise PolicyError(f"cost is {cost!r}, it must map {', '.join(TERMS)} to seconds, 0 or more")
         self._prior_tokens = prior_tokens
+        self._expert_weight = expert_weight
         self._fixed = cost
         self.cost = StepCost(**(cost or {}))
         self._shape: tuple[int, ...] = ()
@@ -64,7 +75,11 @@ class MarginalCost(Policy):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        return {"prior_tokens": self._prior_tokens, "cost": self._fixed}
+        return {
+            "prior_tokens": self._prior_tokens,
+            "expert_weight": self._expert_weight,
+            "cost": self._fixed,
+        }
 
     def follow_cost(self, cost: StepCost) -> None:
         if self._fixed is None:
@@ -93,9 +108,9 @@ class MarginalCost(Policy):
         """Seconds that each of `workers` would lose a step, over all its requests, by the newcomer."""
         batch = np.array([loads[w].in_flight for w in workers], np.float64)
         kv_tokens = np.array([loads[w].kv_tokens for w in workers], np.float64)
-        union = self._union[workers]
+        union = self._expert_weight * self._union[workers]
         now = self.cost.seconds(batch, kv_tokens, union)
-        with_it = self.cost.seconds(batch + 1, kv_tokens + tokens, union + added)
+        with_it = self.cost.seconds(batch + 1, kv_tokens + tokens, union + self._expert_weight * added)
         return np.asarray((batch + 1) * with_it - batch * now)
 
     def placed(self, handoff: Handoff, worker: int) -> None:

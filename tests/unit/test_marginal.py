@@ -158,6 +158,24 @@ def test_a_wrong_cost_is_refused(cost: Any) -> None:
         make_policy("marginal-cost", cost=cost)
 
 
+def test_the_weight_of_experts_is_that_of_their_cost() -> None:
+    cost = StepCost(2e-3, 1e-4, 0.0, 5e-5).as_dict()
+    policies = [
+        make_policy("marginal-cost", cost=cost, expert_weight=3.0),
+        make_policy("marginal-cost", cost=cost | {"per_expert_s": 15e-5}),
+    ]
+    placement: list[list[Handoff]] = [[] for _ in range(4)]
+    for n in range(40):
+        newcomer = handoff(f"r{n}", n % 5)
+        first, second = (policy.choose(newcomer, loads(placement), RNG).worker for policy in policies)
+        assert first == second
+        placement[first].append(newcomer)
+        for policy in policies:
+            policy.placed(newcomer, first)
+    with pytest.raises(PolicyError, match="expert_weight"):
+        make_policy("marginal-cost", expert_weight=-1)
+
+
 def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:
     live = StepCost(1e-3, 1e-5, 0.0, 1e-5)
     fixed, following = MarginalCost(cost=StepCost().as_dict()), MarginalCost()

@@ -1,0 +1,164 @@
+"""What was tried to better marginal-cost, in simulation: changes that did not pay stay in here.
+
+    python -m benchmarks.marginal_variants --prompts DIR
+
+Each variant places the same arrivals on simulated workers with real decode routes, for several seeds.
+`change` columns are means over seeds against shortest-queue, with the standard error beside them; a
+variant is better only if it is so by more than that. `true decode` is what perfect prediction gives.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.common import publish
+from benchmarks.rig.capture import Captured, captured
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    CapturedOption,
+    GroupsOption,
+    OutOption,
+    PromptsOption,
+    SeedOption,
+    WorkersOption,
+    WorkOption,
+)
+from benchmarks.rig.plots import bars
+from benchmarks.rig.replay import Load, loads_of
+from eldr_serve.fitting import fit_table
+from eldr_serve.routing import Handoff, MarginalCost, Policy, StepCost, make_policy
+from eldr_serve.simulation.decode import Job, expert_bits, simulate
+from offline.cli import run
+
+# A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
+COST = StepCost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
+TRUE = "marginal-cost, true decode"
+
+
+class _Sharper(MarginalCost):
+    """Probabilities raised to a power: above 1, weak experts count less."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self._power = power
+
+    def _levels(self, handoff: Handoff) -> NDArray[np.uint8] | None:
+        levels = super()._levels(handoff)
+        if levels is None:
+            return None
+        p = -np.expm1(-4.0 / 255**2 * levels.astype(np.float64) ** 2)
+        return np.rint(255 * np.sqrt(-np.log1p(-np.minimum(p**self._power, 0.98)) / 4.0)).astype(np.uint8)
+
+
+class _LookAhead(MarginalCost):
+    """Half of the weight on mates to come, who are expected to be like those placed there of late."""
+
+    def __init__(self, memory: float) -> None:
+        super().__init__()
+        self._keep = 1 - 1 / memory
+        self._past: dict[int, tuple[NDArray[np.float64], float]] = {}
+
+    def placed(self, handoff: Handoff, worker: int) -> None:
+        super().placed(handoff, worker)
+        levels = self._held[handoff.request_id][1].astype(np.float64) ** 2
+        total, weight = self._past.get(worker, (np.zeros(len(levels)), 0.0))
+        self._past[worker] = (self._keep * total + levels, self._keep * weight + 1)
+        present = self._depth[worker].astype(np.float64)
+        batch = sum(w == worker for w, _ in self._held.values())
+        total, weight = self._past[worker]
+        expected = 0.5 * present + 0.5 * total / weight * batch
+        self._idle[worker] = np.exp(-4.0 / 255**2 * expected)
+
+
+def _variants() -> dict[str, Policy]:
+    return {
+        "shortest-queue": make_policy("shortest-queue"),
+        "locality-band": make_policy("locality-band"),
+        "marginal-cost": MarginalCost(),
+        TRUE: MarginalCost(),
+        "experts count 2 times": MarginalCost(expert_weight=2),
+        "experts count 4 times": MarginalCost(expert_weight=4),
+        "prior of 8 tokens": MarginalCost(prior_tokens=8),
+        "prior of 32 tokens": MarginalCost(prior_tokens=32),
+        "p to the power 0.7": _Sharper(0.7),
+        "p to the power 1.5": _Sharper(1.5),
+        "look-ahead, 64 requests": _LookAhead(64),
+    }
+
+
+def marginal_variants(
+    prompts: PromptsOption = PROMPTS,
+    workers: WorkersOption = "4,8,16",
+    groups: GroupsOption = "all,language,task",
+    per_worker: Annotated[int, typer.Option(min=10, help="Requests a worker.")] = 100,
+    seeds: Annotated[int, typer.Option(min=2, help="Repetitions with other prompts and arrivals.")] = 4,
+    requests: CapturedOption = 2400,
+    work: WorkOption = WORK,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+) -> None:
+    """Compare variants of marginal-cost in simulation."""
+    data = captured(prompts, work, requests=requests, seed=seed)
+    rows: list[dict[str, Any]] = []
+    for load in loads_of(groups, workers, "16", per_worker):
+        tpot: dict[str, list[tuple[float, float]]] = {}
+        for number in range(seeds):
+            for name, found in _simulated(data, load, seed + number).items():
+                tpot.setdefault(name, []).append(found)
+        reference = np.array(tpot["shortest-queue"])
+        for name, found in tpot.items():
+            change = 100 * (np.array(found) / reference - 1)
+            mean, error = change.mean(axis=0), change.std(axis=0, ddof=1) / np.sqrt(seeds)
+            rows.append(
+                {
+                    "workload": load.group,
+                    "workers": load.workers,
+                    "variant": name,
+                    "p50_change_pct": float(mean[0]),
+                    "p50_error_pct": float(error[0]),
+                    "p99_change_pct": float(mean[1]),
+                    "p99_error_pct": float(error[1]),
+                }
+            )
+    path = publish(
+        "marginal_variants", rows, seed=seed, out=out,
+        inputs={"per_worker": per_worker, "seeds": seeds, "step_cost": COST.as_dict(), "captured": requests},
+        notes="simulated TPOT against shortest-queue; mean and standard error over seeds",
+    )  # fmt: skip
+    bars(rows, "variant", "p50_change_pct", path.with_suffix(".png"))
+
+
+def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, float]]:
+    """TPOT (p50, p99), s, of every variant."""
+    rng = np.random.default_rng([seed, load.workers])
+    fit, rest = data.split(load.group, 0.4, seed)
+    table, _ = fit_table(data.subset(fit), load.workers, seed=seed)
+    chosen = rng.choice(
+        rest, load.workers * load.per_worker, replace=load.workers * load.per_worker > len(rest)
+    )
+    trace = data.trace
+    bits = {int(i): expert_bits(data.routes(int(i)), trace.prefill_counts.shape[2]) for i in chosen}
+    stay_s = 64 * float(COST.seconds(load.batch, 200 * load.batch, 6 * 28))
+    arrival_s = np.cumsum(rng.exponential(stay_s / load.batch / load.workers, len(chosen)))
+    found = {}
+    for name, policy in _variants().items():
+        policy.with_table(table).follow_cost(COST)
+        counts, tokens = trace.prefill_counts, trace.prompt_tokens
+        if name == TRUE:
+            counts, tokens = trace.decode_counts, trace.decode_steps
+        jobs = [
+            Job(Handoff(f"r{n}", counts[i], int(tokens[i]), 64, trace.domains[i]), float(t), bits[int(i)])
+            for n, (i, t) in enumerate(zip(chosen, arrival_s, strict=True))
+        ]
+        p50, p99 = np.percentile(simulate(jobs, policy, load.workers, COST, seed=seed).tpot_s, [50, 99])
+        found[name] = (float(p50), float(p99))
+    return found
+
+
+if __name__ == "__main__":
+    run(marginal_variants)
