@@ -51,8 +51,8 @@ def _table(arguments: str) -> str:
 
 
 def _markdown(names: list[str], cells: list[list[str]]) -> str:
-    lines = [names, ["---"] * len(names), *cells]
-    return "".join(f"| {' | '.join(cell.replace('_', ' ') for cell in line)} |\n" for line in lines)
+    lines = [[name.replace("_", " ") for name in names], ["---"] * len(names), *cells]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _number(value: Any) -> str:
