@@ -32,6 +32,7 @@ from benchmarks.rig.plots import bars
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Handoff, MarginalCost, Policy, StepCost, make_policy
+from eldr_serve.routing.marginal import UNIT, levels_of
 from eldr_serve.simulation.decode import Job, expert_bits, simulate
 from offline.cli import run
 
@@ -51,8 +52,8 @@ class _Sharper(MarginalCost):
         levels = super()._levels(handoff)
         if levels is None:
             return None
-        p = -np.expm1(-4.0 / 255**2 * levels.astype(np.float64) ** 2)
-        return np.rint(255 * np.sqrt(-np.log1p(-np.minimum(p**self._power, 0.98)) / 4.0)).astype(np.uint8)
+        p = -np.expm1(-UNIT * levels.astype(np.float64) ** 2)
+        return levels_of(np.minimum(p**self._power, 0.98))
 
 
 class _LookAhead(MarginalCost):
@@ -72,7 +73,7 @@ class _LookAhead(MarginalCost):
         batch = sum(w == worker for w, _ in self._held.values())
         total, weight = self._past[worker]
         expected = 0.5 * present + 0.5 * total / weight * batch
-        self._idle[worker] = np.exp(-4.0 / 255**2 * expected)
+        self._idle[worker] = np.exp(-UNIT * expected)
 
 
 def _variants() -> dict[str, Policy]:

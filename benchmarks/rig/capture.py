@@ -22,6 +22,7 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
+from benchmarks.rig.engines import WEIGHTS
 from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, aligned, free_port
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
@@ -31,7 +32,6 @@ from offline.cli import BadInput, run
 
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")
-MODEL = Path(__file__).parents[2] / "demo_model" / "weights"
 _TOP_K = 4  # of the demo model
 
 
@@ -113,13 +113,13 @@ def capture(
             [p for p in everything if (p.domain in TASKS) == wanted], requests // 2, seed
         )
     ]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     longest = max_prompt_tokens // BLOCK * BLOCK + 1
     ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
     kwargs = engine_kwargs(
         "calibrate", device="cpu", max_model_len=longest + output_tokens + BLOCK, seed=seed
     )
-    engine = EngineActor({"model": str(MODEL), **kwargs}, port=free_port())
+    engine = EngineActor({"model": str(WEIGHTS), **kwargs}, port=free_port())
     records = []
     for start in track(range(0, len(chosen), 32), description="capturing routes"):
         part = slice(start, start + 32)

@@ -23,7 +23,8 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.rig.capture import GROUPS, MODEL, Captured, captured
+from benchmarks.rig.capture import GROUPS, Captured, captured
+from benchmarks.rig.engines import WEIGHTS
 from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import kmeans
@@ -235,7 +236,7 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
 def widened(intermediate: int, work: Path) -> Path:
     """The demo model with experts of that many neurons; made where it is not there."""
     if intermediate == 32:
-        return MODEL
+        return WEIGHTS
     path = work / f"model_{intermediate}"
     if not (path / "config.json").exists():
         work.mkdir(parents=True, exist_ok=True)

@@ -16,13 +16,9 @@ from typing import Any
 
 import numpy as np
 
-# One thread an engine: OpenMP threads that spin would share the cores with each other.
-ENGINE_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+from benchmarks.rig import engines
+
+ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
 
 

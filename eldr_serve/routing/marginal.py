@@ -14,13 +14,20 @@ from eldr_serve.routing.types import Decision, Handoff, PolicyError, WorkerLoad
 
 # -log(1 - p) is kept as one byte a cell: level i stands for _DEEPEST * (i / 255)**2, fine where p is small.
 _DEEPEST = 4.0  # p = 0.98; an expert that is all but always active costs nothing more anyway
-_UNIT = _DEEPEST / 255**2
+UNIT = _DEEPEST / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
 # Above _MANY workers, every _COARSE-th layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
 _FINALISTS = 32
 _COARSE = 8
-_ACTIVE = -np.expm1(-_UNIT * _SQUARES).astype(np.float32)  # level -> p
+_ACTIVE = -np.expm1(-UNIT * _SQUARES).astype(np.float32)  # level -> p
+
+
+def levels_of(p: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+    """The level nearest to each probability; level i stands for 1 - exp(-UNIT * i**2)."""
+    depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_DEEPEST)))
+    levels: NDArray[np.uint8] = np.rint(np.sqrt(depth / UNIT)).astype(np.uint8)
+    return levels
 
 
 class MarginalCost(Policy):
@@ -68,6 +75,7 @@ class MarginalCost(Policy):
         self._layers = np.zeros(0, np.int64)  # cells are kept in this order of layers
         self._coarse_cells = 0  # cells of every _COARSE-th layer, which come first
         self._prior: NDArray[np.float32] | None = None  # [L*E]
+        self._asked: tuple[Handoff, NDArray[np.uint8]] | None = None  # by choose, for placed
         self._held: dict[str, tuple[int, NDArray[np.uint8]]] = {}  # id -> worker, levels
         self._depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
         self._idle = np.ones((0, 0), np.float32)  # [W, L*E]
@@ -90,6 +98,7 @@ class MarginalCost(Policy):
         levels = self._levels(handoff)
         if levels is None:
             return shortest(workers, loads, "no-signature")
+        self._asked = (handoff, levels)
         self._grow(len(loads))
         p = _ACTIVE[levels]
         candidates = np.array(workers)
@@ -115,7 +124,8 @@ class MarginalCost(Policy):
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         self.released(handoff.request_id)
-        levels = self._levels(handoff)
+        asked, self._asked = self._asked, None  # what is learnt below may change the levels of others
+        levels = asked[1] if asked is not None and asked[0] is handoff else self._levels(handoff)
         if levels is None:
             return
         self._grow(worker + 1)
@@ -158,9 +168,7 @@ class MarginalCost(Policy):
             p = prior
         else:
             return None
-        depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_DEEPEST)))
-        levels: NDArray[np.uint8] = np.rint(np.sqrt(depth / _UNIT)).astype(np.uint8)
-        return levels
+        return levels_of(p)
 
     def _learn(self, p: NDArray[np.float32]) -> None:
         if self._prior is None:
@@ -177,5 +185,5 @@ class MarginalCost(Policy):
             self._union = np.append(self._union, np.zeros(more))
 
     def _refresh(self, worker: int) -> None:
-        np.exp(-_UNIT * self._depth[worker], out=self._idle[worker], casting="same_kind")
+        np.exp(-UNIT * self._depth[worker], out=self._idle[worker], casting="same_kind")
         self._union[worker] = self._idle.shape[1] - self._idle[worker].sum(dtype=np.float64)
