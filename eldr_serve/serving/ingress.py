@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from eldr_serve.serving.compat import (
     DEFAULT_ENDPOINTS,
@@ -91,6 +92,7 @@ class EldrIngress(OpenAiIngress):
         self._options = options
         self._admin_key_sha256 = admin_key_sha256
         self._in_flight = 0
+        self._closing: set[asyncio.Task[None]] = set()
         self._client = RouterClient(
             lambda: connect(actor_name(application), router),
             directory(decode_directory(application)),
@@ -135,6 +137,13 @@ class EldrIngress(OpenAiIngress):
             self._client.count("refused_overload")
             return _refusal(f"{self._in_flight} requests are in flight here, the most allowed", 429, 1)
         self._client.start()
+        response = await self._answer(endpoint, body, request)
+        if isinstance(response, StreamingResponse):
+            return _Streamed(response, then=lambda: self._leave_engines(request))
+        self._leave_engines(request)
+        return response
+
+    async def _answer(self, endpoint: Callable[..., Any], body: Any, request: Request) -> Response:
         try:
             response: Response = await endpoint(body, request)
         except Overloaded as error:
@@ -154,6 +163,18 @@ class EldrIngress(OpenAiIngress):
             response.headers["x-eldr-handover-ms"] = f"{1000 * handover_s:.3f}"
         return response
 
+    def _leave_engines(self, request: Request) -> None:
+        """The answer has ended, or its client has gone: give up the worker and the KV blocks now.
+
+        A generator that was left suspended would keep them until the garbage collector comes by, which
+        in an idle process may be never. Nothing waits here: the caller may be being cancelled.
+        """
+        run: AsyncGenerator[Any, None] | None = getattr(request.state, "eldr_run", None)
+        if run is not None:
+            task = asyncio.get_running_loop().create_task(run.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
     async def _get_response(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
     ) -> AsyncGenerator[Any, None]:
@@ -165,6 +186,14 @@ class EldrIngress(OpenAiIngress):
                 yield response
             return
         await self._get_model_id(body.model)
+        run = self._run(body, call_method, raw_request)
+        _note(raw_request, "eldr_run", run)
+        async for chunk in run:
+            yield chunk
+
+    async def _run(
+        self, body: Any, call_method: str, raw_request: Request | None
+    ) -> AsyncGenerator[Any, None]:
         self._in_flight += 1
         stream = self._path.generate(
             picklable_chat(body) if isinstance(body, ChatCompletionRequest) else body,
@@ -227,6 +256,21 @@ class EldrIngress(OpenAiIngress):
                 "table_version": settings.table_version,
             }
         )
+
+
+class _Streamed(StreamingResponse):
+    """A response of Ray Serve LLM, and what is done when it has ended, however it ended."""
+
+    def __init__(self, response: StreamingResponse, *, then: Callable[[], None]) -> None:
+        super().__init__(response.body_iterator, response.status_code)
+        self.raw_headers = response.raw_headers
+        self._then = then
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._then()
 
 
 ENDPOINTS: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {

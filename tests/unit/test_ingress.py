@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +42,7 @@ def ingress(key: str | None = "key", in_flight: int = 0) -> Any:
     made._client = Client()
     made._options = IngressOptions(max_in_flight=4)
     made._in_flight = in_flight
+    made._closing = set()
     return made
 
 
@@ -95,3 +99,60 @@ async def test_an_answer_names_its_policy_and_a_stream_its_hand_over(streamed: b
     assert headers["x-eldr-decode-worker"] == "decode-a"
     assert (headers["x-eldr-band"], headers["x-eldr-policy"]) == ("2", "random")
     assert headers.get("x-eldr-handover-ms") == ("12.500" if streamed else None)
+
+
+@pytest.mark.parametrize("chunks_sent", [0, 2])
+async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines(chunks_sent: int) -> None:
+    """Its generator is suspended then, and here, as in a reference cycle, nothing else ends it."""
+    left = asyncio.Event()
+    sending = asyncio.Event()
+
+    async def run() -> AsyncGenerator[str, None]:
+        try:
+            while True:
+                yield "data: x"
+        finally:
+            left.set()
+
+    asked = request()
+    asked.state.eldr_run = run()
+
+    async def endpoint(*_: Any) -> Any:
+        return StreamingResponse(asked.state.eldr_run)
+
+    messages = 0
+
+    async def send(message: Any) -> None:
+        nonlocal messages
+        messages += 1
+        if messages > 1 + chunks_sent:  # the first message has the headers
+            sending.set()
+            await asyncio.Event().wait()
+
+    response = await ingress()._admitted(endpoint, None, asked)
+    streaming = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, send))
+    await sending.wait()
+    streaming.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await streaming
+    await asyncio.wait_for(left.wait(), 5)
+
+
+async def test_an_error_answer_leaves_the_engines() -> None:
+    left = asyncio.Event()
+
+    async def run() -> AsyncGenerator[str, None]:
+        try:
+            yield "error"
+        finally:
+            left.set()
+
+    asked = request()
+    asked.state.eldr_run = run()
+
+    async def endpoint(*_: Any) -> Any:
+        await anext(asked.state.eldr_run)
+        raise Overloaded("the engine is full")
+
+    await ingress()._admitted(endpoint, None, asked)
+    await asyncio.wait_for(left.wait(), 5)
