@@ -6,6 +6,7 @@ from eldr_serve.routing.marginal import MarginalCost
 from eldr_serve.routing.policies import (
     CentroidTable,
     Policy,
+    PooledPolicy,
     make_policy,
     policy_names,
     reads_counts,
@@ -22,6 +23,7 @@ __all__ = [
     "NoWorkerError",
     "Policy",
     "PolicyError",
+    "PooledPolicy",
     "StepCost",
     "StepSums",
     "WorkerLoad",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -78,8 +78,39 @@ class Policy(ABC):
     def released(self, request_id: str) -> None:  # noqa: B027
         """The request no longer runs; unknown ones are ignored."""
 
+    def progressed(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
+        """Requests have generated so many tokens in all, by request id; unknown ones are ignored."""
+
     def follow_cost(self, cost: StepCost) -> None:  # noqa: B027
         """The decode engines' steps cost this at present."""
+
+
+class PooledPolicy(Policy):
+    """A policy under which prefilled requests wait together until it gives them workers.
+
+    The caller keeps the pool. It calls `dispatch` when a request has come and when one has left a
+    worker, and then `placed` for each request that was given one. `choose` places a request that
+    cannot wait.
+    """
+
+    @property
+    def pooled(self) -> bool:
+        """Whether requests wait at all; False sends each at once, by `choose`."""
+        return True
+
+    @abstractmethod
+    def dispatch(
+        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        """Give workers to some of the waiting requests; the others wait on.
+
+        Args:
+            waiting: in order of arrival.
+            loads: one a worker, without the requests that are about to be placed.
+
+        Returns:
+            (index into `waiting`, decision), each index at most once, in the order of placing.
+        """
 
 
 def make_policy(name: str, /, **parameters: Any) -> Policy:

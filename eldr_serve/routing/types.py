@@ -15,7 +15,7 @@ class Handoff:
 
     `signature` is the prompt's expert counts, unsigned[L,E] (or the encoded unit vector). A caller
     that has scored it already gives `similarity`, float32[K], the cosine to each of the table's
-    centroids, and may leave `signature` out.
+    centroids, and may leave `signature` out. `prompt_key` is equal for equal prompts.
     """
 
     request_id: str
@@ -24,6 +24,7 @@ class Handoff:
     max_new_tokens: int
     domain: str | None = None
     similarity: NDArray[np.float32] | None = None
+    prompt_key: str | None = None
 
 
 @dataclass(frozen=True)
