@@ -25,7 +25,7 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from benchmarks.rig.plots import lines
-from eldr_serve.simulation.decode import expert_bits
+from eldr_serve.simulation.requests import expert_bits
 from offline.cli import run
 
 SIZES = (4, 8, 16, 32, 64, 128)

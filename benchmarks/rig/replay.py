@@ -29,8 +29,11 @@ from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Step
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import kmeans
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Handoff, StepCost, StepSums, make_policy
-from eldr_serve.simulation.decode import Job, Outcome, expert_bits, simulate
+from eldr_serve.routing import StepCost, StepSums, make_policy
+from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.outcome import Outcome
+from eldr_serve.simulation.requests import Experts, Requests
+from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
 
 _DRAWS = 2000  # of the bootstrap
@@ -138,12 +141,10 @@ class Bench:
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
-        num_experts = self.data.trace.prefill_counts.shape[2]
-        bits = {
-            int(i): expert_bits(self.data.routes(int(i))[: self._output_tokens], num_experts) for i in chosen
-        }
+        observed = Experts.replayed(self.data.trace, max_steps=self._output_tokens)
         unions = [
-            np.bitwise_or.reduce([bits[int(i)][0] for i in rng.choice(chosen, load.batch)]) for _ in range(64)
+            np.bitwise_or.reduce(observed.bits[observed.offset[rng.choice(chosen, load.batch)]])
+            for _ in range(64)
         ]
         experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
         # Little's law: arrivals a second and worker = batch / time in the worker.
@@ -155,7 +156,7 @@ class Bench:
             for key in {(arm.balanced, arm.transform) for arm in arms}
         }
         outcomes = {
-            arm.label: self._place(load, chosen, arrival_s, bits, arm, tables[arm.balanced, arm.transform])
+            arm.label: self._place(load, chosen, arrival_s, arm, tables[arm.balanced, arm.transform])
             for arm in arms
         }
         labels = [arm.label for arm in arms]
@@ -178,21 +179,19 @@ class Bench:
         load: Load,
         chosen: NDArray[np.int64],
         arrival_s: NDArray[np.float64],
-        bits: dict[int, NDArray[np.uint64]],
         arm: Arm,
         table: RoutingTable,
     ) -> Outcome:
-        trace = self.data.trace
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
         policy.follow_cost(self.cost)
-        jobs = []
-        for number, i in enumerate(chosen):
-            counts, tokens = trace.prefill_counts[i], int(trace.prompt_tokens[i])
-            if arm.true_decode:
-                counts, tokens = trace.decode_counts[i], int(trace.decode_steps[i])
-            handoff = Handoff(f"r{number}", counts, tokens, self._output_tokens, trace.domains[i])
-            jobs.append(Job(handoff, float(arrival_s[number]), bits[int(i)]))
-        return simulate(jobs, policy, load.workers, self.cost, seed=self._seed)
+        experts = Experts.replayed(
+            self.data.trace, max_steps=self._output_tokens, true_decode=arm.true_decode
+        )
+        requests = Requests(
+            arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
+        )
+        cluster = Cluster(decode=Decode(workers=load.workers, cost=Cost(**self.cost.as_dict())))
+        return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
 
     def _replay(self, case: Case, worker: int, label: str) -> None:
         jobs = np.flatnonzero(case.outcomes[label].worker == worker)
