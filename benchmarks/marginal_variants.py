@@ -15,7 +15,6 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import Captured, captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -37,6 +36,7 @@ from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import run
+from offline.results import publish
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
 COST = Cost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
@@ -142,7 +142,7 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     """TPOT (p50, p99), s, of every variant."""
     rng = np.random.default_rng([seed, load.workers])
     fit, rest = data.split(load.group, 0.4, seed)
-    table, _ = fit_table(data.subset(fit), load.workers, seed=seed)
+    table, _ = fit_table(data.trace.subset(fit), load.workers, seed=seed)
     chosen = rng.choice(
         rest, load.workers * load.per_worker, replace=load.workers * load.per_worker > len(rest)
     )

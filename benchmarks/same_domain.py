@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -27,6 +26,7 @@ from benchmarks.rig.options import (
 from benchmarks.rig.plots import lines
 from eldr_serve.simulation.requests import expert_bits
 from offline.cli import run
+from offline.results import publish
 
 SIZES = (4, 8, 16, 32, 64, 128)
 

@@ -53,14 +53,6 @@ class Captured:
         cut = round(fit * len(found))
         return found[:cut], found[cut:]
 
-    def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
-        """The trace of some of the requests, without routes."""
-        t = self.trace
-        return CalibrationTrace(
-            t.model, t.top_k, t.prefill_counts[index], t.decode_counts[index], t.decode_steps[index],
-            t.prompt_tokens[index], [t.domains[i] for i in index], [t.ids[i] for i in index],
-        )  # fmt: skip
-
     def routes(self, request: int) -> NDArray[np.unsignedinteger]:
         """[T, L, k] experts of one request's decode steps."""
         assert self.trace.routes is not None

@@ -167,7 +167,7 @@ class Bench:
         )  # fmt: skip
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
-        trace = self.data.subset(fit)
+        trace = self.data.trace.subset(fit)
         table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
         if balanced:
             return table
