@@ -25,8 +25,8 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import save
 from offline.cli import run
+from offline.plots import save
 from offline.results import publish
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")

@@ -27,7 +27,6 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Handoff, MarginalCost, Policy, make_policy
@@ -36,6 +35,7 @@ from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import run
+from offline.plots import bars
 from offline.results import publish
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.

@@ -17,8 +17,8 @@ import numpy as np
 import typer
 
 from benchmarks.rig.options import OutOption, SeedOption
-from benchmarks.rig.plots import lines
 from offline.cli import BadInput, run
+from offline.plots import lines
 from offline.results import publish
 
 SHAPES = {  # hidden size, intermediate size, experts, top-k

@@ -22,9 +22,9 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import save
 from eldr_serve.signature import fit_signature, signature_quality
 from offline.cli import run
+from offline.plots import save
 from offline.results import publish
 
 

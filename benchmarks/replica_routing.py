@@ -27,10 +27,10 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars
 from eldr_serve.experts import eplb_placement, hosts_of, route_even, route_metro, route_optimal
 from offline.cli import run
 from offline.gptoss import read_records
+from offline.plots import bars
 from offline.results import publish
 
 

@@ -23,9 +23,9 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import lines
 from eldr_serve.simulation.requests import expert_bits
 from offline.cli import run
+from offline.plots import lines
 from offline.results import publish
 
 SIZES = (4, 8, 16, 32, 64, 128)

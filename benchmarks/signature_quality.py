@@ -21,9 +21,9 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars, lines
 from eldr_serve.fitting import compare_transforms
 from offline.cli import run
+from offline.plots import bars, lines
 from offline.results import publish
 
 

@@ -23,10 +23,9 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import save
 from eldr_serve.fitting import fit_table
 from offline.cli import run
-from offline.plots import signature_space_figure
+from offline.plots import save, signature_space_figure
 from offline.results import publish
 
 

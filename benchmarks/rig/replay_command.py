@@ -19,8 +19,8 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars
 from benchmarks.rig.replay import Arm, Bench, loads_of, rows_of
+from offline.plots import bars
 from offline.results import publish
 
 

@@ -26,6 +26,7 @@ class Outcome:
         batch, experts, seconds, step_worker: one entry a decode step; experts summed over layers.
         imbalance, spread: one entry a sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
+        sample_s: when each was taken.
     """
 
     arrival_s: Floats
@@ -43,6 +44,7 @@ class Outcome:
     step_worker: Ints
     imbalance: Floats
     spread: Floats
+    sample_s: Floats
 
     @property
     def finished(self) -> NDArray[np.bool_]:
@@ -68,6 +70,14 @@ class Outcome:
             return 0.0
         return float(self.tokens[done].sum() / (self.last_s[done].max() - self.arrival_s.min()))
 
+    def steady(self, values: Floats) -> Floats:
+        """Those samples that were taken in the middle: after a tenth of the arrivals, before the last."""
+        if not len(self.arrival_s):
+            return values
+        start, end = np.quantile(self.arrival_s, 0.1), self.arrival_s[-1]
+        inside: Floats = values[(self.sample_s >= start) & (self.sample_s <= end)]
+        return inside
+
     def summary(self) -> dict[str, Any]:
         """One row of a table, with units in the keys."""
         row: dict[str, Any] = {}
@@ -77,11 +87,15 @@ class Outcome:
                 row[f"{name}_p{q}_ms"] = 1e3 * float(np.percentile(known, q)) if len(known) else None
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,
-            "imbalance_tokens": float(self.imbalance.mean()) if len(self.imbalance) else None,
-            "batch_size": float(self.batch.mean()) if len(self.batch) else None,
-            "active_experts": float(self.experts.mean()) if len(self.experts) else None,
+            "imbalance_tokens": _mean(self.steady(self.imbalance)),
+            "batch_size": _mean(self.batch),
+            "active_experts": _mean(self.experts),
             "step_ms": 1e3 * float(self.seconds.mean()) if len(self.seconds) else None,
             "prefix_hit_tokens": int(self.hit_tokens.sum()),
             "expired": int((~self.finished).sum()),
             "preempted": self.preempted,
         }
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -171,7 +171,7 @@ class _Simulation:
         self._hit = np.zeros(n, np.int64)
         self._preempted = 0
         self._log = array("i"), array("i"), array("d"), array("i")
-        self._imbalance, self._spread = array("d"), array("d")
+        self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
         self._sampled_at = -np.inf
         self._ended = 0
 
@@ -203,6 +203,7 @@ class _Simulation:
             self._worker, self._requests.output_tokens, self._hit, self._preempted,
             np.array(batch, np.int64), np.array(experts, np.int64), np.array(seconds),
             np.array(step_worker, np.int64), np.array(self._imbalance), np.array(self._spread),
+            np.array(self._sample_s),
         )  # fmt: skip
 
     def _at(self, time: float, kind: int, whom: int) -> None:
@@ -333,13 +334,13 @@ class _Simulation:
         self._in_round = longest > 0
         if longest > 0:
             self._at(now + longest, _ROUND, 0)
-            self._sample()
+            self._sample(now)
 
     def _step_ended(self, now: float, w: int) -> None:
         left = self._end_step(now, w)
         if now - self._sampled_at >= _SAMPLE_EVERY:
             self._sampled_at = now
-            self._sample()
+            self._sample(now)
         if left and self._pool:
             self._dispatch(now)
         if not self._workers[w].busy:  # else a request placed just now has begun the next step
@@ -456,7 +457,8 @@ class _Simulation:
             self._on_finished(self._ended)
             self._ended = 0
 
-    def _sample(self) -> None:
+    def _sample(self, now: float) -> None:
+        self._sample_s.append(now)
         kv = [worker.kv for worker in self._workers]
         largest = max(kv)
         self._imbalance.append(largest * len(kv) - sum(kv))
