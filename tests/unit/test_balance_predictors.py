@@ -114,7 +114,7 @@ def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Look
 
 def test_the_oracle_knows_each_request() -> None:
     exact = following(Oracle({"r": 30}))
-    assert [remaining(exact, age) for age in (0, 19, 23, 26, 29)] == [H, H, 7, 4, 1]
+    assert [remaining(exact, age) for age in (0, 19, 22, 23, 26, 29)] == [H, H, H, 7, 4, 1]
     assert ask(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
 
 
@@ -144,6 +144,12 @@ def test_running_out_asks_at_once_and_never_reads_zero() -> None:
     lookahead = following(says)
     assert [remaining(lookahead, age) for age in range(5)] == [2, 1, 2, 1, 2]
     assert says.asked == 3
+
+
+def test_a_request_that_outlasts_the_horizon_stays_until_the_next_prediction() -> None:
+    assert [remaining(following(Oracle({"r": 15})), 4), remaining(following(Says(0.0, 1.0)), 3)] == [H, H]
+    exact = following(Oracle({"r": 15}))
+    assert [remaining(exact, age) for age in range(0, 10)] == [H, H, H, H, H, H, H, H, 7, 6]
 
 
 def test_below_the_gate_a_request_stays_for_the_horizon() -> None:

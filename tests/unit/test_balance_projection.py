@@ -32,7 +32,7 @@ class Running(RuleBasedStateMachine):
     )
     def add(self, name: str, worker: int, prompt: int, last: int, age: int) -> None:
         self.running.add(name, worker, prompt, max_new_tokens=last, key=None, age=age)
-        self.held[name] = {"worker": worker, "prompt": prompt, "age": age, "end": age + H, "asked": -1}
+        self.held[name] = {"worker": worker, "prompt": prompt, "age": age, "end": 10**9, "asked": -1}
         self.held[name]["last"] = last or 10**9
 
     @rule(name=NAMES)
@@ -60,7 +60,8 @@ class Running(RuleBasedStateMachine):
         self.running.set_remaining(rows, np.full(len(rows), remaining))
         for name in due:
             r = self.held[name]
-            left = min(max(1, min(H, round(remaining))), r["last"] - r["age"])
+            stays = round(remaining) >= H
+            left = min(10**9 if stays else max(1, round(remaining)), r["last"] - r["age"])
             r["asked"], r["end"] = r["age"], r["age"] + max(1, left)
 
     @invariant()
