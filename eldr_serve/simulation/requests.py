@@ -24,6 +24,7 @@ class Requests:
         kind: int64[N], which request of an `Experts` each one behaves like; empty without experts.
         blocks: ids of each prompt's prefix blocks, in order; equal leading ids are an equal prefix.
             Empty where prompts share nothing.
+        keys: equal for prompts that a prompt-keyed predictor takes for one; empty: equal blocks are.
     """
 
     arrival_s: NDArray[np.float64]
@@ -31,6 +32,7 @@ class Requests:
     output_tokens: NDArray[np.int64]
     kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     blocks: tuple[tuple[int, ...], ...] = ()
+    keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -42,7 +44,7 @@ class Requests:
                 raise SimulationError(f"request {int(values.argmin())} has {int(values.min())} {name}")
         if n and not (np.isfinite(self.arrival_s).all() and (np.diff(self.arrival_s) >= 0).all()):
             raise SimulationError("arrival times are not in order")
-        for name in ("kind", "blocks"):
+        for name in ("kind", "blocks", "keys"):
             if len(getattr(self, name)) not in (0, n):
                 raise SimulationError(f"{n} requests have {len(getattr(self, name))} entries of {name}")
 

@@ -236,8 +236,8 @@ class _Simulation:
 
     def _handoff(self, j: int) -> Handoff:
         prompt, output = self._prompt[j], self._output[j]
-        blocks = self._requests.blocks[j] if self._requests.blocks else None
-        key = None if blocks is None else str(blocks)
+        requests = self._requests
+        key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
         if self._experts is None:
             return Handoff(str(j), None, prompt, output, prompt_key=key)
         kind = self._kind[j]

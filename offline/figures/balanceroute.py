@@ -30,9 +30,10 @@ from offline.figures.common import Figure, Options, Rows, Steps
 from offline.plots import lines, save
 
 SLOTS = 32
-LOAD = 1.1  # of what the slots take
+LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
 COST = Cost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
 TURNS = 12  # how often every slot is used, at least
+KEYS = 64  # buckets of prompt length, where a trace names no prompts
 SHARE_LEARNT = 0.2  # of the trace, before what is played: the predictors' past
 
 PAPER_TABLE_1 = {
@@ -107,10 +108,10 @@ def table3(options: Options) -> Rows:
         ends = left <= horizon
         for name, made in PREDICTORS.items():
             predictor = made(horizon)
-            for r in past:
-                predictor.learn(_key(r), r.prompt_tokens, r.output_tokens)
+            for key, r in zip(_keys(past, past), past, strict=True):
+                predictor.learn(key, r.prompt_tokens, r.output_tokens)
             p, mu = predictor.predict(
-                ages, [_key(r) for r in test], np.array([r.prompt_tokens for r in test])
+                ages, list(_keys(past, test)), np.array([r.prompt_tokens for r in test])
             )
             rows.append(
                 {
@@ -267,8 +268,8 @@ def _policy(arm: Arm, lengths: NDArray[np.int64], past: Sequence[TraceRequest] =
     if arm.oracle:
         policy.predictor = Oracle({str(j): int(length) for j, length in enumerate(lengths)})
     elif arm.policy == "balance-route-horizon":
-        for r in past:
-            policy.predictor.learn(_key(r), r.prompt_tokens, r.output_tokens)
+        for key, r in zip(_keys(list(past), list(past)), past, strict=True):
+            policy.predictor.learn(key, r.prompt_tokens, r.output_tokens)
     made: Policy = policy
     return made
 
@@ -280,7 +281,7 @@ def _cluster(g: int, options: Options) -> Cluster:
 
 def _work(path: Path, g: int, options: Options, seed: int) -> tuple[Requests, NDArray[np.int64]]:
     """The trace after the predictors' past, again and again, at `LOAD` times what the slots take."""
-    _, played = _split(read_trace(path))
+    past, played = _split(read_trace(path))
     start = seed * len(played) // max(1, len(options.seeds))
     played = played[start:] + played[:start]
     number = options.requests or max(len(played), TURNS * g * SLOTS)
@@ -297,7 +298,8 @@ def _work(path: Path, g: int, options: Options, seed: int) -> tuple[Requests, ND
     rate = LOAD * g * SLOTS / (float(output.mean()) * step_s)
     arrival_s = np.concatenate([[0.0], np.cumsum(np.tile(gaps, turns)[: number - 1])])
     arrival_s *= number / rate / arrival_s[-1]
-    return Requests(arrival_s, prompt, output), output
+    keys = (_keys(past, played) * turns)[:number]
+    return Requests(arrival_s, prompt, output, keys=keys), output
 
 
 def _split(records: list[TraceRequest]) -> tuple[list[TraceRequest], list[TraceRequest]]:
@@ -305,9 +307,15 @@ def _split(records: list[TraceRequest]) -> tuple[list[TraceRequest], list[TraceR
     return records[:cut], records[cut:]
 
 
-def _key(request: TraceRequest) -> str | None:
-    """Traces carry no text; requests of one recorded prefix count as one prompt."""
-    return str(request.hash_ids) if request.hash_ids else None
+def _keys(past: list[TraceRequest], requests: list[TraceRequest]) -> tuple[str, ...]:
+    """What the prompt-keyed predictor goes by: the recorded prefix, or a bucket of the prompt's length.
+
+    Azure's traces name no prompts; the paper allows for quantiles of the length instead (C.2.1).
+    """
+    if any(r.hash_ids for r in past):
+        return tuple(str(r.hash_ids) for r in requests)
+    edges = np.quantile([r.prompt_tokens for r in past], np.linspace(0, 1, KEYS + 1)[1:-1])
+    return tuple(f"length {n}" for n in np.searchsorted(edges, [r.prompt_tokens for r in requests]))
 
 
 def _traces(options: Options) -> tuple[Path, ...]:
