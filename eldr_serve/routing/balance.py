@@ -224,7 +224,7 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
         gamma: float = 0.9,
         horizon: int = 20,
         predictor: str = "survival",
-        refresh: int = 20,
+        refresh: int = 10,
         gate: float = 0.5,
     ) -> None:
         super().__init__(
@@ -271,7 +271,7 @@ class LocalityBalance(_LooksAhead, LocalityBand):
         gamma: float = 0.9,
         horizon: int = 20,
         predictor: str = "survival",
-        refresh: int = 20,
+        refresh: int = 10,
         gate: float = 0.5,
     ) -> None:
         super().__init__(

@@ -111,4 +111,4 @@ def _best_set(tokens: list[int], limit: int, score: FScore, margins: NDArray[np.
     """Positions of the best set; where none gains anything, of the best request, so that none starves."""
     sizes = np.array(tokens, np.float64)
     chosen, value = best_subset(sizes, limit, score, margins)
-    return chosen if value > 0 else best_subset(sizes, 1, score, margins)[0]
+    return chosen if value > 0 or limit == 1 else best_subset(sizes, 1, score, margins)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ class FScore:
     alpha: float
     beta: float
 
+    @cached_property
+    def _gain(self) -> float:
+        """Of one token that fits."""
+        return self.beta * float(self.weights.sum())
+
     @classmethod
     def present(cls, num_workers: int) -> FScore:
         """BR-0: s - G * max(0, s - m), the fall of the imbalance G * max(L) - sum(L)."""
@@ -43,7 +48,7 @@ class FScore:
         """F of tokens[...] at margins[..., H+1]; the leading axes broadcast."""
         tokens = np.asarray(tokens, np.float64)
         overflow = np.maximum(tokens[..., None] - margins, 0.0) @ self.weights
-        score: NDArray[np.float64] = self.beta * self.weights.sum() * tokens - self.alpha * overflow
+        score: NDArray[np.float64] = self._gain * tokens - self.alpha * overflow
         return score
 
     def peak(self, margins: NDArray[np.float64]) -> float:
@@ -52,9 +57,9 @@ class FScore:
         F is concave: it falls from the margin at which the weights overflown outweigh the gain. So of any
         set of sums the best is one of the two next to the peak, on this side and on that.
         """
-        order = np.argsort(margins)
-        cost = self.alpha * np.cumsum(self.weights[order])
-        first = int(np.searchsorted(cost, self.beta * self.weights.sum(), side="right"))
+        order = margins.argsort()
+        cost = self.alpha * self.weights[order].cumsum()
+        first = int(cost.searchsorted(self._gain, side="right"))
         return float(margins[order[first]]) if first < len(order) else float("inf")
 
 
@@ -70,17 +75,20 @@ def best_subset(
     Returns:
         (positions in `tokens`, F).
     """
+    if limit == 1:
+        scores = score(tokens, margins)
+        best = int(scores.argmax())
+        return [best], float(scores[best])
     members = _subsets(len(tokens), min(limit, len(tokens)))
     # All sums are looked at: with the table of subsets at hand this takes a third of the time of bitset
     # subset sums, which also grows with the prompts' length.
     sums = members @ tokens
     peak = score.peak(margins)
     safe = sums <= peak
-    below = int(np.where(safe, sums, -np.inf).argmax())
-    above = int(np.where(safe, np.inf, sums).argmin())
-    scores = score(sums[[below, above]], margins)
-    best = below if scores[0] >= scores[1] else above
-    return np.flatnonzero(members[best]).tolist(), float(scores.max())
+    next_to_peak = [int(np.where(safe, sums, -np.inf).argmax()), int(np.where(safe, np.inf, sums).argmin())]
+    scores = score(sums[next_to_peak], margins)
+    best = int(scores.argmax())
+    return np.flatnonzero(members[next_to_peak[best]]).tolist(), float(scores[best])
 
 
 @lru_cache(maxsize=4 * MAX_WINDOW**2)
