@@ -22,8 +22,8 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from benchmarks.rig.engines import WEIGHTS
-from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, aligned, free_port
+from benchmarks.rig.engines import WEIGHTS, weights_name
+from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from loadgen.workload import WorkloadError, balanced_sample, read_prompts
@@ -64,7 +64,7 @@ class Captured:
 def captured(prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0) -> Captured:
     """Load the capture of these settings, running it first if it is not there."""
     name = hashlib.sha256(
-        json.dumps([str(prompts.resolve()), requests, output_tokens, seed]).encode()
+        json.dumps([str(prompts.resolve()), requests, output_tokens, seed, weights_name()]).encode()
     ).hexdigest()
     trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
     if not tokens.exists():
@@ -116,7 +116,10 @@ def capture(
     for start in track(range(0, len(chosen), 32), description="capturing routes"):
         part = slice(start, start + 32)
         # One token more than wanted: the last one sampled never passes the gates.
-        records += engine.trace_tokens(chosen[part], ids[part], output_tokens + 1, 0.8, True, ignore_eos=True)
+        records += engine.trace_tokens(
+            chosen[part], ids[part], output_tokens + 1, TEMPERATURE, True, ignore_eos=True,
+            seeds=range(start, start + len(ids[part])),
+        )  # fmt: skip
     trace.parent.mkdir(parents=True, exist_ok=True)
     build_trace("eldr-demo", records, _TOP_K, routes=True).save(trace)
     write_whole(tokens, json.dumps(ids))
