@@ -163,11 +163,13 @@ def dispatch(options: Options) -> Rows:
 def panels(options: Options) -> Rows:
     """Imbalance over time at G = 16, first trace."""
     rows: Rows = []
-    requests, lengths = _work(_traces(options)[0], 16, options, 0)
+    path = _traces(options)[0]
+    past, _ = _split(read_trace(path))
+    requests, lengths = _work(path, 16, options, 0)
     chosen = [a for a in arms() if a.label in ("shortest-queue", "balance-route") or "survival" in a.label]
     with Steps(len(chosen)) as steps:
         for arm in chosen:
-            outcome = simulate(requests, _policy(arm, lengths), _cluster(16, options))
+            outcome = simulate(requests, _policy(arm, lengths, past), _cluster(16, options))
             middle = len(outcome.sample_s) // 2
             window = slice(middle, middle + 600)
             for at, value, spread in zip(
@@ -262,13 +264,13 @@ def _rows(path: Path, g: int, made: dict[str, list[dict[str, Any]]]) -> Rows:
     return rows
 
 
-def _policy(arm: Arm, lengths: NDArray[np.int64], past: Sequence[TraceRequest] = ()) -> Policy:
+def _policy(arm: Arm, lengths: NDArray[np.int64], past: list[TraceRequest]) -> Policy:
     """The arm's policy; a predictor that learns has seen the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
         policy.predictor = Oracle({str(j): int(length) for j, length in enumerate(lengths)})
     elif arm.policy == "balance-route-horizon":
-        for key, r in zip(_keys(list(past), list(past)), past, strict=True):
+        for key, r in zip(_keys(past, past), past, strict=True):
             policy.predictor.learn(key, r.prompt_tokens, r.output_tokens)
     made: Policy = policy
     return made
