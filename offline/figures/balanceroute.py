@@ -17,24 +17,21 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as Picture
-from numpy.typing import NDArray
 
 from eldr_serve.routing import Decision, Handoff, Policy, PooledPolicy, WorkerLoad, make_policy
 from eldr_serve.routing.predictors import Oracle
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import simulate
-from loadgen.traces import TraceRequest, read_trace
 from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps
+from offline.figures.traffic import Traffic
 from offline.plots import lines, save
 
 SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
 COST = Cost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
 TURNS = 12  # how often every slot is used, at least
-KEYS = 64  # buckets of prompt length, where a trace names no prompts
-SHARE_LEARNT = 0.2  # of the trace, before what is played: the predictors' past
 
 PAPER_TABLE_1 = {
     "random": (146_564, 90.3, 706),
@@ -95,23 +92,24 @@ def table3(options: Options) -> Rows:
     """How well the predictors tell which requests end within the horizon, and when."""
     from sklearn.metrics import roc_auc_score
 
-    from eldr_serve.routing.predictors import PREDICTORS
+    from eldr_serve.routing.predictors import PREDICTORS, BoostedTrees
 
     horizon = int(make_policy("balance-route-horizon").parameters["horizon"])
     rows: Rows = []
     for path in _traces(options):
-        past, played = _split(read_trace(path))
+        traffic = Traffic(path)
+        played = traffic.played
         rng = np.random.default_rng(options.seeds[0])
         test = [played[i] for i in rng.choice(len(played), min(4000, len(played)), replace=False)]
         ages = np.array([int(rng.integers(r.output_tokens)) for r in test])
         left = np.array([r.output_tokens for r in test]) - ages
         ends = left <= horizon
         for name, made in PREDICTORS.items():
-            predictor = made(horizon)
-            for key, r in zip(_keys(past, past), past, strict=True):
-                predictor.learn(key, r.prompt_tokens, r.output_tokens)
+            # Trees are fitted in a thread of their own while a router runs; here they are waited for.
+            predictor = BoostedTrees(horizon, background=False) if made is BoostedTrees else made(horizon)
+            traffic.teach(predictor)
             p, mu = predictor.predict(
-                ages, list(_keys(past, test)), np.array([r.prompt_tokens for r in test])
+                ages, list(traffic.keys(test)), np.array([r.prompt_tokens for r in test])
             )
             rows.append(
                 {
@@ -141,9 +139,10 @@ def dispatch(options: Options) -> Rows:
     rows: Rows = []
     chosen = [arm for arm in arms() if arm.label in ("balance-route", "balance-route-horizon, survival")]
     sizes = (8, 16, 32, 144)
+    traffic = Traffic(_traces(options)[0])
     with Steps(len(sizes) * len(chosen)) as steps:
         for g in sizes:
-            requests, _ = _work(_traces(options)[0], g, options, 0)
+            requests = _requests(traffic, g, options, 0)
             for arm in chosen:
                 timed = _Timed(make_policy(arm.policy, **arm.parameters))
                 simulate(requests, timed, _cluster(g, options))
@@ -163,13 +162,12 @@ def dispatch(options: Options) -> Rows:
 def panels(options: Options) -> Rows:
     """Imbalance over time at G = 16, first trace."""
     rows: Rows = []
-    path = _traces(options)[0]
-    past, _ = _split(read_trace(path))
-    requests, lengths = _work(path, 16, options, 0)
+    traffic = Traffic(_traces(options)[0])
+    requests = _requests(traffic, 16, options, 0)
     chosen = [a for a in arms() if a.label in ("shortest-queue", "balance-route") or "survival" in a.label]
     with Steps(len(chosen)) as steps:
         for arm in chosen:
-            outcome = simulate(requests, _policy(arm, lengths, past), _cluster(16, options))
+            outcome = simulate(requests, _policy(arm, requests, traffic), _cluster(16, options))
             middle = len(outcome.sample_s) // 2
             window = slice(middle, middle + 600)
             for at, value, spread in zip(
@@ -217,12 +215,13 @@ def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> 
     traces = _traces(options)
     with Steps(len(traces) * len(sizes) * len(chosen) * len(options.seeds)) as steps:
         for path in traces:
+            traffic = Traffic(path)
             for g in sizes:
                 made: dict[str, list[dict[str, Any]]] = {arm.label: [] for arm in chosen}
                 for seed in options.seeds:
-                    requests, lengths = _work(path, g, options, seed)
+                    requests = _requests(traffic, g, options, seed)
                     for arm in chosen:
-                        policy = _policy(arm, lengths, _split(read_trace(path))[0])
+                        policy = _policy(arm, requests, traffic)
                         outcome = simulate(requests, policy, _cluster(g, options), seed=seed)
                         made[arm.label].append(outcome.summary())
                         steps.done(f"{path.name}, G={g}, {arm.label}")
@@ -264,14 +263,13 @@ def _rows(path: Path, g: int, made: dict[str, list[dict[str, Any]]]) -> Rows:
     return rows
 
 
-def _policy(arm: Arm, lengths: NDArray[np.int64], past: list[TraceRequest]) -> Policy:
+def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
     """The arm's policy; a predictor that learns has seen the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
-        policy.predictor = Oracle({str(j): int(length) for j, length in enumerate(lengths)})
+        policy.predictor = Oracle({str(j): int(n) for j, n in enumerate(requests.output_tokens)})
     elif arm.policy == "balance-route-horizon":
-        for key, r in zip(_keys(past, past), past, strict=True):
-            policy.predictor.learn(key, r.prompt_tokens, r.output_tokens)
+        traffic.teach(policy.predictor)
     made: Policy = policy
     return made
 
@@ -281,43 +279,13 @@ def _cluster(g: int, options: Options) -> Cluster:
     return Cluster(decode=decode)
 
 
-def _work(path: Path, g: int, options: Options, seed: int) -> tuple[Requests, NDArray[np.int64]]:
-    """The trace after the predictors' past, again and again, at `LOAD` times what the slots take."""
-    past, played = _split(read_trace(path))
-    start = seed * len(played) // max(1, len(options.seeds))
-    played = played[start:] + played[:start]
-    number = options.requests or max(len(played), TURNS * g * SLOTS)
-    times = np.array([r.due_s for r in played])
-    gaps = np.maximum(np.diff(times, append=times[-1] + np.median(np.diff(times))), 0)
-    turns = -(-number // len(played))
-    prompt, output = (
-        np.tile(np.array([getattr(r, name) for r in played]), turns)[:number]
-        for name in ("prompt_tokens", "output_tokens")
-    )
+def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
+    """More than the slots take."""
     cost = (options.cost or COST).step()
-    kv = float((output * (prompt + output / 2)).sum() / output.sum())  # of a running request, on the mean
-    step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * kv, 0))
-    rate = LOAD * g * SLOTS / (float(output.mean()) * step_s)
-    arrival_s = np.concatenate([[0.0], np.cumsum(np.tile(gaps, turns)[: number - 1])])
-    arrival_s *= number / rate / arrival_s[-1]
-    keys = (_keys(past, played) * turns)[:number]
-    return Requests(arrival_s, prompt, output, keys=keys), output
-
-
-def _split(records: list[TraceRequest]) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    cut = round(SHARE_LEARNT * len(records))
-    return records[:cut], records[cut:]
-
-
-def _keys(past: list[TraceRequest], requests: list[TraceRequest]) -> tuple[str, ...]:
-    """What the prompt-keyed predictor goes by: the recorded prefix, or a bucket of the prompt's length.
-
-    Azure's traces name no prompts; the paper allows for quantiles of the length instead (C.2.1).
-    """
-    if any(r.hash_ids for r in past):
-        return tuple(str(r.hash_ids) for r in requests)
-    edges = np.quantile([r.prompt_tokens for r in past], np.linspace(0, 1, KEYS + 1)[1:-1])
-    return tuple(f"length {n}" for n in np.searchsorted(edges, [r.prompt_tokens for r in requests]))
+    step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
+    rate = LOAD * g * SLOTS / (traffic.mean_output_tokens * step_s)
+    number = options.requests or max(len(traffic.played), TURNS * g * SLOTS)
+    return traffic.requests(number, rate, start=seed / len(options.seeds))
 
 
 def _traces(options: Options) -> tuple[Path, ...]:

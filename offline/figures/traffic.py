@@ -1,0 +1,69 @@
+"""Recorded traffic at a chosen load, and the part of it that predictors have seen before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from eldr_serve.simulation.requests import Requests
+from loadgen.traces import TraceRequest, read_trace
+
+SHARE_LEARNT = 0.2  # of a trace, before what is played: the predictors' past
+KEYS = 64  # buckets of prompt length, where a trace names no prompts
+
+
+class Traffic:
+    """A request trace: what the predictors have learnt from, and what is played.
+
+    Args:
+        path: Azure CSV or Mooncake JSON lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        records = read_trace(path)
+        cut = round(SHARE_LEARNT * len(records))
+        self.past, self.played = records[:cut], records[cut:]
+
+    def requests(self, number: int, rate_per_s: float, start: float = 0.0) -> Requests:
+        """`number` requests, the trace from `start` (0 to 1) on, again and again, at that mean rate."""
+        first = int(start * len(self.played))
+        played = self.played[first:] + self.played[:first]
+        times = np.array([r.due_s for r in played])
+        gaps = np.maximum(np.diff(times, append=times[-1] + np.median(np.diff(times))), 0)
+        turns = -(-number // len(played))
+        arrival_s = np.concatenate([[0.0], np.cumsum(np.tile(gaps, turns)[: number - 1])])
+        arrival_s *= number / rate_per_s / arrival_s[-1]
+        prompt, output = (
+            np.tile(np.array([getattr(r, name) for r in played]), turns)[:number]
+            for name in ("prompt_tokens", "output_tokens")
+        )
+        return Requests(arrival_s, prompt, output, keys=(self.keys(played) * turns)[:number])
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return float(np.mean([r.output_tokens for r in self.played]))
+
+    @property
+    def running_kv_tokens(self) -> float:
+        """KV tokens of a running request, on the mean over time."""
+        prompt, output = (
+            np.array([getattr(r, n) for r in self.played]) for n in ("prompt_tokens", "output_tokens")
+        )
+        return float((output * (prompt + output / 2)).sum() / output.sum())
+
+    def keys(self, requests: list[TraceRequest]) -> tuple[str, ...]:
+        """What the prompt-keyed predictor goes by: the recorded prefix, or a bucket of the prompt's length.
+
+        Azure's traces name no prompts; the paper allows for quantiles of the length instead (C.2.1).
+        """
+        if any(r.hash_ids for r in self.past):
+            return tuple(str(r.hash_ids) for r in requests)
+        edges = np.quantile([r.prompt_tokens for r in self.past], np.linspace(0, 1, KEYS + 1)[1:-1])
+        return tuple(f"length {n}" for n in np.searchsorted(edges, [r.prompt_tokens for r in requests]))
+
+    def teach(self, predictor: object) -> None:
+        """Let a predictor learn the past."""
+        learn = predictor.learn  # type: ignore[attr-defined]
+        for key, r in zip(self.keys(self.past), self.past, strict=True):
+            learn(key, r.prompt_tokens, r.output_tokens)
