@@ -1,0 +1,119 @@
+"""Expert locality and balance of KV together: every policy on mixed traffic, with and without the barrier.
+
+16 decode workers; requests use the experts of observed ones, all domains mixed, and have the lengths and
+arrival times of a recorded trace. With the barrier (data-parallel attention under expert parallelism) a
+step of all workers takes as long as the slowest one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.fitting import fit_table
+from eldr_serve.routing import make_policy
+from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.requests import Experts
+from eldr_serve.simulation.run import simulate
+from offline.cli import BadInput
+from offline.figures.common import Figure, Options, Rows, Steps
+from offline.figures.traffic import Traffic
+from offline.plots import bars
+from offline.scenario import Routes, observed
+
+WORKERS = 16
+SLOTS = 32
+LOAD = 0.85  # of what the slots take
+COST = Cost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
+POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("shortest-queue", {}),
+    ("least-tokens", {}),
+    ("locality-band", {}),
+    ("marginal-cost", {}),
+    ("balance-route", {"slots": SLOTS}),
+    ("balance-route-horizon", {"slots": SLOTS}),
+    ("locality-balance", {}),
+)
+BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbalance_tokens": 1}
+
+
+def policies(options: Options) -> Rows:
+    """Each policy without and with the barrier; `dominated_by` names those that are better in all four."""
+    experts_path, trace_path = _two(options)
+    kind: Any = "trace" if experts_path.suffix == ".safetensors" else "gpt-oss"
+    trace = observed(Routes(kind=kind, path=experts_path))
+    traffic = Traffic(trace_path)
+    experts = Experts.replayed(trace)
+    rows: Rows = []
+    with Steps(2 * len(POLICIES) * len(options.seeds)) as steps:
+        for barrier in (False, True):
+            cluster = Cluster(
+                decode=Decode(workers=WORKERS, max_batch=SLOTS, barrier=barrier, cost=options.cost or COST)
+            )
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in POLICIES}
+            for seed in options.seeds:
+                rng = np.random.default_rng(seed)
+                order = rng.permutation(len(trace.ids))
+                fit, run = np.split(order, [round(0.4 * len(order))])
+                table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
+                requests = _requests(traffic, experts, options, seed)
+                requests = replace(requests, kind=rng.choice(run, len(requests)))
+                for name, parameters in POLICIES:
+                    policy: Any = make_policy(name, **parameters).with_table(table)
+                    policy.follow_cost(cluster.decode.cost.step())
+                    if hasattr(policy, "predictor"):
+                        traffic.teach(policy.predictor)
+                    outcome = simulate(requests, policy, cluster, experts=experts, seed=seed)
+                    found[name].append(outcome.summary())
+                    steps.done(f"{'barrier' if barrier else 'no barrier'}, {name}")
+            rows += _rows(barrier, found)
+    return rows
+
+
+def _rows(barrier: bool, found: dict[str, list[dict[str, Any]]]) -> Rows:
+    keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
+    mean = {name: {k: float(np.mean([s[k] for s in made])) for k in keys} for name, made in found.items()}
+    return [
+        {"workload": "barrier" if barrier else "no barrier", "policy": name}
+        | values
+        | {
+            "dominated_by": ", ".join(
+                other
+                for other, theirs in mean.items()
+                if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
+            )
+            or None
+        }
+        for name, values in mean.items()
+    ]
+
+
+def _requests(traffic: Traffic, experts: Experts, options: Options, seed: int) -> Any:
+    cost = (options.cost or COST).step()
+    rng = np.random.default_rng(0)
+    first = experts.offset[:-1]
+    unions = [np.bitwise_or.reduce(experts.bits[rng.choice(first, SLOTS)]) for _ in range(32)]
+    active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+    step_s = float(cost.seconds(SLOTS, SLOTS * traffic.running_kv_tokens, active))
+    rate = LOAD * WORKERS * SLOTS / (traffic.mean_output_tokens * step_s)
+    number = options.requests or 16 * WORKERS * SLOTS
+    return traffic.requests(number, rate, start=seed / len(options.seeds))
+
+
+def _two(options: Options) -> tuple[Path, Path]:
+    if len(options.traces) != 2:
+        raise BadInput("give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals")
+    return options.traces[0], options.traces[1]
+
+
+FIGURES = {
+    "policies": Figure(
+        "TPOT, throughput and imbalance of every policy, with and without the step barrier",
+        "not in the papers",
+        policies,
+        lambda rows, path: bars(rows, "policy", "tpot_p50_ms", path),
+    )
+}
