@@ -1,5 +1,6 @@
 """Placement policies over a signature and worker loads. Needs numpy and scipy alone: no Ray, no vLLM."""
 
+from eldr_serve.routing.balance import BalanceRoute, BalanceRouteHorizon, LocalityBalance
 from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.marginal import MarginalCost
@@ -12,20 +13,29 @@ from eldr_serve.routing.policies import (
     reads_counts,
     worker_similarity,
 )
+from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
 from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
 
 __all__ = [
+    "BalanceRoute",
+    "BalanceRouteHorizon",
+    "BoostedTrees",
     "CentroidTable",
     "Decision",
     "Handoff",
     "LoadLedger",
+    "LocalityBalance",
     "MarginalCost",
     "NoWorkerError",
+    "Oracle",
     "Policy",
     "PolicyError",
     "PooledPolicy",
+    "Predictor",
+    "PromptKeyed",
     "StepCost",
     "StepSums",
+    "Survival",
     "WorkerLoad",
     "make_policy",
     "policy_names",

@@ -279,10 +279,10 @@ class LocalityBand(Policy):
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if self.table is None:
-            return shortest(workers, loads, "no-table")
+            return self._lightest(workers, handoff, loads, "no-table")
         scored, why_not = self._score(handoff)
         if scored is None:
-            return shortest(workers, loads, why_not)
+            return self._lightest(workers, handoff, loads, why_not)
         similarity = worker_similarity(scored, len(loads)).tolist()
         width = self.table.band if self._band is None else self._band
         floor = max(similarity[w] for w in workers) - width
@@ -291,10 +291,23 @@ class LocalityBand(Policy):
             mean = (sum(loads[w].in_flight for w in workers) + 1) / len(workers)
             allowed = [w for w in band if loads[w].in_flight + 1 <= self._max_load_ratio * mean]
             if not allowed:
-                return shortest(workers, loads, "load-cap")
+                return self._lightest(workers, handoff, loads, "load-cap")
             band = allowed
-        worker = min(band, key=lambda w: (loads[w].in_flight, -similarity[w], w))
-        return Decision(worker, len(band), similarity[worker], self.name)
+        return self._lightest(band, handoff, loads, self.name, similarity)
+
+    def _lightest(
+        self,
+        candidates: Sequence[int],
+        handoff: Handoff,
+        loads: Sequence[WorkerLoad],
+        reason: str,
+        similarity: Sequence[float] | None = None,
+    ) -> Decision:
+        """The candidate with the least load; of equals the most similar one."""
+        if similarity is None:
+            return shortest(candidates, loads, reason)
+        worker = min(candidates, key=lambda w: (loads[w].in_flight, -similarity[w], w))
+        return Decision(worker, len(candidates), similarity[worker], reason)
 
     def _score(self, handoff: Handoff) -> tuple[NDArray[np.float32] | None, str]:
         assert self.table is not None

@@ -1,0 +1,314 @@
+"""BalanceRoute: decode workers whose KV tokens stay alike, now (BR-0) and over some steps (BR-H).
+
+Workers that meet at a barrier in every decode step go at the pace of the one with the most KV tokens.
+Both rules of the paper and the locality band with BR-H's score in place of in-flight counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.dispatch import Slots, dispatch
+from eldr_serve.routing.fscore import MAX_WINDOW, FScore
+from eldr_serve.routing.lookahead import Lookahead
+from eldr_serve.routing.policies import LocalityBand, Policy, PooledPolicy, available, in_range
+from eldr_serve.routing.predictors import PREDICTORS, Predictor
+from eldr_serve.routing.types import Decision, Handoff, PolicyError, WorkerLoad
+
+
+class BalanceRoute(PooledPolicy):
+    """BR-0: fill the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
+
+    Requests wait in a pool until a worker has a free slot. While slots abound, the worker with the
+    most takes the request with the largest F; then workers, by free slots and margin, take the best
+    set of the requests that have waited longest. A free slot is never left while a request waits.
+
+    Parameters:
+        slots: requests that a worker runs at once, 1 or more; the engines' batch limit.
+        window: longest-waiting requests whose subsets are compared, 1 to 12.
+        threshold: free slots of all workers together, up to which sets are compared; None is one a
+            worker.
+        pool: False sends each request at once to the worker with the largest F (section D.6).
+        overcommit: requests beyond its slots that a worker may hold where there is no pool.
+    """
+
+    name = "balance-route"
+
+    def __init__(
+        self,
+        *,
+        slots: int = 64,
+        window: int = 10,
+        threshold: int | None = None,
+        pool: bool = True,
+        overcommit: int = 4,
+    ) -> None:
+        super().__init__()
+        _check_count("slots", slots, 1)
+        _check_count("window", window, 1, MAX_WINDOW)
+        if threshold is not None:
+            _check_count("threshold", threshold, 0)
+        _check_count("overcommit", overcommit, 0)
+        if not isinstance(pool, bool):
+            raise PolicyError(f"pool is {pool!r}, it must be true or false")
+        self._slots = slots
+        self._window = window
+        self._threshold = threshold
+        self._pool = pool
+        self._overcommit = overcommit
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {
+            "slots": self._slots,
+            "window": self._window,
+            "threshold": self._threshold,
+            "pool": self._pool,
+            "overcommit": self._overcommit,
+        }
+
+    @property
+    def pooled(self) -> bool:
+        return self._pool
+
+    def _score(self, num_workers: int) -> FScore:
+        return FScore.present(num_workers)
+
+    def _project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+        """KV tokens of each worker, float64[W, H+1]."""
+        return np.array([[load.kv_tokens] for load in loads], np.float64)
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        open_to_it = workers
+        if not self._pool:
+            most = self._slots + self._overcommit
+            open_to_it = [w for w in workers if loads[w].in_flight < most] or workers
+        worker = _best_worker(open_to_it, handoff, loads, self._score(len(workers)), self._project(loads))
+        return Decision(worker, len(open_to_it), None, self.name)
+
+    def dispatch(
+        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        workers = [w for w, load in enumerate(loads) if load.available]
+        free = np.array([max(0, self._slots - loads[w].in_flight) for w in workers], np.int64)
+        if not waiting or not free.any():
+            return []
+        given = dispatch(
+            [handoff.prompt_tokens for handoff in waiting],
+            Slots(free, self._project(loads)[workers]),
+            self._score(len(workers)),
+            threshold=len(workers) if self._threshold is None else self._threshold,
+            window=self._window,
+        )
+        return [(index, Decision(workers[row], len(workers), None, self.name)) for index, row in given]
+
+
+class _LooksAhead(Policy):
+    """What the policies with a horizon have in common: their score, and the running requests."""
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        gamma: float,
+        horizon: int,
+        predictor: str,
+        refresh: int,
+        gate: float,
+        **others: Any,
+    ) -> None:
+        super().__init__(**others)
+        if not in_range(alpha, 0.0, 1e6):
+            raise PolicyError(f"alpha is {alpha!r}, it must be 0 or more")
+        if not in_range(beta, 1e-6, 1e6):
+            raise PolicyError(f"beta is {beta!r}, it must be above 0")
+        if not in_range(gamma, 1e-6, 1.0):
+            raise PolicyError(f"gamma is {gamma!r}, it must be above 0 and at most 1")
+        _check_count("horizon", horizon, 1, 1000)
+        if not isinstance(predictor, str) or predictor not in PREDICTORS:
+            raise PolicyError(f"predictor is {predictor!r}, it must be one of {', '.join(PREDICTORS)}")
+        _check_count("refresh", refresh, 1)
+        if not in_range(gate, 0.0, 1.0):
+            raise PolicyError(f"gate is {gate!r}, it must be a probability, 0 to 1")
+        self._horizon = {
+            "alpha": alpha,
+            "beta": beta,
+            "gamma": gamma,
+            "horizon": horizon,
+            "predictor": predictor,
+            "refresh": refresh,
+            "gate": gate,
+        }
+        self._discounted = FScore.discounted(horizon, gamma, alpha, beta)
+        self._lookahead = Lookahead(horizon, predictor, refresh, gate)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return super().parameters | self._horizon
+
+    @property
+    def predictor(self) -> Predictor:
+        """Says which requests end soon; may be set to any object of the protocol."""
+        return self._lookahead.predictor
+
+    @predictor.setter
+    def predictor(self, predictor: Predictor) -> None:
+        self._lookahead.predictor = predictor
+
+    @property
+    def predictor_failures(self) -> int:
+        """Predictions that could not be used."""
+        return self._lookahead.predictor_failures
+
+    def placed(self, handoff: Handoff, worker: int) -> None:
+        self._lookahead.placed(handoff, worker)
+
+    def released(self, request_id: str) -> None:
+        self._lookahead.released(request_id)
+
+    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+        self._lookahead.progressed(generated_tokens)
+
+
+class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
+    """BR-H: the same over the next steps, as far as a predictor sees requests end (paper, section 4).
+
+    Parameters beyond those of balance-route:
+        alpha: cost of a token that overflows a margin, in tokens; 0 or more.
+        beta: gain of a token admitted; above 0.
+        gamma: discount of each step ahead, above 0 up to 1.
+        horizon: H, decode steps looked ahead, 1 to 1000.
+        predictor: "survival" (past output lengths), "prompt-keyed" (those of equal prompts) or
+            "boosted-trees" (scikit-learn, fitted anew every 256 ended requests).
+        refresh: tokens that a request generates between predictions.
+        gate: probability of ending within the horizon from which a prediction is taken, 0 to 1.
+
+    The attribute `predictor` takes any object of the Predictor protocol, for instance
+    `Oracle({request id: output tokens})` in a simulation.
+    """
+
+    name = "balance-route-horizon"
+
+    def __init__(
+        self,
+        *,
+        slots: int = 64,
+        window: int = 10,
+        threshold: int | None = None,
+        pool: bool = True,
+        overcommit: int = 4,
+        alpha: float = 48.0,
+        beta: float = 1.0,
+        gamma: float = 0.9,
+        horizon: int = 40,
+        predictor: str = "survival",
+        refresh: int = 20,
+        gate: float = 0.5,
+    ) -> None:
+        super().__init__(
+            slots=slots,
+            window=window,
+            threshold=threshold,
+            pool=pool,
+            overcommit=overcommit,
+            alpha=alpha,
+            beta=beta,
+            gamma=gamma,
+            horizon=horizon,
+            predictor=predictor,
+            refresh=refresh,
+            gate=gate,
+        )
+
+    def _score(self, num_workers: int) -> FScore:
+        return self._discounted
+
+    def _project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+        return self._lookahead.project(loads)
+
+
+class LocalityBalance(_LooksAhead, LocalityBand):
+    """Within the locality band, the worker with the largest horizon F-score; each request at once.
+
+    Without a signature or a table, the largest F of all workers.
+
+    Parameters: `band` and `max_load_ratio` of locality-band (the ratio is of requests in flight), and
+    `alpha`, `beta`, `gamma`, `horizon`, `predictor`, `refresh`, `gate` of balance-route-horizon.
+    """
+
+    name = "locality-balance"
+
+    def __init__(
+        self,
+        *,
+        band: float | None = None,
+        max_load_ratio: float | None = None,
+        alpha: float = 48.0,
+        beta: float = 1.0,
+        gamma: float = 0.9,
+        horizon: int = 40,
+        predictor: str = "survival",
+        refresh: int = 20,
+        gate: float = 0.5,
+    ) -> None:
+        super().__init__(
+            band=band,
+            max_load_ratio=max_load_ratio,
+            alpha=alpha,
+            beta=beta,
+            gamma=gamma,
+            horizon=horizon,
+            predictor=predictor,
+            refresh=refresh,
+            gate=gate,
+        )
+
+    def _lightest(
+        self,
+        candidates: Sequence[int],
+        handoff: Handoff,
+        loads: Sequence[WorkerLoad],
+        reason: str,
+        similarity: Sequence[float] | None = None,
+    ) -> Decision:
+        worker = _best_worker(
+            candidates, handoff, loads, self._discounted, self._lookahead.project(loads), similarity
+        )
+        return Decision(worker, len(candidates), similarity[worker] if similarity else None, reason)
+
+
+def _best_worker(
+    candidates: Sequence[int],
+    handoff: Handoff,
+    loads: Sequence[WorkerLoad],
+    score: FScore,
+    projected: NDArray[np.float64],
+    similarity: Sequence[float] | None = None,
+) -> int:
+    """The candidate with the largest F for the request.
+
+    Wherever the request is safe F is the same; the most similar of those is taken, where that is
+    known, and then the one with the largest least margin.
+
+    Args:
+        projected: KV tokens of all workers, float64[W, H+1].
+    """
+    envelope = projected[available(loads)].max(axis=0)
+    margins = envelope - projected[candidates]
+    value = score(handoff.prompt_tokens, margins)
+    like = np.array([similarity[w] for w in candidates]) if similarity else np.zeros(len(candidates))
+    in_flight = np.array([loads[w].in_flight for w in candidates])
+    return candidates[int(np.lexsort((in_flight, -margins.min(axis=1), -like, -value))[0])]
+
+
+def _check_count(name: str, value: Any, low: int, high: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        limits = f"from {low} to {high}" if high is not None else f"of {low} or more"
+        raise PolicyError(f"{name} is {value!r}, it must be a whole number {limits}")

@@ -1,0 +1,95 @@
+"""The workers' loads over the horizon: what runs, with what the predictor says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.predictors import PREDICTORS, Guarded, Predictor
+from eldr_serve.routing.projection import Ran, RunningRequests
+from eldr_serve.routing.types import Handoff, WorkerLoad
+
+
+class Lookahead:
+    """Follows the running requests and projects each worker's load H steps ahead (paper, section C).
+
+    Args:
+        horizon: H, decode steps.
+        predictor: a name of PREDICTORS.
+        refresh: R, tokens that a request generates between predictions.
+        gate: a prediction is taken where p is at least this; elsewhere the request stays for H.
+    """
+
+    def __init__(self, horizon: int, predictor: str, refresh: int, gate: float) -> None:
+        self._horizon = horizon
+        self._refresh = refresh
+        self._gate = gate
+        self._running = RunningRequests(horizon)
+        self._left: dict[str, Ran] = {}  # released since the last look, perhaps to be placed elsewhere
+        self._guard = Guarded(PREDICTORS[predictor](horizon), horizon)
+
+    @property
+    def predictor(self) -> Predictor:
+        return self._guard.predictor
+
+    @predictor.setter
+    def predictor(self, predictor: Predictor) -> None:
+        self._guard = Guarded(predictor, self._horizon)
+
+    @property
+    def predictor_failures(self) -> int:
+        return self._guard.failures
+
+    def placed(self, handoff: Handoff, worker: int) -> None:
+        request = handoff.request_id
+        ran = self._running.remove(request) or self._left.pop(request, None)
+        self._running.add(
+            request,
+            worker,
+            handoff.prompt_tokens,
+            max_new_tokens=handoff.max_new_tokens,
+            key=handoff.prompt_key,
+            age=ran.generated_tokens if ran is not None else 0,
+        )
+
+    def released(self, request_id: str) -> None:
+        ran = self._running.remove(request_id)
+        if ran is not None:
+            self._left[request_id] = ran
+
+    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+        self._running.progress(generated_tokens)
+        self._predict()
+
+    def project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+        """KV tokens of each worker, float64[W, H+1], that at h = 0 equal `loads`.
+
+        What the loads hold beyond the requests that this was told of is taken to stay and to grow.
+        """
+        self._predict()
+        projected, requests = self._running.project(len(loads))
+        present = np.array([[load.kv_tokens, load.in_flight] for load in loads], np.float64)
+        unknown = np.maximum(present[:, 1] - requests, 0)
+        projected += (present[:, 0] - projected[:, 0])[:, None]
+        projected += unknown[:, None] * np.arange(self._horizon + 1)
+        return np.maximum(projected, 0.0, out=projected)
+
+    def _predict(self) -> None:
+        """Learn from those that have left for good, and ask anew about those that are due."""
+        running, by_request = self._running, self._guard.keyed_by_request
+        for request, ran in self._left.items():
+            if ran.generated_tokens:  # else it never ran
+                key = request if by_request else ran.key
+                self._guard.learn(key, ran.prompt_tokens, ran.generated_tokens)
+        self._left.clear()
+        rows = running.stale(self._refresh)
+        if not len(rows):
+            return
+        names = running.ids if by_request else running.keys
+        keys = [names[row] for row in rows.tolist()]
+        p, mu = self._guard.predict(running.age[rows], keys, running.prompt_tokens[rows])
+        horizon = self._horizon
+        expected = p * np.minimum(mu, horizon) + (1 - p) * horizon
+        running.set_remaining(rows, np.where(p >= self._gate, expected, horizon))
