@@ -38,12 +38,19 @@ from eldr_serve.serving.wire import (
 logger = logging.getLogger(__name__)
 
 _ENGINE_LOST = (RayError, RayServeException)
+_ROOM_CHECK_S = 0.05
 _LEASE_SHARE = 0.8  # of a KV lease within which decode must have been found; the rest is for its pull
 
 
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
     """How often a step is tried, and how long a prompt's KV blocks stand."""
 
+    prefill_wait_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="how long a request waits while every prefill replica's KV cache is full, before it gets "
+        "503, s",
+    )
     prefill_tries: int = Field(default=3, ge=1, description="prefill replicas tried for one request")
     decode_tries: int = Field(default=3, ge=1, description="decode replicas tried before the first token")
     retry_backoff_s: float = Field(
@@ -127,6 +134,7 @@ class RequestPath:
         try:
             for attempt in range(self._options.decode_tries):
                 if split and (prefilled is None or self._lease_ended(prefilled)):
+                    await self._room()
                     answer = await self._prefill(request, method, raw_info, f"{request_id}-p{attempt}")
                     if isinstance(answer, ErrorResponse):
                         yield answer
@@ -168,6 +176,15 @@ class RequestPath:
                 self._release_kv(prefilled.request_id, prefilled.replica)
 
     # -- steps -----------------------------------------------------------------------------------
+
+    async def _room(self) -> None:
+        """Wait until some prefill replica has room for a prompt."""
+        until = time.monotonic() + self._options.prefill_wait_s
+        while not self._engines.prefill_replicas.has_room:
+            if time.monotonic() >= until:
+                self._client.count("refused_prefill_full")
+                raise Overloaded("the KV caches of all prefill replicas are full")
+            await asyncio.sleep(_ROOM_CHECK_S)
 
     async def _prefill(
         self, request: GenerationRequest, method: str, raw_info: Any, base_id: str

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from ray.exceptions import RayActorError
 
+from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, ErrorResponse
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Lease, PlacementRequest
@@ -291,6 +292,22 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     assert '"engine_lost"' in last
     assert world.client.counted[-1] == "streams_lost"
     assert not world.client.held
+
+
+async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_told_to_come_again() -> None:
+    full = {KV_USAGE: 1.0, SAMPLE: 0}
+    world = World(prefill_wait_s=0.2)
+    world.prefills.publish(["p0", "p1"])
+    world.prefills.budget = PrefillBudget(0.9)
+    world.prefills.budget.take({"p0": full, "p1": full})
+    with pytest.raises(Overloaded):
+        await world.run()
+    assert not world.prefill.requests
+    assert world.client.counted == ["refused_prefill_full"]
+    late = asyncio.create_task(world.run())
+    await asyncio.sleep(0.06)
+    world.prefills.budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
+    assert len(await late) == 3
 
 
 async def test_only_a_request_that_has_failed_nowhere_may_wait_for_a_worker() -> None:
