@@ -103,15 +103,21 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
 
 
 async def test_a_client_that_leaves_the_pool_gives_its_prompts_blocks_back(service: Service) -> None:
+    def prefill_kv_usage() -> float:
+        (usage,) = service.status()["ingress"]["prefill_kv_usage"].values()
+        return float(usage)
+
     async with crowd(service, 8) as clients:
         await until(lambda: pool_size(service) == 6)
+        await until(lambda: prefill_kv_usage() > 0)
         for client in clients[2:]:
             client.cancel()
         # Which two of the eight have workers is the policy's business: some of the six may, too.
         await until(lambda: pool_size(service) == 0)
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
-    # Metrics lag by up to 10 s; a prompt that was not released would stand for 30 s.
-    await asyncio.sleep(12)
+    # A prompt that was not released would stand for 30 s.
+    wait_for(lambda: prefill_kv_usage() == 0.0, "the prefill engine is empty", 10)
+    await asyncio.sleep(12)  # metrics lag by up to 10 s
     assert service.kv_usage() == 0.0
 
 
