@@ -32,6 +32,10 @@ class Pool:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
+    def get(self, request_id: str) -> Waiting | None:
+        """The request, if it waits."""
+        return self._waiting.get(request_id)
+
     @property
     def waiting(self) -> list[Waiting]:
         """All of them, first come first."""
@@ -108,7 +112,8 @@ class Outbox:
         poll = self._polls[client] = asyncio.Event()
         try:
             if not self._granted.get(client) and not self._closed:
-                await asyncio.wait_for(poll.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await poll.wait()
         except TimeoutError:
             pass
         finally:

@@ -77,7 +77,7 @@ class RouterClient:
         self._ledger = LoadLedger()
         self._asked: dict[str, _Asked] = {}  # all that wait for an answer, the pooled ones too
         self._unsent: dict[str, _Asked] = {}
-        self._pooled: set[str] = set()  # wait in the actor's pool, as it said last
+        self._pooled: dict[str, asyncio.TimerHandle] = {}  # wait in the actor's pool; ends their wait
         self._pooling = asyncio.Event()  # set while there are such
         self._released: list[str] = []
         self._progress: dict[str, int] = {}
@@ -255,22 +255,22 @@ class RouterClient:
             return await answer
         except (asyncio.CancelledError, Overloaded):
             # It may wait in the pool, or hold a lease by now, or an answer with one is on its way.
-            self._counts.pop(request_id, None)
             self.release(request_id)
             self._withdraw(request_id)
             raise
         finally:
             self._asked.pop(request_id, None)
             self._unsent.pop(request_id, None)
-            self._pooled.discard(request_id)
+            self._leave_pool(request_id)
 
     def _answer(self, asked: _Asked, lease: Lease | None) -> None:
-        self._pooled.discard(asked.request.request_id)
+        self._leave_pool(asked.request.request_id)
         if lease is not None:
             self._keep(lease)
         asked.answer.set_result(lease)
 
     def _withdraw(self, request_id: str) -> None:
+        self._counts.pop(request_id, None)
         self._released.append(request_id)
         self._news.set()
 
@@ -286,9 +286,14 @@ class RouterClient:
 
     def _wait_in_pool(self, asked: _Asked) -> None:
         if asked.request.request_id not in self._pooled:
-            self._pooled.add(asked.request.request_id)
+            loop = asyncio.get_running_loop()
+            self._pooled[asked.request.request_id] = loop.call_at(asked.until_s, self._expire, asked)
             self._pooling.set()
-            asyncio.get_running_loop().call_at(asked.until_s, self._expire, asked)
+
+    def _leave_pool(self, request_id: str) -> None:
+        timer = self._pooled.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
 
     def _expire(self, asked: _Asked) -> None:
         if not asked.answer.done():
@@ -310,7 +315,7 @@ class RouterClient:
                 continue
             try:
                 poll = actor.granted.remote(self._id, _POLL_S)
-                leases: tuple[Lease, ...] = await asyncio.wait_for(poll, _POLL_S + self._timeout_s)
+                leases: tuple[Lease, ...] = await self._wait(poll, more_s=_POLL_S)
             except Exception as error:
                 if self._actor is actor:
                     self._lose_actor(error)
@@ -366,7 +371,7 @@ class RouterClient:
                 self._answer(asked, lease)
         elif lease is not None:
             self._correct(lease)
-        elif pooled and request_id not in self._leases:  # given up; if leased, the poll was faster
+        elif request_id not in self._leases:  # given up; if leased, the poll was faster
             self._withdraw(request_id)
 
     def _lose_actor(self, error: BaseException) -> None:
@@ -436,8 +441,10 @@ class RouterClient:
     def _with_counts(self, lease: Lease) -> Lease:
         return replace(lease, counts=self._counts.get(lease.request_id))
 
-    async def _wait(self, reference: Any) -> Any:
-        return await asyncio.wait_for(reference, self._timeout_s)
+    async def _wait(self, reference: Any, *, more_s: float = 0.0) -> Any:
+        # No wait_for: where it swallows a cancellation (see _ask), `stop` would wait for ever.
+        async with asyncio.timeout(self._timeout_s + more_s):
+            return await reference
 
     def _take_settings(self, settings: Settings) -> None:
         old = self._settings

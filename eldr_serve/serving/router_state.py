@@ -237,8 +237,9 @@ class RouterState:
         for request in message.released:
             self._release(request)
         for lease in message.held:
+            handoff = self._handoff_known(lease)
             self._release(lease.request_id)
-            self._hold(message.client, lease, _handoff_of(lease))
+            self._hold(message.client, lease, handoff)
             self.counters["placed_by_client"] += 1
         asked_again = {r.request_id for r in message.placements if r.request_id in self._pool}
         placed = {r.request_id: self._place(message.client, r) for r in message.placements}
@@ -250,6 +251,10 @@ class RouterState:
         self.counters["pooled"] += len(pooled - asked_again)
         leases = tuple(placed[r.request_id] for r in message.placements)
         return Reply(self.epoch, self._settings.version, leases, pooled)
+
+    def _handoff_known(self, lease: Lease) -> Handoff:
+        known = self._running.get(lease.request_id) or self._pool.get(lease.request_id)
+        return _handoff_of(lease) if known is None else known.handoff
 
     def _progress(self, generated_tokens: dict[str, int]) -> None:
         known = {r: tokens for r, tokens in generated_tokens.items() if r in self._running}
