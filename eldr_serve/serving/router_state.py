@@ -257,7 +257,11 @@ class RouterState:
         return _handoff_of(lease) if known is None else known.handoff
 
     def _progress(self, generated_tokens: dict[str, int]) -> None:
-        known = {r: tokens for r, tokens in generated_tokens.items() if r in self._running}
+        known = {
+            request_id: tokens
+            for request_id, tokens in generated_tokens.items()
+            if request_id in self._running and tokens > self._running[request_id].generated_tokens
+        }
         for request_id, tokens in known.items():
             self._running[request_id].generated_tokens = tokens
             self._ledger.progress(request_id, tokens)
@@ -273,7 +277,7 @@ class RouterState:
             loads = self._loads(())
         if not any(load.available for load in loads):
             return None
-        if self._pools and request.may_wait and not request.exclude:
+        if self._pooling and request.may_wait and not request.exclude:
             self._leave(request.request_id)
             self._pool.add(Waiting(client, request, _handoff(request), self._clock()))
             return None
@@ -281,8 +285,9 @@ class RouterState:
         return self._lease(client, request, handoff, self._policy.choose(handoff, loads, self._rng), loads)
 
     @property
-    def _pools(self) -> bool:
-        return isinstance(self._policy, PooledPolicy) and self._policy.pooled
+    def _pooling(self) -> PooledPolicy | None:
+        """The live policy, if requests wait under it."""
+        return self._policy if isinstance(self._policy, PooledPolicy) and self._policy.pooled else None
 
     def _dispatch(self) -> dict[str, Lease]:
         """Give workers to requests of the pool, as the policy says; the leases by request id."""
@@ -295,9 +300,9 @@ class RouterState:
         }
 
     def _decisions(self, waiting: list[Waiting]) -> Iterator[tuple[Waiting, Decision]]:
-        if isinstance(self._policy, PooledPolicy) and self._policy.pooled:
+        if pooling := self._pooling:
             handoffs = [w.handoff for w in waiting]
-            for index, decision in self._policy.dispatch(handoffs, self._loads(()), self._rng):
+            for index, decision in pooling.dispatch(handoffs, self._loads(()), self._rng):
                 yield waiting[index], decision
         else:  # the policy was changed: nobody waits under this one
             for w in waiting:
