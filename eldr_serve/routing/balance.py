@@ -6,6 +6,7 @@ Both rules of the paper and the locality band with BR-H's score in place of in-f
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ class BalanceRoute(PooledPolicy):
         window: longest-waiting requests whose subsets are compared, 1 to 12.
         threshold: free slots of all workers together, up to which sets are compared; None is one a
             worker.
+        patience: admissions of later arrivals that a request in the pool lets pass; then it goes before
+            all that are not overdue.
         pool: False sends each request at once to the worker with the largest F (section D.6).
         overcommit: requests beyond its slots that a worker may hold where there is no pool.
     """
@@ -44,6 +47,7 @@ class BalanceRoute(PooledPolicy):
         slots: int = 64,
         window: int = 10,
         threshold: int | None = None,
+        patience: int = 256,
         pool: bool = True,
         overcommit: int = 4,
     ) -> None:
@@ -52,14 +56,17 @@ class BalanceRoute(PooledPolicy):
         _check_count("window", window, 1, MAX_WINDOW)
         if threshold is not None:
             _check_count("threshold", threshold, 0)
+        _check_count("patience", patience, 1)
         _check_count("overcommit", overcommit, 0)
         if not isinstance(pool, bool):
             raise PolicyError(f"pool is {pool!r}, it must be true or false")
         self._slots = slots
         self._window = window
         self._threshold = threshold
+        self._patience = patience
         self._pool = pool
         self._overcommit = overcommit
+        self._overtaken: dict[str, int] = {}  # waiting request -> later arrivals admitted before it
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -67,6 +74,7 @@ class BalanceRoute(PooledPolicy):
             "slots": self._slots,
             "window": self._window,
             "threshold": self._threshold,
+            "patience": self._patience,
             "pool": self._pool,
             "overcommit": self._overcommit,
         }
@@ -98,13 +106,20 @@ class BalanceRoute(PooledPolicy):
         free = np.array([max(0, self._slots - loads[w].in_flight) for w in workers], np.int64)
         if not waiting or not free.any():
             return []
+        overtaken = [self._overtaken.get(handoff.request_id, 0) for handoff in waiting]
         given = dispatch(
             [handoff.prompt_tokens for handoff in waiting],
             Slots(free, self._project(loads)[workers]),
             self._score(len(workers)),
             threshold=len(workers) if self._threshold is None else self._threshold,
             window=self._window,
+            overdue=[index for index, times in enumerate(overtaken) if times >= self._patience],
         )
+        admitted = sorted(index for index, _ in given)
+        self._overtaken = {
+            waiting[index].request_id: times + len(admitted) - bisect_right(admitted, index)
+            for index, times in enumerate(overtaken)
+        }
         return [(index, Decision(workers[row], len(workers), None, self.name)) for index, row in given]
 
 
@@ -201,12 +216,13 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
         slots: int = 64,
         window: int = 10,
         threshold: int | None = None,
+        patience: int = 256,
         pool: bool = True,
         overcommit: int = 4,
         alpha: float = 48.0,
         beta: float = 1.0,
         gamma: float = 0.9,
-        horizon: int = 40,
+        horizon: int = 20,
         predictor: str = "survival",
         refresh: int = 20,
         gate: float = 0.5,
@@ -215,6 +231,7 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
             slots=slots,
             window=window,
             threshold=threshold,
+            patience=patience,
             pool=pool,
             overcommit=overcommit,
             alpha=alpha,
@@ -252,7 +269,7 @@ class LocalityBalance(_LooksAhead, LocalityBand):
         alpha: float = 48.0,
         beta: float = 1.0,
         gamma: float = 0.9,
-        horizon: int = 40,
+        horizon: int = 20,
         predictor: str = "survival",
         refresh: int = 20,
         gate: float = 0.5,

@@ -45,7 +45,13 @@ class Slots:
 
 
 def dispatch(
-    tokens: Sequence[int], slots: Slots, score: FScore, *, threshold: int, window: int
+    tokens: Sequence[int],
+    slots: Slots,
+    score: FScore,
+    *,
+    threshold: int,
+    window: int,
+    overdue: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
     """Fill the free slots, or as many as there are requests.
 
@@ -53,27 +59,23 @@ def dispatch(
         tokens: prompt tokens of the waiting requests, in order of arrival.
         threshold: free slots in all up to which sets of requests are compared.
         window: requests, longest waiting first, whose sets are compared.
+        overdue: requests that go before all others.
 
     Returns:
         (request, worker), in the order of placing.
     """
-    given = _fill(tokens, slots, score, threshold)
-    taken = {request for request, _ in given}
-    waiting = [request for request in range(len(tokens)) if request not in taken]
-    while waiting and slots.free.any():
-        worker = slots.next()
-        head = waiting[:window]
-        chosen = _best_set([tokens[r] for r in head], int(slots.free[worker]), score, slots.margins(worker))
-        requests = [head[position] for position in chosen]
-        slots.admit(worker, [tokens[r] for r in requests])
-        given += [(request, worker) for request in requests]
-        waiting = [request for request in waiting if request not in requests]
-    return given
+    given = _place_sets(overdue, tokens, slots, score, window)
+    others = sorted(set(range(len(tokens))).difference(overdue))
+    filled = _fill(others, tokens, slots, score, threshold)
+    rest = sorted(set(others).difference(request for request, _ in filled))
+    return given + filled + _place_sets(rest, tokens, slots, score, window)
 
 
-def _fill(tokens: Sequence[int], slots: Slots, score: FScore, threshold: int) -> list[tuple[int, int]]:
+def _fill(
+    requests: Sequence[int], tokens: Sequence[int], slots: Slots, score: FScore, threshold: int
+) -> list[tuple[int, int]]:
     """Stage 1: while slots abound, the worker with the most takes the request with the largest F."""
-    by_size = sorted(range(len(tokens)), key=tokens.__getitem__)
+    by_size = sorted(requests, key=tokens.__getitem__)
     sizes = [tokens[request] for request in by_size]
     given = []
     while by_size and slots.free.sum() > threshold:
@@ -89,8 +91,24 @@ def _fill(tokens: Sequence[int], slots: Slots, score: FScore, threshold: int) ->
     return given
 
 
+def _place_sets(
+    requests: Sequence[int], tokens: Sequence[int], slots: Slots, score: FScore, window: int
+) -> list[tuple[int, int]]:
+    """Stage 2: worker by worker, the best set of the first requests."""
+    waiting, given = list(requests), []
+    while waiting and slots.free.any():
+        worker = slots.next()
+        head = waiting[:window]
+        chosen = _best_set([tokens[r] for r in head], int(slots.free[worker]), score, slots.margins(worker))
+        slots.admit(worker, [tokens[head[position]] for position in chosen])
+        given += [(head[position], worker) for position in chosen]
+        for position in reversed(chosen):
+            del waiting[position]
+    return given
+
+
 def _best_set(tokens: list[int], limit: int, score: FScore, margins: NDArray[np.float64]) -> list[int]:
-    """Stage 2: the best set; where none gains anything, the best request, so that none starves."""
+    """Positions of the best set; where none gains anything, of the best request, so that none starves."""
     sizes = np.array(tokens, np.float64)
     chosen, value = best_subset(sizes, limit, score, margins)
     return chosen if value > 0 else best_subset(sizes, 1, score, margins)[0]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _START_ROWS = 64
+_NEVER = np.iinfo(np.int32).max  # an age that no request reaches
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class RunningRequests:
     """The requests on all workers, one row each, with how many tokens each still has to go.
 
     The remaining tokens r of a request, in [1, H], are those last set, less one for each token
-    generated since.
+    generated since. A request that was expected to outlast the horizon keeps r = H: H less the tokens
+    since would have it leave just beyond the next H - R steps, which nobody expects.
 
     Args:
         horizon: H, decode steps.
@@ -87,8 +89,8 @@ class RunningRequests:
         row = len(self.ids)
         if row == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-        last = max_new_tokens if max_new_tokens > 0 else np.iinfo(np.int32).max
-        self._columns[:, row] = (worker, prompt_tokens, age, last, -1, age + self.horizon)
+        last = max_new_tokens if max_new_tokens > 0 else _NEVER
+        self._columns[:, row] = (worker, prompt_tokens, age, last, -1, _NEVER)
         self._row[request_id] = row
         self.ids.append(request_id)
         self.keys.append(key)
@@ -121,7 +123,8 @@ class RunningRequests:
     def set_remaining(self, rows: NDArray[np.int64], remaining: NDArray[np.float64]) -> None:
         """Set r of rows[k], clipped to [1, H] and to what the request may still generate."""
         age = self.age[rows]
-        left = np.minimum(np.clip(np.rint(remaining), 1, self.horizon), self._last[rows] - age)
+        left = np.maximum(np.rint(remaining), 1)
+        left = np.minimum(np.where(left >= self.horizon, _NEVER, left), self._last[rows] - age)
         self._asked[rows] = age
         self._end[rows] = age + np.maximum(left, 1).astype(np.int64)
 

@@ -1,0 +1,93 @@
+"""Time of one dispatch of BalanceRoute in process, the projection of the loads included.
+
+    python -m benchmarks.balance_dispatch
+
+Read p50_us: it is what the router adds when a request comes or leaves a worker, however many it then
+places. `one slot` is a worker that has just let go of a request, `scarce` is one free slot a worker
+(stage 2 alone), `abundant` twice as many (both stages). `progress` is one report of tokens from every
+running request, with the predictions that fall due, and happens between dispatches.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+
+import numpy as np
+import typer
+
+from benchmarks.common import publish, time_calls
+from eldr_serve.routing import Handoff, PooledPolicy, WorkerLoad, make_policy
+from offline.cli import run
+
+OUTPUT_TOKENS = 250  # mean, geometric
+
+
+def balance_dispatch(
+    calls: Annotated[int, typer.Option(min=20, help="Dispatches timed a row.")] = 1000,
+    slots: Annotated[int, typer.Option(min=1, help="Requests that a worker runs at once.")] = 64,
+    pool: Annotated[int, typer.Option(min=1, help="Requests that wait.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of lengths.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+) -> None:
+    """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 workers, all but full."""
+    rng = np.random.default_rng(seed)
+    waiting = [
+        Handoff(f"waiting{n}", None, int(tokens), 4096)
+        for n, tokens in enumerate(rng.lognormal(6.5, 1, pool))
+    ]
+    rows = []
+    for workers in (8, 16, 32, 144):
+        for name in ("balance-route", "balance-route-horizon"):
+            policy = make_policy(name, slots=slots)
+            assert isinstance(policy, PooledPolicy)
+            ages = _fill(policy, workers, slots - 1, rng)
+            full = [WorkerLoad(slots - 1, int(t)) for t in rng.integers(50_000, 90_000, workers)]
+            states = {
+                "one slot": [WorkerLoad(slots - (w == 0), load.kv_tokens) for w, load in enumerate(full)],
+                "scarce": full,
+                "abundant": [WorkerLoad(slots - 2, load.kv_tokens) for load in full],
+            }
+
+            def report(step: int, p: PooledPolicy = policy, a: dict[str, int] = ages) -> None:
+                p.progressed({request: age + step for request, age in a.items()})
+
+            timed = {
+                case: time_calls(lambda _, p=policy, s=state: p.dispatch(waiting, s, rng), calls=calls)
+                for case, state in states.items()
+            } | {"progress": time_calls(report, calls=min(calls, 200))}
+            for case, seconds in timed.items():
+                p50, p99 = np.percentile(seconds, [50, 99])
+                rows.append(
+                    {
+                        "policy": name,
+                        "workers": workers,
+                        "case": case,
+                        "p50_us": 1e6 * p50,
+                        "p99_us": 1e6 * p99,
+                    }
+                )
+    publish(
+        "balance_dispatch", rows, inputs={"slots": slots, "pool": pool, "calls": calls}, seed=seed,
+        notes="one thread; progress is of workers x (slots - 1) requests", out=out,
+    )  # fmt: skip
+
+
+def _fill(policy: PooledPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
+    """Let the policy see past and running requests; ages of the running ones."""
+    for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
+        policy.placed(Handoff(f"ended{n}", None, 500, 4096), 0)
+        policy.progressed({f"ended{n}": tokens})
+        policy.released(f"ended{n}")
+    ages = {f"held{n}": int(age) for n, age in enumerate(rng.integers(0, OUTPUT_TOKENS, workers * each))}
+    for n, request in enumerate(ages):
+        policy.placed(Handoff(request, None, int(rng.lognormal(6.5, 1)), 4096), n % workers)
+    policy.progressed(ages)
+    return ages
+
+
+if __name__ == "__main__":
+    run(balance_dispatch)

@@ -1,0 +1,247 @@
+"""BalanceRoute's dispatch, its immediate choice, and the locality band by F."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import counts_for, unit_table
+
+from eldr_serve.routing import (
+    Handoff,
+    NoWorkerError,
+    Oracle,
+    PolicyError,
+    PooledPolicy,
+    WorkerLoad,
+    make_policy,
+)
+
+RNG = np.random.default_rng(0)
+POOLED = ["balance-route", "balance-route-horizon"]
+ALL = [*POOLED, "locality-balance"]
+
+
+def waiting(*tokens: int, max_new_tokens: int = 1000) -> list[Handoff]:
+    return [Handoff(f"w{n}", None, prompt, max_new_tokens) for n, prompt in enumerate(tokens)]
+
+
+def loads(*kv_tokens: int, in_flight: int = 1) -> list[WorkerLoad]:
+    return [WorkerLoad(in_flight, tokens) for tokens in kv_tokens]
+
+
+def dispatched(policy: Any, requests: list[Handoff], state: list[WorkerLoad]) -> dict[int, int]:
+    return {index: decision.worker for index, decision in policy.dispatch(requests, state, RNG)}
+
+
+@pytest.mark.parametrize("name", POOLED)
+@given(
+    st.lists(st.integers(0, 4000), max_size=20),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9000), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.none() | st.integers(0, 12),
+    st.integers(0, 9999),
+)
+def test_every_slot_is_filled_and_none_twice(
+    name: str,
+    tokens: list[int],
+    workers: list[tuple[int, int, bool]],
+    window: int,
+    threshold: int | None,
+    seed: int,
+) -> None:
+    parameters: dict[str, Any] = {"horizon": 5} if name == "balance-route-horizon" else {}
+    policy = make_policy(name, slots=4, window=window, threshold=threshold, patience=3, **parameters)
+    assert isinstance(policy, PooledPolicy)
+    rng = np.random.default_rng(seed)
+    state = [WorkerLoad(n, kv, available) for n, kv, available in workers]
+    pool = waiting(*tokens)
+    for n in range(int(rng.integers(4))):  # of which it was told
+        policy.placed(Handoff(f"held{n}", None, 100, 50), int(rng.integers(len(state))))
+    while True:
+        free = [max(0, 4 - load.in_flight) if load.available else 0 for load in state]
+        given_out = policy.dispatch(pool, state, rng)
+        indices = [index for index, _ in given_out]
+        assert len(set(indices)) == len(indices) == min(len(pool), sum(free))
+        for w in range(len(state)):
+            assert sum(decision.worker == w for _, decision in given_out) <= free[w]
+        assert all(d.reason == name and d.band == sum(s.available for s in state) for _, d in given_out)
+        if not given_out:
+            break
+        pool = [h for n, h in enumerate(pool) if n not in indices]
+        # Everybody on available workers leaves.
+        state = [WorkerLoad(0 if s.available else s.in_flight, s.kv_tokens, s.available) for s in state]
+
+
+def test_while_slots_abound_the_largest_goes_to_the_worker_with_most() -> None:
+    policy: Any = make_policy("balance-route", slots=8, threshold=0)
+    state = [WorkerLoad(5, 1000), WorkerLoad(2, 400), WorkerLoad(4, 700)]
+    first = policy.dispatch(waiting(50, 500, 90), state, RNG)[0]
+    assert (first[0], first[1].worker) == (1, 1)
+
+
+def test_what_fits_the_margin_best_goes_there() -> None:
+    policy: Any = make_policy("balance-route", slots=2, threshold=99)
+    one_slot = [WorkerLoad(2, 1000), WorkerLoad(1, 600)]
+    assert dispatched(policy, waiting(900, 350, 600), one_slot) == {1: 1}
+    assert dispatched(policy, waiting(900, 410, 600), one_slot) == {1: 1}  # overflows the least
+
+
+def test_a_set_may_fill_the_margin_better_than_any_request() -> None:
+    policy: Any = make_policy("balance-route", slots=4, threshold=99)
+    state = [WorkerLoad(4, 1000), WorkerLoad(2, 100)]
+    assert dispatched(policy, waiting(800, 450, 700, 449), state) == {1: 1, 3: 1}
+
+
+def test_only_the_longest_waiting_are_compared_in_sets() -> None:
+    policy: Any = make_policy("balance-route", slots=2, threshold=99, window=2)
+    state = [WorkerLoad(2, 1000), WorkerLoad(1, 600)]
+    assert dispatched(policy, waiting(10, 20, 400), state) == {1: 1}
+
+
+def test_a_request_lets_only_so_many_pass() -> None:
+    policy: Any = make_policy("balance-route", slots=2, threshold=99, patience=3)
+    state = [WorkerLoad(2, 1000), WorkerLoad(1, 900)]
+    pool = [Handoff("large", None, 5000, 10), *waiting(*[100] * 9)]
+    order = []
+    for _ in range(5):
+        ((index, _),) = policy.dispatch(pool, state, RNG)
+        order.append(pool.pop(index).request_id)
+    assert order.index("large") == 3
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_immediate_request_goes_where_it_fits_whatever_the_slots(name: str) -> None:
+    policy = make_policy(name)
+    full = [WorkerLoad(500, 1000), WorkerLoad(500, 900), WorkerLoad(500, 100)]
+    assert policy.choose(Handoff("r", None, 300, 10), full, RNG).worker == 2
+    assert policy.choose(Handoff("r", None, 0, 10), [WorkerLoad(3, 5)], RNG).worker == 0
+    with pytest.raises(NoWorkerError):
+        policy.choose(Handoff("r", None, 5, 10), [WorkerLoad(0, 0, available=False)], RNG)
+
+
+def test_without_a_pool_requests_go_at_once_up_to_a_few_beyond_the_slots() -> None:
+    policy: Any = make_policy("balance-route", pool=False, slots=4, overcommit=1)
+    assert not policy.pooled
+    state = [WorkerLoad(5, 10), WorkerLoad(4, 900), WorkerLoad(4, 1000)]
+    decision = policy.choose(Handoff("r", None, 50, 10), state, RNG)
+    assert (decision.worker, decision.band) == (1, 2)
+    full = [WorkerLoad(5, 10), WorkerLoad(5, 900)]
+    assert policy.choose(Handoff("r", None, 50, 10), full, RNG).worker == 0
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_nobody_to_place_or_nowhere_to_go(name: str) -> None:
+    policy: Any = make_policy(name, slots=2)
+    assert policy.dispatch([], loads(0, 0), RNG) == []
+    assert policy.dispatch(waiting(5), [WorkerLoad(0, 0, available=False)], RNG) == []
+    assert policy.dispatch(waiting(5), [WorkerLoad(2, 9), WorkerLoad(7, 9)], RNG) == []
+    assert policy.dispatch(waiting(5), [], RNG) == []
+    assert dispatched(policy, waiting(0, 0, 0), [WorkerLoad(0, 0)]).keys() <= {0, 1, 2}
+
+
+def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
+    present: Any = make_policy("balance-route", slots=4)
+    ahead: Any = make_policy("balance-route-horizon", slots=4, horizon=20, gamma=1.0)
+    ahead.predictor = Oracle({"a": 1, "b": 500, "c": 500})
+    for policy in (present, ahead):
+        policy.placed(Handoff("a", None, 1000, 900), 0)
+        policy.placed(Handoff("b", None, 900, 900), 1)
+        policy.placed(Handoff("c", None, 1000, 900), 2)
+    newcomer = Handoff("n", None, 500, 900)
+    assert present.choose(newcomer, loads(1000, 900, 1000), RNG).worker == 1
+    assert ahead.choose(newcomer, loads(1000, 900, 1000), RNG).worker == 0
+
+
+def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
+    policy: Any = make_policy("balance-route-horizon", horizon=3)
+    policy.placed(Handoff("a", None, 100, 900), 1)
+    projected = policy._project([WorkerLoad(2, 700), WorkerLoad(2, 150), WorkerLoad(0, 0)])
+    assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
+    policy.placed(Handoff("b", None, 50, 900), 0)
+    gone = policy._project([WorkerLoad(0, 0), WorkerLoad(1, 100)])
+    assert gone[0].tolist() == [0, 1, 2, 3]
+    assert gone[1].tolist() == [100, 101, 102, 103]
+
+
+def test_a_request_that_moves_is_not_one_that_ended() -> None:
+    policy: Any = make_policy("balance-route-horizon", horizon=10)
+    request = Handoff("a", None, 100, 900)
+    policy.placed(request, 0)
+    policy.progressed({"a": 40})
+    policy.released("a")
+    policy.placed(request, 1)
+    running = policy._lookahead._running
+    assert (running.worker.tolist(), running.age.tolist()) == ([1], [40])
+    assert len(policy.predictor._newest) == 0
+    policy.released("a")
+    policy.released("nobody")
+    policy.progressed({})
+    assert list(policy.predictor._newest) == [40]
+
+
+def test_the_band_is_localitys_and_the_choice_within_is_by_score() -> None:
+    policy: Any = make_policy("locality-balance", band=0.25, horizon=5).with_table(unit_table(3))
+    like = np.array([0.75, 0.5, 0.0], np.float32)
+    asked = Handoff("r", None, 100, 10, similarity=like)
+    safe = policy.choose(asked, [WorkerLoad(1, 500), WorkerLoad(1, 0), WorkerLoad(1, 900)], RNG)
+    assert (safe.worker, safe.band, safe.similarity, safe.reason) == (0, 2, 0.75, "locality-balance")
+    overflow = policy.choose(asked, [WorkerLoad(1, 900), WorkerLoad(9, 600), WorkerLoad(1, 900)], RNG)
+    assert (overflow.worker, overflow.similarity) == (1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "table", "reason"),
+    [
+        ({}, True, "no-signature"),
+        ({"signature": counts_for(1)}, False, "no-table"),
+        ({"signature": np.ones((5, 8), np.uint32)}, True, "bad-signature"),
+    ],
+)
+def test_without_a_usable_signature_the_score_decides_among_all(
+    fields: dict[str, Any], table: bool, reason: str
+) -> None:
+    policy = make_policy("locality-balance").with_table(unit_table(3) if table else None)
+    request = Handoff(
+        **({"request_id": "r", "signature": None, "prompt_tokens": 9, "max_new_tokens": 5} | fields)
+    )
+    decision = policy.choose(request, [WorkerLoad(0, 900), WorkerLoad(9, 100), WorkerLoad(1, 500)], RNG)
+    assert (decision.worker, decision.band, decision.reason) == (1, 3, reason)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_make_the_same_policy_again(name: str) -> None:
+    policy = make_policy(name)
+    parameters = json.loads(json.dumps(policy.parameters))
+    assert make_policy(name, **parameters).parameters == parameters
+    known = type(policy).__init__.__kwdefaults__
+    assert parameters == known  # all are told, with their defaults
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "value"),
+    [
+        *[("balance-route", "slots", v) for v in (0, 1.5, True, "8", None)],
+        *[("balance-route", "window", v) for v in (0, 13, 2.0)],
+        *[("balance-route", "threshold", v) for v in (-1, 0.5)],
+        *[("balance-route", "patience", v) for v in (0, None)],
+        ("balance-route", "overcommit", -1),
+        ("balance-route", "pool", 1),
+        *[("balance-route-horizon", "alpha", v) for v in (-1, float("nan"), "x")],
+        *[("balance-route-horizon", "beta", v) for v in (0, None)],
+        *[("balance-route-horizon", "gamma", v) for v in (0, 1.1)],
+        *[("locality-balance", "horizon", v) for v in (0, 1001, 2.5)],
+        *[("locality-balance", "predictor", v) for v in ("oracle", None, [])],
+        *[("locality-balance", "refresh", v) for v in (0, "5")],
+        *[("locality-balance", "gate", v) for v in (-0.1, 1.1)],
+        ("locality-balance", "band", 3),
+    ],
+)
+def test_a_wrong_parameter_is_refused_in_one_sentence(name: str, parameter: str, value: Any) -> None:
+    with pytest.raises(PolicyError, match=rf"^{parameter} is ") as refused:
+        make_policy(name, **{parameter: value})
+    assert "\n" not in str(refused.value)

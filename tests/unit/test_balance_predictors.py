@@ -1,0 +1,218 @@
+"""Predictors against the empirical distribution, and what happens when one talks nonsense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_serve.routing import BoostedTrees, Handoff, Oracle, PromptKeyed, Survival, WorkerLoad, make_policy
+from eldr_serve.routing.lookahead import Lookahead
+from eldr_serve.routing.predictors import PREDICTORS
+
+H = 10
+RNG = np.random.default_rng(0)
+
+
+def ask(predictor: Any, ages: list[int], keys: list[str | None] | None = None) -> tuple[list, list]:
+    n = len(ages)
+    p, mu = predictor.predict(np.array(ages), keys or [None] * n, np.full(n, 100))
+    return p.tolist(), mu.tolist()
+
+
+def empirical(lengths: list[int], age: int) -> tuple[float, float]:
+    beyond = [n for n in lengths if n > age]
+    soon = [n - age for n in beyond if n <= age + H]
+    return (len(soon) / len(beyond) if beyond else 0.0, float(np.mean(soon)) if soon else float(H))
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.lists(st.integers(0, 70), min_size=1, max_size=9))
+def test_survival_is_the_empirical_distribution_of_the_newest(lengths: list[int], ages: list[int]) -> None:
+    survival = Survival(H, capacity=24)
+    for length in lengths:
+        survival.learn(None, 5, length)
+    expected = [empirical(lengths[-24:], age) for age in ages]
+    p, mu = ask(survival, ages)
+    assert p == pytest.approx([e[0] for e in expected])
+    assert mu == pytest.approx([e[1] for e in expected])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(1, 40)), max_size=60),
+    st.lists(st.tuples(st.sampled_from(["a", "b", "z", None]), st.integers(0, 45)), min_size=1, max_size=9),
+)
+def test_equal_prompts_say_more_than_all_together(
+    learnt: list[tuple[str | None, int]], asked: list[tuple[str | None, int]]
+) -> None:
+    keyed, overall = PromptKeyed(H, lengths_each=5), Survival(H)
+    for key, length in learnt:
+        keyed.learn(key, 5, length)
+        overall.learn(key, 5, length)
+    p, mu = ask(keyed, [age for _, age in asked], [key for key, _ in asked])
+    for n, (key, age) in enumerate(asked):
+        own = [length for k, length in learnt if key is not None and k == key][-5:]
+        all_p, all_mu = ask(overall, [age])
+        if max(own, default=0) > age:
+            assert p[n] == pytest.approx(empirical(own, age)[0])
+            if p[n]:
+                assert mu[n] == pytest.approx(empirical(own, age)[1])
+        else:
+            assert (p[n], mu[n]) == (all_p[0], all_mu[0])
+
+
+def test_the_prompt_that_was_seen_longest_ago_is_forgotten() -> None:
+    keyed = PromptKeyed(H, capacity=2)
+    for key, length in (("a", 3), ("b", 50), ("a", 3), ("c", 50)):
+        keyed.learn(key, 5, length)
+    assert ask(keyed, [0, 0], ["a", "c"])[0] == [1.0, 0.0]
+    assert ask(keyed, [0], ["b"])[0] == [0.5]  # as any other
+
+
+def test_boosted_trees_learn_what_the_prompt_says() -> None:
+    trees = BoostedTrees(H, refit_every=300, age_step=2, background=False)
+    for _ in range(300):
+        prompt = int(RNG.integers(1, 200))
+        trees.learn(None, prompt, 6 if prompt < 100 else 60)
+    p, mu = trees.predict(np.array([0, 0, 52]), [None] * 3, np.array([20, 180, 180]))
+    assert p[0] > 0.9
+    assert p[1] < 0.1
+    assert p[2] > 0.9
+    assert mu[0] == pytest.approx(6, abs=1)
+    assert mu[2] == pytest.approx(8, abs=1)
+    alone = BoostedTrees(H, refit_every=4, background=False)
+    for _ in range(8):
+        alone.learn(None, 5, 3)  # all end soon: nothing to tell apart
+    assert ask(alone, [0]) == ([1.0], [3.0])
+
+
+def test_boosted_trees_are_fitted_beside_the_routing() -> None:
+    trees = BoostedTrees(H, refit_every=64)
+    for n in range(64):
+        trees.learn(None, n, 5 if n % 2 else 50)
+    assert trees._fitting is not None
+    assert trees._fitting.result(60) is not None
+    p, mu = ask(trees, [0, 3, 44])
+    assert trees._trees is not None
+    assert np.all((np.array(p) >= 0) & (np.array(p) <= 1))
+    assert np.all((np.array(mu) >= 1) & (np.array(mu) <= H))
+
+
+def remaining(lookahead: Lookahead, age: int) -> int:
+    lookahead.progressed({"r": age})
+    return int(lookahead._running.remaining[0])
+
+
+def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Lookahead:
+    lookahead = Lookahead(H, "survival", 4, gate)
+    lookahead.predictor = predictor
+    lookahead.placed(Handoff("r", None, 50, limit), 0)
+    return lookahead
+
+
+def test_the_oracle_knows_each_request() -> None:
+    exact = following(Oracle({"r": 30}))
+    assert [remaining(exact, age) for age in (0, 19, 22, 23, 26, 29)] == [H, H, H, 7, 4, 1]
+    assert ask(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
+
+
+class Says:
+    """p and mu as told; counts how often it is asked."""
+
+    def __init__(self, p: float, mu: float) -> None:
+        self.p, self.mu, self.asked = p, mu, 0
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        pass
+
+    def predict(self, ages: np.ndarray, keys: Any, prompt_tokens: np.ndarray) -> Any:
+        self.asked += 1
+        return np.full(len(ages), self.p), np.full(len(ages), self.mu)
+
+
+def test_a_prediction_holds_until_the_next_and_falls_by_one_a_token() -> None:
+    says = Says(0.5, 4.0)
+    lookahead = following(says)
+    assert [remaining(lookahead, age) for age in range(5)] == [7, 6, 5, 4, 7]
+    assert says.asked == 2
+
+
+def test_running_out_asks_at_once_and_never_reads_zero() -> None:
+    says = Says(1.0, 2.0)
+    lookahead = following(says)
+    assert [remaining(lookahead, age) for age in range(5)] == [2, 1, 2, 1, 2]
+    assert says.asked == 3
+
+
+def test_a_request_that_outlasts_the_horizon_stays_until_the_next_prediction() -> None:
+    assert [remaining(following(Oracle({"r": 15})), 4), remaining(following(Says(0.0, 1.0)), 3)] == [H, H]
+    exact = following(Oracle({"r": 15}))
+    assert [remaining(exact, age) for age in range(0, 10)] == [H, H, H, H, H, H, H, H, 7, 6]
+
+
+def test_below_the_gate_a_request_stays_for_the_horizon() -> None:
+    assert remaining(following(Says(0.49, 1.0)), 0) == H
+    assert remaining(following(Says(0.49, 1.0), gate=0.4), 0) == round(0.49 + 0.51 * H)
+
+
+def test_the_limit_of_new_tokens_is_known_whatever_the_predictor_says() -> None:
+    assert [remaining(following(Says(0.0, 0.0), limit=12), age) for age in (0, 5, 11, 12)] == [H, 7, 1, 1]
+
+
+class Broken(Says):
+    def __init__(self, answer: Any) -> None:
+        super().__init__(0, 0)
+        self.answer = answer
+
+    def predict(self, ages: np.ndarray, keys: Any, prompt_tokens: np.ndarray) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        raise RuntimeError("never")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RuntimeError("no"),
+        None,
+        7,
+        (np.ones(1), np.array([np.nan])),
+        (np.array([np.nan]), np.ones(1)),
+        (np.array([1.5]), np.ones(1)),
+        (np.array([0.9]), np.array([-3.0])),
+        (np.array([0.9]), np.array([np.inf])),
+        (np.ones(3), np.ones(3)),
+        (np.ones(1), "soon"),
+        ([], []),
+    ],
+    ids=repr,
+)
+def test_nonsense_never_stops_routing(answer: Any) -> None:
+    policy: Any = make_policy("balance-route-horizon", horizon=H)
+    policy.predictor = Broken(answer)
+    for n in range(30):  # survival learns meanwhile that all end after three tokens
+        policy.placed(Handoff(f"old{n}", None, 10, 999), 0)
+        policy.progressed({f"old{n}": 3})
+        policy.released(f"old{n}")
+    newcomer = Handoff("r", None, 10, 999)
+    policy.placed(newcomer, 0)
+    loads = [WorkerLoad(1, 10), WorkerLoad(0, 0)]
+    assert policy.dispatch([Handoff("s", None, 5, 9)], loads, RNG)[0][1].worker == 1
+    assert policy._lookahead._running.remaining.tolist() == [3]
+    assert policy.predictor_failures > 0
+
+
+@pytest.mark.parametrize("name", sorted(PREDICTORS))
+def test_without_experience_every_request_stays_for_the_horizon(name: str) -> None:
+    lookahead = Lookahead(H, name, 4, 0.5)
+    lookahead.placed(Handoff("r", None, 50, 999, prompt_key="k"), 0)
+    assert remaining(lookahead, 0) == H
+    for bad in (-1, 2):
+        p, mu = lookahead.predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))
+        assert p.shape == mu.shape == (1,)
+    assert lookahead.predictor_failures == 0
