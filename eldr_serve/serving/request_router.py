@@ -82,7 +82,8 @@ class DecodeRequestRouter(_CountingRouter):
     """Sends a decode call to its leased replica; to the least loaded one if that is gone.
 
     Used alone (`router_name` given), it leases the replica itself from the signature in the call's
-    `kv_transfer_params`, and releases it when the call ends.
+    `kv_transfer_params`, and releases it when the call ends. Such a call never waits in the router's
+    pool: it would hold up those behind it.
 
     Keyword arguments (request_router_kwargs):
         directory_name: see above.
