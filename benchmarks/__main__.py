@@ -29,6 +29,7 @@ REPLAYS = {  # one engine for up to an hour each
     "pool_size",
     "rates",
     "signature_transforms",
+    "simulator_validation",
 }
 
 if __name__ == "__main__":

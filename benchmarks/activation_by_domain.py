@@ -15,7 +15,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import TASKS, captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -26,8 +25,9 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import save
 from offline.cli import run
+from offline.plots import save
+from offline.results import publish
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 

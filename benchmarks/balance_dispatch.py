@@ -19,9 +19,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
-from benchmarks.common import publish, time_calls
 from eldr_serve.routing import Handoff, PooledPolicy, WorkerLoad, make_policy
 from offline.cli import run
+from offline.results import publish, time_calls
 
 OUTPUT_TOKENS = 250  # mean, geometric
 

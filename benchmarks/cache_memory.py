@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from benchmarks.common import publish
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.engine.signature_cache import MAX_BLOCK_SIZE, SignatureCache
 from offline.cli import BadInput, run
+from offline.results import publish
 
 GOAL_PCT = 0.5
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.common import median_ci, publish
 from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
 from benchmarks.rig.engines import ENGINE_ENV
 from eldr_serve.artifacts import RoutingTable
@@ -36,6 +35,7 @@ from eldr_serve.engine.capture import ExpertCapture
 from eldr_serve.routing import Handoff, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
 from offline.cli import BadInput, run
+from offline.results import median_ci, publish
 
 L, E, K_TOP, WORKERS = 48, 128, 8, 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of

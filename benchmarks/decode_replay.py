@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common import publish
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
@@ -27,10 +26,11 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars, lines
 from benchmarks.rig.replay import Arm, Bench, experts_by_batch, loads_of, rows_of
 from loadgen.figures import BASELINES
 from offline.cli import run
+from offline.plots import bars, lines
+from offline.results import publish
 
 TRUE = "marginal-cost, true decode"
 ARMS = [

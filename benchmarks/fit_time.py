@@ -14,10 +14,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.common import publish
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from offline.cli import run
+from offline.results import publish
 
 L, E, TOP_K = 48, 128, 8
 

@@ -26,7 +26,6 @@ import httpx
 import numpy as np
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, session
 from benchmarks.rig.cluster import local_ray
 from benchmarks.rig.engines import our_arguments
@@ -34,6 +33,7 @@ from benchmarks.rig.prompts import MODEL, bodies
 from benchmarks.streams import wait_ready
 from eldr_serve.serving.stages import WINDOW
 from offline.cli import run
+from offline.results import publish
 
 _KV_PULL = "ray_vllm_nixl_xfer_time_seconds"
 

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import Captured, captured
 from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
 from benchmarks.rig.engines import our_arguments
@@ -38,6 +37,7 @@ from benchmarks.streams import wait_ready
 from eldr_serve.fitting import fit_table
 from loadgen.figures import BASELINES
 from offline.cli import BadInput, run
+from offline.results import publish
 
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
@@ -79,7 +79,7 @@ def served(
     workers = arguments["decode_config"]["deployment_config"]["num_replicas"]
     folder.mkdir(parents=True, exist_ok=True)
     table = (folder / f"table_{workers}.safetensors").resolve()
-    fit_table(data.subset(data.group("all")), workers, seed=seed)[0].save(table)
+    fit_table(data.trace.subset(data.group("all")), workers, seed=seed)[0].save(table)
     arguments |= {"router": {"policy": "shortest-queue", "table": str(table)}, "admin_key": "live"}
     with local_ray(http_port=port, metrics_port=port + 1):
         from ray import serve

@@ -15,7 +15,6 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import Captured, captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -28,16 +27,19 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Handoff, MarginalCost, Policy, StepCost, make_policy
+from eldr_serve.routing import Handoff, MarginalCost, Policy, make_policy
 from eldr_serve.routing.marginal import UNIT, levels_of
-from eldr_serve.simulation.decode import Job, expert_bits, simulate
+from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.requests import Experts, Requests
+from eldr_serve.simulation.run import simulate
 from offline.cli import run
+from offline.plots import bars
+from offline.results import publish
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
-COST = StepCost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
+COST = Cost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
 TRUE = "marginal-cost, true decode"
 
 
@@ -128,7 +130,9 @@ def marginal_variants(
             )
     path = publish(
         "marginal_variants", rows, seed=seed, out=out,
-        inputs={"per_worker": per_worker, "seeds": seeds, "step_cost": COST.as_dict(), "captured": requests},
+        inputs={
+            "per_worker": per_worker, "seeds": seeds, "step_cost": COST.model_dump(), "captured": requests,
+        },
         notes="simulated TPOT against shortest-queue; mean and standard error over seeds",
     )  # fmt: skip
     bars(rows, "variant", "p50_change_pct", path.with_suffix(".png"))
@@ -138,25 +142,22 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     """TPOT (p50, p99), s, of every variant."""
     rng = np.random.default_rng([seed, load.workers])
     fit, rest = data.split(load.group, 0.4, seed)
-    table, _ = fit_table(data.subset(fit), load.workers, seed=seed)
+    table, _ = fit_table(data.trace.subset(fit), load.workers, seed=seed)
     chosen = rng.choice(
         rest, load.workers * load.per_worker, replace=load.workers * load.per_worker > len(rest)
     )
-    trace = data.trace
-    bits = {int(i): expert_bits(data.routes(int(i)), trace.prefill_counts.shape[2]) for i in chosen}
-    stay_s = 64 * float(COST.seconds(load.batch, 200 * load.batch, 6 * 28))
+    stay_s = 64 * float(COST.step().seconds(load.batch, 200 * load.batch, 6 * 28))
     arrival_s = np.cumsum(rng.exponential(stay_s / load.batch / load.workers, len(chosen)))
     found = {}
     for name, policy in _variants().items():
-        policy.with_table(table).follow_cost(COST)
-        counts, tokens = trace.prefill_counts, trace.prompt_tokens
-        if name == TRUE:
-            counts, tokens = trace.decode_counts, trace.decode_steps
-        jobs = [
-            Job(Handoff(f"r{n}", counts[i], int(tokens[i]), 64, trace.domains[i]), float(t), bits[int(i)])
-            for n, (i, t) in enumerate(zip(chosen, arrival_s, strict=True))
-        ]
-        p50, p99 = np.percentile(simulate(jobs, policy, load.workers, COST, seed=seed).tpot_s, [50, 99])
+        policy.with_table(table).follow_cost(COST.step())
+        experts = Experts.replayed(data.trace, true_decode=name == TRUE)
+        requests = Requests(
+            arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
+        )
+        cluster = Cluster(decode=Decode(workers=load.workers, cost=COST))
+        outcome = simulate(requests, policy, cluster, experts=experts, seed=seed)
+        p50, p99 = np.percentile(outcome.tpot_s, [50, 99])
         found[name] = (float(p50), float(p99))
     return found
 

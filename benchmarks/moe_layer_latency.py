@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.options import OutOption, SeedOption
-from benchmarks.rig.plots import lines
 from offline.cli import BadInput, run
+from offline.plots import lines
+from offline.results import publish
 
 SHAPES = {  # hidden size, intermediate size, experts, top-k
     "demo-wide": (160, 1024, 64, 4),

@@ -33,7 +33,6 @@ import aiohttp
 import numpy as np
 import typer
 
-from benchmarks.common import median_ci, publish
 from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
 from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
 from benchmarks.rig.engines import (
@@ -45,6 +44,7 @@ from benchmarks.rig.engines import (
 )
 from benchmarks.rig.prompts import bodies
 from offline.cli import BadInput, run
+from offline.results import median_ci, publish
 
 RAY_SYSTEMS = ("eldr", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")

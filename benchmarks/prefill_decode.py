@@ -12,7 +12,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import pearsonr, spearmanr
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -23,9 +22,10 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import save
 from eldr_serve.signature import fit_signature, signature_quality
 from offline.cli import run
+from offline.plots import save
+from offline.results import publish
 
 
 def prefill_decode(
@@ -40,7 +40,7 @@ def prefill_decode(
     figure = Figure(figsize=(8, 4), layout="constrained")
     rows = []
     for axes, workload in zip(figure.subplots(1, 2), ("task", "language"), strict=True):
-        trace = data.subset(data.group(workload))
+        trace = data.trace.subset(data.group(workload))
         domains = np.array(trace.domains)
         points = []
         for counts in (trace.prefill_counts, trace.decode_counts):
@@ -48,8 +48,8 @@ def prefill_decode(
             by_domain = np.stack([share[domains == d].mean(axis=0) for d in sorted(set(domains))])
             points.append(by_domain.mean(axis=0).reshape(-1))
         fit, held_out = data.split(workload, 0.5, seed)
-        spec = fit_signature(data.subset(fit), seed=seed)
-        test = data.subset(held_out)
+        spec = fit_signature(data.trace.subset(fit), seed=seed)
+        test = data.trace.subset(held_out)
         rows.append(
             {
                 "workload": workload,

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import publish
 from benchmarks.live import served
 from benchmarks.rig.capture import captured
 from benchmarks.rig.cluster import unwind_on_sigterm
@@ -33,6 +32,7 @@ from benchmarks.rig.replay import widened
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
 from offline.cli import run
+from offline.results import publish
 
 POLICIES = "round-robin,locality-band,marginal-cost"
 

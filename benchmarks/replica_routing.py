@@ -9,8 +9,6 @@ the vectorised form, all layers of a batch at once, per layer.
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +17,6 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -30,11 +27,11 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars
 from eldr_serve.experts import eplb_placement, hosts_of, route_even, route_metro, route_optimal
-from offline.cli import BadInput, run
-
-_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
+from offline.cli import run
+from offline.gptoss import read_records
+from offline.plots import bars
+from offline.results import publish
 
 
 def replica_routing(
@@ -52,7 +49,7 @@ def replica_routing(
     data = captured(prompts, work, requests=requests, seed=seed)
     sources = {"demo model": [data.routes(i) for i in range(len(data.trace.ids))]}
     if traces is not None:
-        sources["gpt-oss-20b"] = _gptoss(traces)
+        sources["gpt-oss-20b"] = [routes for _, routes in read_records(traces) if len(routes) >= 48]
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     for model, routes in sources.items():
@@ -122,27 +119,6 @@ def _counts(routes: NDArray[Any], experts: int) -> NDArray[np.int64]:
     layers = routes.shape[1]
     cells = np.arange(layers)[None, :, None] * experts + routes.astype(np.int64)
     return np.bincount(cells.reshape(-1), minlength=layers * experts).reshape(layers, experts)
-
-
-def _gptoss(path: Path) -> list[NDArray[Any]]:
-    """[T, 24, 4] of each record with at least 48 steps."""
-    values = {letter: number for number, letter in enumerate(_ALPHABET)}
-    found = []
-    try:
-        with gzip.open(path, "rt") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    text = json.loads(line)["routes"]
-                    routes = np.array([values[c] for c in text], np.uint8).reshape(-1, 24, 4)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise BadInput(f"{path}, line {number}: not a record of routes ({error!r})") from error
-                if len(routes) >= 48:
-                    found.append(routes)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error}") from error
-    if not found:
-        raise BadInput(f"{path} holds no record of 48 steps or more")
-    return found
 
 
 if __name__ == "__main__":

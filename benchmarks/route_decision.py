@@ -17,11 +17,11 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
-from benchmarks.common import publish, time_calls
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import Handoff, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec
 from offline.cli import run
+from offline.results import publish, time_calls
 
 L, E, K_TOP = 48, 128, 8
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -24,9 +23,10 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import lines
-from eldr_serve.simulation.decode import expert_bits
+from eldr_serve.simulation.requests import expert_bits
 from offline.cli import run
+from offline.plots import lines
+from offline.results import publish
 
 SIZES = (4, 8, 16, 32, 64, 128)
 

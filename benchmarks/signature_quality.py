@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -22,9 +21,10 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars, lines
 from eldr_serve.fitting import compare_transforms
 from offline.cli import run
+from offline.plots import bars, lines
+from offline.results import publish
 
 
 def signature_quality(
@@ -39,7 +39,9 @@ def signature_quality(
     rows: list[dict[str, Any]] = []
     curve: list[dict[str, Any]] = []
     for workload in ("task", "language"):
-        for transform, found in compare_transforms(data.subset(data.group(workload)), seed=seed).items():
+        for transform, found in compare_transforms(
+            data.trace.subset(data.group(workload)), seed=seed
+        ).items():
             rows.append(
                 {
                     "workload": workload,

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.capture import captured
 from benchmarks.rig.options import (
     PROMPTS,
@@ -24,10 +23,10 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.plots import save
 from eldr_serve.fitting import fit_table
 from offline.cli import run
-from offline.plots import signature_space_figure
+from offline.plots import save, signature_space_figure
+from offline.results import publish
 
 
 def signature_space(
@@ -43,7 +42,7 @@ def signature_space(
     rows: list[dict[str, Any]] = []
     figures = {}
     for workload in ("task", "language"):
-        trace = data.subset(data.group(workload))
+        trace = data.trace.subset(data.group(workload))
         table, report = fit_table(trace, clusters, seed=seed)
         by_domain = np.array(list(report["clusters_by_domain"].values()))
         rows += [

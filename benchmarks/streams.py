@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.common import publish
 from benchmarks.rig.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.rig.cluster import local_ray
 from offline.cli import BadInput, run
+from offline.results import publish
 
 MODES = {
     "default": {},

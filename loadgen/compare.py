@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.common import environment, write_result
 from eldr_serve.files import write_whole
 from loadgen.block import Block, Shape, drive, parse_policy
 from loadgen.figures import method, rows_of
@@ -38,6 +37,7 @@ from loadgen.service import Service
 from loadgen.stats import Slo
 from loadgen.workload import read_prompts
 from offline.cli import BadInput, run
+from offline.results import environment, write_result
 
 _WIDTH = 120  # of the table, also where the output is not a terminal
 

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,16 +64,21 @@ class EngineActor:
         temperature: float,
         routes: bool,
         ignore_eos: bool = False,
+        seeds: Sequence[int | None] | None = None,
     ) -> list[dict[str, Any]]:
-        """One record a prompt, given as token ids."""
+        """One record a prompt, given as token ids; with a seed its text can be sampled again."""
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            ignore_eos=ignore_eos,
-            extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": routes}},
-        )
+        params = [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                ignore_eos=ignore_eos,
+                seed=seed,
+                extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": routes}},
+            )
+            for seed in seeds or [None] * len(tokens)
+        ]
         outputs = self._llm.generate([{"prompt_token_ids": t} for t in tokens], params, use_tqdm=False)
         return [
             {

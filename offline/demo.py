@@ -23,7 +23,6 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import environment, write_result
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.files import write_whole
 from loadgen.block import Block, Shape, drive
@@ -34,6 +33,7 @@ from loadgen.service import Service
 from loadgen.stats import Slo
 from offline.cli import BadInput, run
 from offline.plots import signature_space_figure
+from offline.results import environment, write_result
 
 KEY = "demo"
 console = Console()

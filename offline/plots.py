@@ -1,29 +1,102 @@
-"""Pictures for reports."""
+"""Plots: bars and curves of rows, one panel a workload, and the signature space."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.files import write_whole
+
+Rows = Sequence[dict[str, Any]]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure whole, in the format that the name says (PNG, SVG, PDF)."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.lstrip(".") or "png", dpi=90)
+    write_whole(path, content.getvalue())
+
+
+def panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each workload (and number of workers, where there are several)."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        name = ", ".join(
+            str(row[key]) if key == "workload" else f"{row[key]} {key}"
+            for key in ("workload", "workers")
+            if key in row
+        )
+        found.setdefault(name, []).append(row)
+    return found
+
+
+def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
+    """Horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
+    groups = panels(rows)
+    columns = min(3, len(groups))
+    lines_ = -(-len(groups) // columns)
+    height = 1 + 0.3 * max(map(len, groups.values()))
+    figure = Figure(figsize=(5 * columns, height * lines_), layout="constrained")
+    for axes, (name, members) in zip(
+        figure.subplots(lines_, columns, squeeze=False).flat, groups.items(), strict=False
+    ):
+        names = [str(row[label]) for row in members]
+        values = [row[value] for row in members]
+        error = None
+        if interval is not None:
+            low, high = interval
+            error = [
+                [max(0.0, v - row[low]) for v, row in zip(values, members, strict=True)],
+                [max(0.0, row[high] - v) for v, row in zip(values, members, strict=True)],
+            ]
+        axes.barh(names, values, xerr=error, color="C0", alpha=0.8)
+        axes.invert_yaxis()
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set(title=name, xlabel=value.replace("_", " "))
+    save(figure, path)
+
+
+def lines(
+    rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
+) -> None:
+    """Curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
+    groups = panels(rows)
+    columns = min(3, len(groups))
+    lines_ = -(-len(groups) // columns)
+    figure = Figure(figsize=(5 * columns, 3.4 * lines_), layout="constrained")
+    for axes, (name, members) in zip(
+        figure.subplots(lines_, columns, squeeze=False).flat, groups.items(), strict=False
+    ):
+        for value in values:
+            for kind in dict.fromkeys(row[by] for row in members) if by else [None]:
+                points = [
+                    (row[x], row[value])
+                    for row in members
+                    if row[value] is not None and (by is None or row[by] == kind)
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=str(kind or value))
+        axes.set(title=name, xlabel=xlabel or x.replace("_", " "))
+        if len(values) == 1:
+            axes.set_ylabel(values[0].replace("_", " "))
+        axes.legend(fontsize=7)
+    save(figure, path)
 
 
 def signature_space(trace: CalibrationTrace, table: RoutingTable, path: Path) -> None:
     """Signatures on their first two principal components by domain, with the centroids (Fig. 9)."""
     figure = signature_space_figure(trace, table)
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix.lstrip(".") or "png", dpi=120)
-    write_whole(path, content.getvalue())
+    save(figure, path)
 
 
-def signature_space_figure(trace: CalibrationTrace, table: RoutingTable) -> Any:
+def signature_space_figure(trace: CalibrationTrace, table: RoutingTable) -> Figure:
     """The same as a matplotlib figure."""
-    from matplotlib.figure import Figure
-
     points = table.spec.encode(trace.prefill_counts)
     mean = points.mean(axis=0)
     axes_ = np.linalg.svd(points - mean, full_matrices=False)[2][:2]

@@ -22,8 +22,8 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from benchmarks.rig.engines import WEIGHTS
-from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, aligned, free_port
+from benchmarks.rig.engines import WEIGHTS, weights_name
+from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from loadgen.workload import WorkloadError, balanced_sample, read_prompts
@@ -53,14 +53,6 @@ class Captured:
         cut = round(fit * len(found))
         return found[:cut], found[cut:]
 
-    def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
-        """The trace of some of the requests, without routes."""
-        t = self.trace
-        return CalibrationTrace(
-            t.model, t.top_k, t.prefill_counts[index], t.decode_counts[index], t.decode_steps[index],
-            t.prompt_tokens[index], [t.domains[i] for i in index], [t.ids[i] for i in index],
-        )  # fmt: skip
-
     def routes(self, request: int) -> NDArray[np.unsignedinteger]:
         """[T, L, k] experts of one request's decode steps."""
         assert self.trace.routes is not None
@@ -72,7 +64,7 @@ class Captured:
 def captured(prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0) -> Captured:
     """Load the capture of these settings, running it first if it is not there."""
     name = hashlib.sha256(
-        json.dumps([str(prompts.resolve()), requests, output_tokens, seed]).encode()
+        json.dumps([str(prompts.resolve()), requests, output_tokens, seed, weights_name()]).encode()
     ).hexdigest()
     trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
     if not tokens.exists():
@@ -124,7 +116,10 @@ def capture(
     for start in track(range(0, len(chosen), 32), description="capturing routes"):
         part = slice(start, start + 32)
         # One token more than wanted: the last one sampled never passes the gates.
-        records += engine.trace_tokens(chosen[part], ids[part], output_tokens + 1, 0.8, True, ignore_eos=True)
+        records += engine.trace_tokens(
+            chosen[part], ids[part], output_tokens + 1, TEMPERATURE, True, ignore_eos=True,
+            seeds=range(start, start + len(ids[part])),
+        )  # fmt: skip
     trace.parent.mkdir(parents=True, exist_ok=True)
     build_trace("eldr-demo", records, _TOP_K, routes=True).save(trace)
     write_whole(tokens, json.dumps(ids))

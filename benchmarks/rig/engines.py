@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import signal
@@ -30,6 +31,11 @@ ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 WEIGHTS = ROOT / "demo_model" / "weights"
+
+
+def weights_name() -> str:
+    """Names the demo model's weights, for what is made from them."""
+    return hashlib.sha256((WEIGHTS / "SHA256SUMS").read_bytes()).hexdigest()[:8]
 
 
 def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = None) -> dict[str, Any]:

@@ -10,6 +10,8 @@ to leave the CPU's caches (widened demo model, same function).
 
 from __future__ import annotations
 
+import heapq
+import json
 import os
 import subprocess
 import sys
@@ -24,13 +26,16 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.rig.capture import GROUPS, Captured, captured
-from benchmarks.rig.engines import WEIGHTS
+from benchmarks.rig.engines import WEIGHTS, weights_name
 from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import kmeans
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Handoff, StepCost, StepSums, make_policy
-from eldr_serve.simulation.decode import Job, Outcome, expert_bits, simulate
+from eldr_serve.routing import Handoff, LoadLedger, MarginalCost, StepCost, StepSums, make_policy
+from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.outcome import Outcome
+from eldr_serve.simulation.requests import Experts, Requests
+from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
 
 _DRAWS = 2000  # of the bootstrap
@@ -112,6 +117,44 @@ class Bench:
                     progress.advance(bar)
         return cases
 
+    def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
+        """By arm and job: what the choice added beyond the best one in hindsight, s a step.
+
+        Whose requests were where is that of the arm's simulated run; the judge knows the true decode
+        activations of all of them.
+        """
+        trace = self.data.trace
+        found = {}
+        for label, outcome in case.outcomes.items():
+            judge = MarginalCost(cost=self.cost.as_dict())
+            ledger = LoadLedger()
+            ends: list[tuple[float, int]] = []
+            regret = np.zeros(len(case.requests))
+            for j in np.argsort(case.arrival_s):
+                while ends and ends[0][0] <= case.arrival_s[j]:
+                    gone = str(heapq.heappop(ends)[1])
+                    judge.released(gone)
+                    ledger.release(gone)
+                i = int(case.requests[j])
+                handoff = Handoff(
+                    str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
+                )
+                added = judge.added_cost(handoff, [ledger.load(w) for w in range(case.load.workers)])
+                worker = int(outcome.worker[j])
+                regret[j] = added[worker] - added.min()
+                judge.placed(handoff, worker)
+                ledger.add(str(j), worker, handoff.prompt_tokens)
+                heapq.heappush(ends, (float(outcome.last_s[j]), int(j)))
+            found[label] = regret
+        return found
+
+    def step_lines(self) -> str:
+        """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
+        s = self._fitted_on
+        records = zip(s.requests, s.kv_tokens, s.experts, s.wall_s, strict=True)
+        names = ("requests", "kv_tokens", "experts", "seconds")
+        return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
+
     def _fit_cost(self) -> tuple[StepCost, float]:
         """Over batches of 1 to 40, of one domain or many."""
         seen, domains = Steps(), np.array(self.data.trace.domains)
@@ -122,7 +165,7 @@ class Bench:
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
                 gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
                 arrivals = [
-                    Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens)
+                    Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
                 ]
                 self._engine.warm([arrival.tokens for arrival in arrivals])
@@ -131,6 +174,7 @@ class Bench:
         cost = sums.fit()
         if cost is None:
             raise BadInput("the engine's steps do not depend on active experts; widen the model")
+        self._fitted_on = seen
         return cost, sums.error(cost)
 
     def _plan(self, load: Load, arms: Sequence[Arm]) -> Case:
@@ -138,12 +182,10 @@ class Bench:
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
-        num_experts = self.data.trace.prefill_counts.shape[2]
-        bits = {
-            int(i): expert_bits(self.data.routes(int(i))[: self._output_tokens], num_experts) for i in chosen
-        }
+        observed = Experts.replayed(self.data.trace, max_steps=self._output_tokens)
         unions = [
-            np.bitwise_or.reduce([bits[int(i)][0] for i in rng.choice(chosen, load.batch)]) for _ in range(64)
+            np.bitwise_or.reduce(observed.bits[observed.offset[rng.choice(chosen, load.batch)]])
+            for _ in range(64)
         ]
         experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
         # Little's law: arrivals a second and worker = batch / time in the worker.
@@ -155,7 +197,7 @@ class Bench:
             for key in {(arm.balanced, arm.transform) for arm in arms}
         }
         outcomes = {
-            arm.label: self._place(load, chosen, arrival_s, bits, arm, tables[arm.balanced, arm.transform])
+            arm.label: self._place(load, chosen, arrival_s, arm, tables[arm.balanced, arm.transform])
             for arm in arms
         }
         labels = [arm.label for arm in arms]
@@ -166,7 +208,7 @@ class Bench:
         )  # fmt: skip
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
-        trace = self.data.subset(fit)
+        trace = self.data.trace.subset(fit)
         table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
         if balanced:
             return table
@@ -178,21 +220,19 @@ class Bench:
         load: Load,
         chosen: NDArray[np.int64],
         arrival_s: NDArray[np.float64],
-        bits: dict[int, NDArray[np.uint64]],
         arm: Arm,
         table: RoutingTable,
     ) -> Outcome:
-        trace = self.data.trace
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
         policy.follow_cost(self.cost)
-        jobs = []
-        for number, i in enumerate(chosen):
-            counts, tokens = trace.prefill_counts[i], int(trace.prompt_tokens[i])
-            if arm.true_decode:
-                counts, tokens = trace.decode_counts[i], int(trace.decode_steps[i])
-            handoff = Handoff(f"r{number}", counts, tokens, self._output_tokens, trace.domains[i])
-            jobs.append(Job(handoff, float(arrival_s[number]), bits[int(i)]))
-        return simulate(jobs, policy, load.workers, self.cost, seed=self._seed)
+        experts = Experts.replayed(
+            self.data.trace, max_steps=self._output_tokens, true_decode=arm.true_decode
+        )
+        requests = Requests(
+            arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
+        )
+        cluster = Cluster(decode=Decode(workers=load.workers, cost=Cost(**self.cost.as_dict())))
+        return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
 
     def _replay(self, case: Case, worker: int, label: str) -> None:
         jobs = np.flatnonzero(case.outcomes[label].worker == worker)
@@ -202,6 +242,7 @@ class Bench:
                 float(case.arrival_s[j]),
                 self.data.tokens[case.requests[j]],
                 self._output_tokens,
+                int(case.requests[j]),
             )
             for j in jobs
         ]
@@ -237,7 +278,7 @@ def widened(intermediate: int, work: Path) -> Path:
     """The demo model with experts of that many neurons; made where it is not there."""
     if intermediate == 32:
         return WEIGHTS
-    path = work / f"model_{intermediate}"
+    path = work / f"model_{intermediate}_{weights_name()}"
     if not (path / "config.json").exists():
         work.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "demo_model.widen", "--intermediate", str(intermediate)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.common import publish
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
@@ -20,8 +19,9 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.plots import bars
 from benchmarks.rig.replay import Arm, Bench, loads_of, rows_of
+from offline.plots import bars
+from offline.results import publish
 
 
 def replay_command(

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.rig import engines
 
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+TEMPERATURE = 0.8  # of sampling, in captures and replays
 BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
 
 
@@ -30,6 +31,7 @@ class Arrival:
     arrival_s: float
     tokens: list[int]
     output_tokens: int
+    seed: int  # of its sampling: its place in the capture, so that the captured text comes again
 
 
 @dataclass
@@ -111,9 +113,7 @@ class ReplayEngine:
             self._engine.step()
         self._records.clear()
 
-    def run(
-        self, arrivals: Sequence[Arrival], *, temperature: float = 0.8
-    ) -> tuple[dict[str, np.ndarray], Steps]:
+    def run(self, arrivals: Sequence[Arrival]) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
 
         The clock is the sum of the engine's own step times, so nothing else on the machine is in it
@@ -130,7 +130,10 @@ class ReplayEngine:
             while waiting and waiting[-1].arrival_s <= now:
                 arrival = waiting.pop()
                 params = SamplingParams(
-                    max_tokens=arrival.output_tokens, temperature=temperature, ignore_eos=True
+                    max_tokens=arrival.output_tokens,
+                    temperature=TEMPERATURE,
+                    ignore_eos=True,
+                    seed=arrival.seed,
                 )
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             self._records.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing.dispatch import Slots, dispatch
+from eldr_serve.routing.dispatch import Newcomers, Slots, dispatch
 from eldr_serve.routing.fscore import MAX_WINDOW, FScore
 from eldr_serve.routing.lookahead import Lookahead
 from eldr_serve.routing.policies import LocalityBand, Policy, PooledPolicy, available, in_range
@@ -31,6 +31,8 @@ class BalanceRoute(PooledPolicy):
     Parameters:
         slots: requests that a worker runs at once, 1 or more; the engines' batch limit.
         window: longest-waiting requests whose subsets are compared, 1 to 12.
+        reach: longest-waiting requests of which one is taken where a worker has a single slot to give,
+            1 or more; wider packs better and lets more overtake.
         threshold: free slots of all workers together, up to which sets are compared; None is one a
             worker.
         patience: admissions of later arrivals that a request in the pool lets pass; then it goes before
@@ -46,6 +48,7 @@ class BalanceRoute(PooledPolicy):
         *,
         slots: int = 64,
         window: int = 10,
+        reach: int = 64,
         threshold: int | None = None,
         patience: int = 256,
         pool: bool = True,
@@ -54,6 +57,7 @@ class BalanceRoute(PooledPolicy):
         super().__init__()
         _check_count("slots", slots, 1)
         _check_count("window", window, 1, MAX_WINDOW)
+        _check_count("reach", reach, 1)
         if threshold is not None:
             _check_count("threshold", threshold, 0)
         _check_count("patience", patience, 1)
@@ -62,6 +66,7 @@ class BalanceRoute(PooledPolicy):
             raise PolicyError(f"pool is {pool!r}, it must be true or false")
         self._slots = slots
         self._window = window
+        self._reach = reach
         self._threshold = threshold
         self._patience = patience
         self._pool = pool
@@ -73,6 +78,7 @@ class BalanceRoute(PooledPolicy):
         return {
             "slots": self._slots,
             "window": self._window,
+            "reach": self._reach,
             "threshold": self._threshold,
             "patience": self._patience,
             "pool": self._pool,
@@ -89,6 +95,9 @@ class BalanceRoute(PooledPolicy):
     def _project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
         """KV tokens of each worker, float64[W, H+1]."""
         return np.array([[load.kv_tokens] for load in loads], np.float64)
+
+    def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
+        return Newcomers(_prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
         workers = available(loads)
@@ -108,11 +117,12 @@ class BalanceRoute(PooledPolicy):
             return []
         overtaken = [self._overtaken.get(handoff.request_id, 0) for handoff in waiting]
         given = dispatch(
-            [handoff.prompt_tokens for handoff in waiting],
+            self._newcomers(waiting),
             Slots(free, self._project(loads)[workers]),
             self._score(len(workers)),
             threshold=len(workers) if self._threshold is None else self._threshold,
             window=self._window,
+            reach=self._reach,
             overdue=[index for index, times in enumerate(overtaken) if times >= self._patience],
         )
         admitted = sorted(index for index, _ in given)
@@ -215,6 +225,7 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
         *,
         slots: int = 64,
         window: int = 10,
+        reach: int = 64,
         threshold: int | None = None,
         patience: int = 256,
         pool: bool = True,
@@ -224,12 +235,13 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
         gamma: float = 0.9,
         horizon: int = 20,
         predictor: str = "survival",
-        refresh: int = 20,
+        refresh: int = 10,
         gate: float = 0.5,
     ) -> None:
         super().__init__(
             slots=slots,
             window=window,
+            reach=reach,
             threshold=threshold,
             patience=patience,
             pool=pool,
@@ -248,6 +260,9 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
 
     def _project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
         return self._lookahead.project(loads)
+
+    def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
+        return Newcomers(_prompt_tokens(waiting), self._lookahead.stays(waiting), self._lookahead.horizon)
 
 
 class LocalityBalance(_LooksAhead, LocalityBand):
@@ -271,7 +286,7 @@ class LocalityBalance(_LooksAhead, LocalityBand):
         gamma: float = 0.9,
         horizon: int = 20,
         predictor: str = "survival",
-        refresh: int = 20,
+        refresh: int = 10,
         gate: float = 0.5,
     ) -> None:
         super().__init__(
@@ -318,10 +333,14 @@ def _best_worker(
     """
     envelope = projected[available(loads)].max(axis=0)
     margins = envelope - projected[candidates]
-    value = score(handoff.prompt_tokens, margins)
+    value = score(np.full((1, margins.shape[1]), handoff.prompt_tokens), margins)
     like = np.array([similarity[w] for w in candidates]) if similarity else np.zeros(len(candidates))
     in_flight = np.array([loads[w].in_flight for w in candidates])
     return candidates[int(np.lexsort((in_flight, -margins.min(axis=1), -like, -value))[0])]
+
+
+def _prompt_tokens(waiting: Sequence[Handoff]) -> NDArray[np.float64]:
+    return np.array([handoff.prompt_tokens for handoff in waiting], np.float64)
 
 
 def _check_count(name: str, value: Any, low: int, high: int | None = None) -> None:

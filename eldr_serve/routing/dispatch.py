@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +22,6 @@ class Slots:
         self.free = free
         self._loads = loads
         self._envelope = loads.max(axis=0)
-        self._ahead = np.arange(loads.shape[1])
 
     def next(self) -> int:
         """The worker with the most free slots; of equals the one with the largest least margin."""
@@ -37,78 +35,70 @@ class Slots:
         margins: NDArray[np.float64] = self._envelope - self._loads[worker]
         return margins
 
-    def admit(self, worker: int, tokens: Sequence[int]) -> None:
-        """Requests of so many prompt tokens run there from now on, to the horizon and beyond."""
-        self.free[worker] -= len(tokens)
-        self._loads[worker] += sum(tokens) + len(tokens) * self._ahead
+    def admit(self, worker: int, grown: NDArray[np.float64]) -> None:
+        """Requests run there from now on, with grown[n, H+1] KV tokens h steps ahead."""
+        self.free[worker] -= len(grown)
+        self._loads[worker] += grown.sum(axis=0)
         np.maximum(self._envelope, self._loads[worker], out=self._envelope)
 
 
+class Newcomers:
+    """The waiting requests, in order of arrival.
+
+    Args:
+        tokens: float64[n], of the prompts.
+        stays: int64[n], decode steps that each is expected to run; H or more: beyond the horizon.
+        horizon: H.
+    """
+
+    def __init__(self, tokens: NDArray[np.float64], stays: NDArray[np.int64], horizon: int) -> None:
+        ahead = np.arange(horizon + 1)
+        there = ahead <= stays[:, None]
+        self.added: NDArray[np.float64] = tokens[:, None] * there  # [n, H+1], as F counts them
+        self.grown: NDArray[np.float64] = (tokens[:, None] + ahead) * there  # as they will be
+
+
 def dispatch(
-    tokens: Sequence[int],
+    newcomers: Newcomers,
     slots: Slots,
     score: FScore,
     *,
     threshold: int,
     window: int,
+    reach: int,
     overdue: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
     """Fill the free slots, or as many as there are requests.
 
     Args:
-        tokens: prompt tokens of the waiting requests, in order of arrival.
         threshold: free slots in all up to which sets of requests are compared.
         window: requests, longest waiting first, whose sets are compared.
+        reach: the same for a single request.
         overdue: requests that go before all others.
 
     Returns:
         (request, worker), in the order of placing.
     """
-    given = _place_sets(overdue, tokens, slots, score, window)
-    others = sorted(set(range(len(tokens))).difference(overdue))
-    filled = _fill(others, tokens, slots, score, threshold)
-    rest = sorted(set(others).difference(request for request, _ in filled))
-    return given + filled + _place_sets(rest, tokens, slots, score, window)
-
-
-def _fill(
-    requests: Sequence[int], tokens: Sequence[int], slots: Slots, score: FScore, threshold: int
-) -> list[tuple[int, int]]:
-    """Stage 1: while slots abound, the worker with the most takes the request with the largest F."""
-    by_size = sorted(requests, key=tokens.__getitem__)
-    sizes = [tokens[request] for request in by_size]
-    given = []
-    while by_size and slots.free.sum() > threshold:
-        worker = slots.next()
-        margins = slots.margins(worker)
-        # F is concave, so that the best request is one of the two next to its peak.
-        above = bisect_right(sizes, score.peak(margins))
-        position = min(above, len(sizes) - 1)
-        if 0 < above < len(sizes):
-            position = above - 1 + int(score(sizes[above - 1 : above + 1], margins).argmax())
-        slots.admit(worker, [sizes.pop(position)])
-        given.append((by_size.pop(position), worker))
+    given: list[tuple[int, int]] = []
+    others = sorted(set(range(len(newcomers.added))).difference(overdue))
+    for waiting in (list(overdue), others):
+        while waiting and slots.free.any():
+            worker = slots.next()
+            # Stage 1, slots abound: one request. Stage 2: the best set that the worker has slots for.
+            limit = 1 if slots.free.sum() > threshold else int(slots.free[worker])
+            head = waiting[: reach if limit == 1 else window]
+            chosen = _best_set(newcomers.added[head], limit, score, slots.margins(worker))
+            requests = [head[position] for position in chosen]
+            slots.admit(worker, newcomers.grown[requests])
+            given += [(request, worker) for request in requests]
+            for position in reversed(chosen):
+                del waiting[position]
     return given
 
 
-def _place_sets(
-    requests: Sequence[int], tokens: Sequence[int], slots: Slots, score: FScore, window: int
-) -> list[tuple[int, int]]:
-    """Stage 2: worker by worker, the best set of the first requests."""
-    waiting, given = list(requests), []
-    while waiting and slots.free.any():
-        worker = slots.next()
-        head = waiting[:window]
-        chosen = _best_set([tokens[r] for r in head], int(slots.free[worker]), score, slots.margins(worker))
-        slots.admit(worker, [tokens[head[position]] for position in chosen])
-        given += [(head[position], worker) for position in chosen]
-        for position in reversed(chosen):
-            del waiting[position]
-    return given
-
-
-def _best_set(tokens: list[int], limit: int, score: FScore, margins: NDArray[np.float64]) -> list[int]:
+def _best_set(
+    added: NDArray[np.float64], limit: int, score: FScore, margins: NDArray[np.float64]
+) -> list[int]:
     """Positions of the best set; where none gains anything, of the best request, so that none starves."""
-    sizes = np.array(tokens, np.float64)
-    chosen, value = best_subset(sizes, limit, score, margins)
-    return chosen if value > 0 else best_subset(sizes, 1, score, margins)[0]
+    chosen, value = best_subset(added, limit, score, margins)
+    return chosen if value > 0 or limit == 1 else best_subset(added, 1, score, margins)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ class FScore:
     alpha: float
     beta: float
 
+    @cached_property
+    def _gain(self) -> float:
+        """Of one token that fits."""
+        return self.beta * float(self.weights.sum())
+
     @classmethod
     def present(cls, num_workers: int) -> FScore:
         """BR-0: s - G * max(0, s - m), the fall of the imbalance G * max(L) - sum(L)."""
@@ -39,48 +44,41 @@ class FScore:
         """BR-H: w[h] = gamma ** h, h = 0 .. horizon."""
         return cls(np.power(gamma, np.arange(horizon + 1.0)), alpha, beta)
 
-    def __call__(self, tokens: ArrayLike, margins: NDArray[np.float64]) -> NDArray[np.float64]:
-        """F of tokens[...] at margins[..., H+1]; the leading axes broadcast."""
-        tokens = np.asarray(tokens, np.float64)
-        overflow = np.maximum(tokens[..., None] - margins, 0.0) @ self.weights
-        score: NDArray[np.float64] = self.beta * self.weights.sum() * tokens - self.alpha * overflow
-        return score
+    def __call__(self, added: ArrayLike, margins: NDArray[np.float64]) -> NDArray[np.float64]:
+        """F of added[..., H+1], tokens given h steps ahead, at margins[..., H+1]; leading axes broadcast.
 
-    def peak(self, margins: NDArray[np.float64]) -> float:
-        """The largest s that maximises F at margins[H+1]; infinite where overflow costs too little.
-
-        F is concave: it falls from the margin at which the weights overflown outweigh the gain. So of any
-        set of sums the best is one of the two next to the peak, on this side and on that.
+        The paper's s is the same at every h; here a request that is expected to end sooner adds nothing
+        afterwards.
         """
-        order = np.argsort(margins)
-        cost = self.alpha * np.cumsum(self.weights[order])
-        first = int(np.searchsorted(cost, self.beta * self.weights.sum(), side="right"))
-        return float(margins[order[first]]) if first < len(order) else float("inf")
+        added = np.asarray(added, np.float64)
+        score: NDArray[np.float64] = self.beta * (added @ self.weights) - self.alpha * (
+            np.maximum(added - margins, 0.0) @ self.weights
+        )
+        return score
 
 
 def best_subset(
-    tokens: NDArray[np.float64], limit: int, score: FScore, margins: NDArray[np.float64]
+    added: NDArray[np.float64], limit: int, score: FScore, margins: NDArray[np.float64]
 ) -> tuple[list[int], float]:
     """The set of 1 to `limit` of the requests with the largest F, and its F.
 
     Args:
-        tokens: float64[n], each request's, n <= MAX_WINDOW.
+        added: float64[n, H+1], each request's tokens; n <= MAX_WINDOW where limit is above 1.
         margins: float64[H+1] of the worker.
 
     Returns:
-        (positions in `tokens`, F).
+        (positions in `added`, F).
     """
-    members = _subsets(len(tokens), min(limit, len(tokens)))
-    # All sums are looked at: with the table of subsets at hand this takes a third of the time of bitset
-    # subset sums, which also grows with the prompts' length.
-    sums = members @ tokens
-    peak = score.peak(margins)
-    safe = sums <= peak
-    below = int(np.where(safe, sums, -np.inf).argmax())
-    above = int(np.where(safe, np.inf, sums).argmin())
-    scores = score(sums[[below, above]], margins)
-    best = below if scores[0] >= scores[1] else above
-    return np.flatnonzero(members[best]).tolist(), float(scores.max())
+    if limit == 1:
+        scores = score(added, margins)
+        best = int(scores.argmax())
+        return [best], float(scores[best])
+    # All sets are looked at: with the table of them at hand this takes less time than bitset subset sums,
+    # which grow with the prompts' length, and does not need the tokens to be the same at every h.
+    members = _subsets(len(added), min(limit, len(added)))
+    scores = score(members @ added, margins)
+    best = int(scores.argmax())
+    return np.flatnonzero(members[best]).tolist(), float(scores[best])
 
 
 @lru_cache(maxsize=4 * MAX_WINDOW**2)

@@ -23,7 +23,7 @@ class Lookahead:
     """
 
     def __init__(self, horizon: int, predictor: str, refresh: int, gate: float) -> None:
-        self._horizon = horizon
+        self.horizon = horizon
         self._refresh = refresh
         self._gate = gate
         self._running = RunningRequests(horizon)
@@ -36,7 +36,7 @@ class Lookahead:
 
     @predictor.setter
     def predictor(self, predictor: Predictor) -> None:
-        self._guard = Guarded(predictor, self._horizon)
+        self._guard = Guarded(predictor, self.horizon)
 
     @property
     def predictor_failures(self) -> int:
@@ -73,8 +73,29 @@ class Lookahead:
         present = np.array([[load.kv_tokens, load.in_flight] for load in loads], np.float64)
         unknown = np.maximum(present[:, 1] - requests, 0)
         projected += (present[:, 0] - projected[:, 0])[:, None]
-        projected += unknown[:, None] * np.arange(self._horizon + 1)
+        projected += unknown[:, None] * np.arange(self.horizon + 1)
         return np.maximum(projected, 0.0, out=projected)
+
+    def stays(self, waiting: Sequence[Handoff]) -> NDArray[np.int64]:
+        """int64[n], decode steps that requests not yet placed are expected to run, H at most."""
+        by_request = self._guard.keyed_by_request
+        keys = [handoff.request_id if by_request else handoff.prompt_key for handoff in waiting]
+        tokens = np.array([handoff.prompt_tokens for handoff in waiting], np.int64)
+        most = np.array([handoff.max_new_tokens or self.horizon for handoff in waiting])
+        expected = self._expected(np.zeros(len(waiting), np.int64), keys, tokens)
+        found: NDArray[np.int64] = np.clip(np.minimum(np.rint(expected), most), 1, self.horizon).astype(
+            np.int64
+        )
+        return found
+
+    def _expected(
+        self, ages: NDArray[np.int64], keys: list[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """float64[n], r of each: p * mu + (1 - p) * H where p passes the gate, else H."""
+        horizon = self.horizon
+        p, mu = self._guard.predict(ages, keys, prompt_tokens)
+        expected = p * np.minimum(mu, horizon) + (1 - p) * horizon
+        return np.where(p >= self._gate, expected, horizon)
 
     def _predict(self) -> None:
         """Learn from those that have left for good, and ask anew about those that are due."""
@@ -89,7 +110,4 @@ class Lookahead:
             return
         names = running.ids if by_request else running.keys
         keys = [names[row] for row in rows.tolist()]
-        p, mu = self._guard.predict(running.age[rows], keys, running.prompt_tokens[rows])
-        horizon = self._horizon
-        expected = p * np.minimum(mu, horizon) + (1 - p) * horizon
-        running.set_remaining(rows, np.where(p >= self._gate, expected, horizon))
+        running.set_remaining(rows, self._expected(running.age[rows], keys, running.prompt_tokens[rows]))

@@ -111,6 +111,18 @@ class MarginalCost(Policy):
         marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
         return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
 
+    def added_cost(self, handoff: Handoff, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+        """Seconds a step, over all its requests, that each worker would lose by the newcomer; float64[W].
+
+        Zeros where nothing is known of the request.
+        """
+        levels = self._levels(handoff)
+        if levels is None:
+            return np.zeros(len(loads))
+        self._grow(len(loads))
+        added = self._idle[: len(loads)] @ _ACTIVE[levels]
+        return self._marginal(np.arange(len(loads)), loads, added, handoff.prompt_tokens)
+
     def _marginal(
         self, workers: NDArray[np.int64], loads: Sequence[WorkerLoad], added: NDArray[np.float32], tokens: int
     ) -> NDArray[np.float64]:

@@ -8,7 +8,6 @@ together, with a bound on load. Both are set by `deployment_config.request_route
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.budget import PrefillBudget
 from eldr_serve.serving.decode_router import RouterSpec, connect
 from eldr_serve.serving.messages import PlacementRequest
@@ -190,27 +190,6 @@ class PrefillRequestRouter(_CountingRouter):
                 )
             ]
         return self._send(pending_request, replica)
-
-
-def choose_prefill(
-    head: bytes, in_flight: dict[str, int], *, max_load_ratio: float = 1.25, attempt: int = 0
-) -> str:
-    """The replica for a prompt that begins with `head`.
-
-    The replica is the one that ranks first by rendezvous hash, so that a replica that comes or goes
-    moves only its own share of prefixes. It is passed over for the least loaded one if, with this
-    request, it would hold more than `max_load_ratio` times the mean. `attempt` n > 0 takes the n-th
-    next in rank, after a failure of the ones before.
-    """
-    ranked = sorted(
-        in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()
-    )
-    if attempt:
-        return ranked[attempt % len(ranked)]
-    mean = (sum(in_flight.values()) + 1) / len(in_flight)
-    if in_flight[ranked[0]] + 1 <= max(1.0, max_load_ratio * mean):
-        return ranked[0]
-    return min(ranked, key=lambda name: in_flight[name])
 
 
 def prompt_head(request: Any, prefix_tokens: int) -> bytes:

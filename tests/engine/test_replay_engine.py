@@ -7,13 +7,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from scripts import ROOT
 
 from benchmarks.rig.replay_engine import ENGINE_ENV
+from eldr_serve.simulation.calibration import fit_steps
 
 
-def test_a_replay_measures_every_request_of_every_arm(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the capture and the widened model are kept for the next test."""
+    return tmp_path_factory.mktemp("work")
+
+
+def replayed(name: str, work: Path, out: Path, **more: object) -> dict[str, Any]:
     options = {
         "prompts": ROOT / "demo_model" / "prompts",
         "workers": 2,
@@ -23,16 +32,21 @@ def test_a_replay_measures_every_request_of_every_arm(tmp_path: Path) -> None:
         "output-tokens": 8,
         "intermediate": 512,
         "requests": 48,
-        "work": tmp_path,
-        "out": tmp_path / "band.json",
-    }
+        "work": work,
+        "out": out,
+    } | more
     arguments = [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.band_width", *arguments],
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
         capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | ENGINE_ENV,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((tmp_path / "band.json").read_text())
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def test_a_replay_measures_every_request_of_every_arm(work: Path, tmp_path: Path) -> None:
+    result = replayed("band_width", work, tmp_path / "band.json")
     assert result["inputs"]["step_cost"]["per_expert_s"] > 0
     arms = [row["arm"] for row in result["rows"]]
     assert arms == ["round-robin", "band 0.0", "band 0.1", "band 0.2", "band 0.3"]
@@ -41,3 +55,16 @@ def test_a_replay_measures_every_request_of_every_arm(tmp_path: Path) -> None:
         assert row["p50_low_pct"] <= row["p50_change_pct"] <= row["p50_high_pct"]
         assert 4 <= row["active_experts"] <= 4 * row["batch_size"]
     assert (tmp_path / "band.png").stat().st_size > 5000
+
+
+def test_the_engine_samples_the_captured_text_again(work: Path, tmp_path: Path) -> None:
+    """So that simulator and engine have the same routes, and differ in time alone."""
+    steps = tmp_path / "steps.jsonl"
+    options = {"steps-out": steps, "batch": 1, "per-worker": 6}
+    result = replayed("simulator_validation", work, tmp_path / "validation.json", **options)
+    assert len(result["rows"]) == 8
+    for row in result["rows"]:
+        # Other mates in a step now and then, as its time is another; the text and its experts are the same.
+        assert row["simulated_active_experts"] == pytest.approx(row["active_experts"], rel=0.15)
+        assert row["regret_mean_us"] >= 0
+    assert fit_steps(steps).steps == len(steps.read_text().splitlines()) > 100

@@ -15,10 +15,10 @@ TOKENS = st.integers(0, 500)
 LOADS = st.lists(TOKENS, min_size=1, max_size=6)
 
 
-def slow_score(score: FScore, tokens: float, margins: np.ndarray) -> float:
-    gain = sum(score.beta * w * tokens for w in score.weights)
+def slow_score(score: FScore, added: np.ndarray, margins: np.ndarray) -> float:
+    gain = sum(score.beta * w * x for w, x in zip(score.weights, added, strict=True))
     return gain - sum(
-        score.alpha * w * max(0.0, tokens - m) for w, m in zip(score.weights, margins, strict=True)
+        score.alpha * w * max(0.0, x - m) for w, x, m in zip(score.weights, added, margins, strict=True)
     )
 
 
@@ -36,56 +36,55 @@ def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
     return score, np.array(margins, np.float64)
 
 
+@st.composite
+def requests(draw: st.DrawFn, steps: int) -> np.ndarray:
+    """Tokens that a request adds at each of so many steps: it may end on the way."""
+    tokens, stays = draw(TOKENS), draw(st.integers(0, steps - 1))
+    return np.array([tokens * (h <= stays) for h in range(steps)], np.float64)
+
+
 @given(LOADS, st.integers(0, 5), TOKENS)
 def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker: int, tokens: int) -> None:
     worker %= len(loads)
     after = [load + tokens * (w == worker) for w, load in enumerate(loads)]
     before, now = (len(loads) * max(ls) - sum(ls) for ls in (loads, after))
     margin = np.array([max(loads) - loads[worker]], np.float64)
-    assert float(FScore.present(len(loads))(tokens, margin)) == before - now
+    assert float(FScore.present(len(loads))([tokens], margin)) == before - now
 
 
 def test_safe_tokens_gain_one_each_and_overflowing_ones_cost_one_for_each_other_worker() -> None:
     score, margin = FScore.present(8), np.array([100.0])
-    assert score([60, 100, 101, 110], margin).tolist() == [60, 100, 93, 30]
+    assert score([[60], [100], [101], [110]], margin).tolist() == [60, 100, 93, 30]
 
 
 def test_the_horizon_of_none_is_the_present() -> None:
     margin = np.array([70.0])
-    tokens = np.arange(150)
+    tokens = np.arange(150)[:, None]
     flat = FScore.discounted(0, 0.9, 8.0, 1.0)
     assert flat(tokens, margin).tolist() == FScore.present(8)(tokens, margin).tolist()
 
 
-@given(scores(), st.lists(TOKENS, min_size=1, max_size=8))
-def test_scores_are_those_of_the_definition(case: tuple[FScore, np.ndarray], tokens: list[int]) -> None:
+@given(scores(), st.data())
+def test_scores_are_those_of_the_definition(case: tuple[FScore, np.ndarray], data: st.DataObject) -> None:
     score, margins = case
-    expected = [slow_score(score, s, margins) for s in tokens]
-    assert score(tokens, margins) == pytest.approx(expected)
+    added = np.array(data.draw(st.lists(requests(len(margins)), min_size=1, max_size=8)))
+    assert score(added, margins) == pytest.approx([slow_score(score, x, margins) for x in added])
     many = np.stack([margins, margins + 7])
-    assert score(tokens[0], many) == pytest.approx([slow_score(score, tokens[0], m) for m in many])
+    assert score(added[0], many) == pytest.approx([slow_score(score, added[0], m) for m in many])
 
 
-@given(scores())
-def test_nothing_scores_above_the_peak(case: tuple[FScore, np.ndarray]) -> None:
-    score, margins = case
-    peak = score.peak(margins)
-    reach = np.arange(1200.0)
-    best = score(reach, margins).max()
-    assert float(score(min(peak, 1199.0), margins)) == pytest.approx(best)
-
-
-@given(scores(), st.lists(TOKENS, min_size=1, max_size=7), st.integers(1, 8))
+@given(scores(), st.integers(1, 8), st.data())
 def test_the_best_set_is_the_best_of_all_sets(
-    case: tuple[FScore, np.ndarray], tokens: list[int], limit: int
+    case: tuple[FScore, np.ndarray], limit: int, data: st.DataObject
 ) -> None:
     score, margins = case
-    chosen, value = best_subset(np.array(tokens, np.float64), limit, score, margins)
+    added = np.array(data.draw(st.lists(requests(len(margins)), min_size=1, max_size=7)))
+    chosen, value = best_subset(added, limit, score, margins)
     best = max(
-        slow_score(score, sum(tokens[i] for i in members), margins)
-        for size in range(1, min(limit, len(tokens)) + 1)
-        for members in combinations(range(len(tokens)), size)
+        slow_score(score, added[list(members)].sum(axis=0), margins)
+        for size in range(1, min(limit, len(added)) + 1)
+        for members in combinations(range(len(added)), size)
     )
     assert value == pytest.approx(best, abs=1e-6)
     assert 1 <= len(set(chosen)) == len(chosen) <= limit
-    assert slow_score(score, sum(tokens[i] for i in chosen), margins) == pytest.approx(value, abs=1e-6)
+    assert slow_score(score, added[chosen].sum(axis=0), margins) == pytest.approx(value, abs=1e-6)

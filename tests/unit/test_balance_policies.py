@@ -98,9 +98,28 @@ def test_a_set_may_fill_the_margin_better_than_any_request() -> None:
 
 
 def test_only_the_longest_waiting_are_compared_in_sets() -> None:
-    policy: Any = make_policy("balance-route", slots=2, threshold=99, window=2)
+    policy: Any = make_policy("balance-route", slots=3, threshold=99, window=2)
+    state = [WorkerLoad(3, 1000), WorkerLoad(1, 600)]
+    assert dispatched(policy, waiting(10, 20, 400), state) == {0: 1, 1: 1}
+
+
+def test_a_single_request_is_taken_from_further_back() -> None:
     state = [WorkerLoad(2, 1000), WorkerLoad(1, 600)]
-    assert dispatched(policy, waiting(10, 20, 400), state) == {1: 1}
+    for reach, taken in ((2, 1), (3, 2)):
+        policy: Any = make_policy("balance-route", slots=2, threshold=99, window=2, reach=reach)
+        assert dispatched(policy, waiting(10, 20, 400), state) == {taken: 1}
+
+
+def test_a_request_that_soon_ends_may_overflow_a_margin_that_others_may_not() -> None:
+    """The heaviest worker is the heavier one for two more steps only, and the small request for long."""
+    policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1)
+    lengths = {"heavy": 3, "light": 50, "brief": 2, "long": 60}
+    policy.predictor = Oracle(lengths)
+    policy.placed(Handoff("heavy", None, 900, 99), 0)
+    policy.placed(Handoff("light", None, 100, 99), 1)
+    state = [WorkerLoad(2, 900), WorkerLoad(1, 100)]
+    pool = [Handoff("long", None, 700, 99), Handoff("brief", None, 700, 99)]
+    assert [index for index, _ in policy.dispatch(pool, state, RNG)] == [1]
 
 
 def test_a_request_lets_only_so_many_pass() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.routing.dispatch import Slots
+from eldr_serve.routing.dispatch import Newcomers, Slots
 from eldr_serve.routing.projection import RunningRequests
 
 H, WORKERS = 6, 3
@@ -103,11 +103,14 @@ def test_admissions_within_a_dispatch_equal_a_new_projection() -> None:
     running.set_remaining(rows, rng.uniform(1, H, len(rows)))
     slots = Slots(np.full(WORKERS, 9), running.project(WORKERS)[0])
     for i in range(12):
-        tokens = rng.integers(0, 80, int(rng.integers(1, 3))).tolist()
+        tokens = rng.integers(0, 80, int(rng.integers(1, 3)))
+        stays = rng.integers(1, H + 1, len(tokens))
         worker = slots.next()
-        slots.admit(worker, tokens)
-        for n, prompt in enumerate(tokens):
+        slots.admit(worker, Newcomers(tokens.astype(float), stays, H).grown)
+        for n, prompt in enumerate(tokens.tolist()):
             running.add(f"new{i}.{n}", worker, prompt, max_new_tokens=99, key=None)
+            row = np.array([len(running) - 1])
+            running.set_remaining(row, stays[n : n + 1].astype(float))
         fresh = running.project(WORKERS)[0]
         for w in range(WORKERS):
             assert slots.margins(w) == pytest.approx(fresh.max(axis=0) - fresh[w])

@@ -44,6 +44,21 @@ def loads(placement: list[list[Handoff]]) -> list[WorkerLoad]:
     return [WorkerLoad(len(p), sum(h.prompt_tokens for h in p)) for p in placement]
 
 
+def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
+    cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
+    policy = make_policy("marginal-cost", cost=cost.as_dict())
+    assert isinstance(policy, MarginalCost)
+    placement = [[handoff("a", 1), handoff("b", 2)], [], [handoff("c", 3)]]
+    for worker, there in enumerate(placement):
+        for h in there:
+            policy.placed(h, worker)
+    newcomer = handoff("new", 9)
+    added = policy.added_cost(newcomer, loads(placement))
+    expected = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
+    assert added == pytest.approx(expected, rel=0.01)
+    assert policy.choose(newcomer, loads(placement), RNG).worker == int(added.argmin())
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
 def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:

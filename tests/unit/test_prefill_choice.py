@@ -7,8 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
-from eldr_serve.serving.request_router import choose_prefill, prompt_head
+from eldr_serve.serving.request_router import prompt_head
 
 REPLICAS = [f"p{n}" for n in range(8)]
 IDLE = dict.fromkeys(REPLICAS, 0)

@@ -1,32 +1,59 @@
-"""The simulated decode workers against a plain reading of the same rules."""
+"""The simulator against a plain reading of the same rules, and what must hold of every run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eldr_serve.routing import Handoff, StepCost, make_policy
-from eldr_serve.simulation.decode import Job, expert_bits, simulate
+from eldr_serve.routing import Decision, Handoff, PooledPolicy, WorkerLoad, make_policy
+from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
+from eldr_serve.simulation.requests import Experts, Requests, SimulationError, expert_bits, rank_masks
+from eldr_serve.simulation.run import Change, simulate
 
-COST = StepCost(1.0, 0.1, 0.001, 0.01)
+COST = Cost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
 L, E, TOP_K = 2, 70, 3
 
 
-def jobs(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[list[Job], list[np.ndarray]]:
+class Hoarding(PooledPolicy):
+    """Lets requests wait until three are there or a worker is idle."""
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        return Decision(0, 1, None, "now")
+
+    def dispatch(
+        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        idle = [w for w, load in enumerate(loads) if load.in_flight == 0 and load.available]
+        if idle:
+            return [(n, Decision(w, 1, None, "idle")) for n, w in enumerate(idle[: len(waiting)])]
+        least = min(range(len(loads)), key=lambda w: loads[w].in_flight)
+        return [(len(waiting) - 1, Decision(least, 1, None, "third"))] if len(waiting) >= 3 else []
+
+
+def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:
+    """n requests that each behave like one of their own."""
     rng = np.random.default_rng(seed)
     routes = [
         np.stack([[rng.choice(E, TOP_K, replace=False) for _ in range(L)] for _ in range(rng.integers(1, 9))])
         for _ in range(n)
     ]
-    arrivals = np.cumsum(rng.exponential(gap_s, n))
-    return [
-        Job(Handoff(f"r{i}", None, 10 + i, len(r)), float(t), expert_bits(r, E))
-        for i, (r, t) in enumerate(zip(routes, arrivals, strict=True))
-    ], routes
+    lengths = np.array([len(r) for r in routes])
+    counts = rng.integers(0, 5, (n, L, E)).astype(np.uint32)
+    prompt = np.arange(10, 10 + n)
+    experts = Experts(
+        counts, prompt, np.concatenate([expert_bits(r, E) for r in routes]),
+        np.concatenate([[0], np.cumsum(lengths)]), [""] * n, L,
+    )  # fmt: skip
+    arrival_s = np.cumsum(rng.exponential(gap_s, n))
+    return Requests(arrival_s, prompt, lengths, kind=np.arange(n)), experts, routes
 
 
 def test_bits_are_the_experts() -> None:
-    _, (routes, *_) = jobs(1)
+    _, _, (routes, *_) = some(1)
     bits = expert_bits(routes, E).reshape(len(routes), L, 2)
     for step, layers in enumerate(routes):
         for layer, chosen in enumerate(layers):
@@ -35,18 +62,19 @@ def test_bits_are_the_experts() -> None:
 
 
 def test_one_worker_step_by_step() -> None:
-    work, routes = jobs(6)
-    outcome = simulate(work, make_policy("shortest-queue"), 1, COST, max_batch=2)
+    requests, experts, routes = some(6)
+    cluster = Cluster(decode=Decode(workers=1, max_batch=2, cost=COST))
+    outcome = simulate(requests, make_policy("shortest-queue"), cluster, experts=experts)
     now, running, waiting, done = 0.0, [], list(range(6)), [0] * 6
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     while running or waiting:
         if not running:
-            now = max(now, work[waiting[0]].arrival_s)
-        while waiting and len(running) < 2 and work[waiting[0]].arrival_s <= now:
+            now = max(now, requests.arrival_s[waiting[0]])
+        while waiting and len(running) < 2 and requests.arrival_s[waiting[0]] <= now:
             running.append(waiting.pop(0))
-        experts = sum(len({e for j in running for e in routes[j][done[j]][layer]}) for layer in range(L))
-        now += COST.seconds(len(running), sum(10 + j + done[j] for j in running), experts)
+        active = sum(len({e for j in running for e in routes[j][done[j]][layer]}) for layer in range(L))
+        now += COST.step().seconds(len(running), sum(10 + j + done[j] for j in running), active)
         for j in list(running):
             first.setdefault(j, now)
             last[j] = now
@@ -57,11 +85,176 @@ def test_one_worker_step_by_step() -> None:
     assert outcome.last_s == pytest.approx([last[j] for j in range(6)])
 
 
-def test_same_seed_same_run_and_no_job_is_lost() -> None:
-    work, _ = jobs(80, seed=1, gap_s=0.3)
-    runs = [simulate(work, make_policy("random"), 3, COST, seed=5) for _ in range(2)]
+def test_under_expert_parallelism_a_step_pays_for_the_fullest_rank() -> None:
+    requests, experts, routes = some(12, gap_s=0.5)
+    ranks = np.random.default_rng(3).integers(0, 4, (L, E))
+    cluster = Cluster(decode=Decode(workers=1, cost=COST))
+    outcome = simulate(requests, make_policy("random"), cluster, experts=experts, ranks=ranks)
+    # The first step has the first request alone.
+    first = sum(max(np.bincount(ranks[layer, routes[0][0][layer]])) for layer in range(L))
+    assert outcome.experts[0] == first
+    plain = simulate(requests, make_policy("random"), cluster, experts=experts)
+    same = simulate(requests, make_policy("random"), cluster, experts=experts, ranks=np.zeros((1, L, E), int))
+    assert np.array_equal(plain.last_s, same.last_s)
+    assert outcome.experts.mean() < plain.experts.mean()
+
+
+@given(st.integers(1, 5), st.integers(1, 140), st.integers(0, 9))
+def test_masks_split_the_experts_between_ranks(layers: int, num_experts: int, seed: int) -> None:
+    ranks = np.random.default_rng(seed).integers(0, 3, (layers, num_experts))
+    masks = rank_masks(ranks)
+    assert np.bitwise_count(masks).sum(axis=2).T.tolist() == [
+        np.bincount(row, minlength=len(masks)).tolist() for row in ranks
+    ]
+    assert np.bitwise_count(np.bitwise_or.reduce(masks)).sum() == layers * num_experts
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 40),
+    workers=st.integers(1, 4),
+    max_batch=st.integers(1, 6),
+    kv_tokens=st.sampled_from([None, 70, 130]),
+    barrier=st.booleans(),
+    prefill=st.sampled_from([None, Prefill(workers=2, fixed_s=0.5, per_token_s=0.01)]),
+    handoff_s=st.sampled_from([0.0, 0.7]),
+    ttl=st.sampled_from([None, 1.0]),
+    policy=st.sampled_from(["random", "least-tokens", "marginal-cost", "hoarding"]),
+)
+def test_every_request_ends_once_and_all_kv_is_given_back(
+    seed: int, n: int, workers: int, max_batch: int, kv_tokens: int | None, barrier: bool,
+    prefill: Prefill | None, handoff_s: float, ttl: float | None, policy: str,
+) -> None:  # fmt: skip
+    requests, experts, _ = some(n, seed, gap_s=0.4)
+    cluster = Cluster(
+        decode=Decode(
+            workers=workers, max_batch=max_batch, kv_tokens=kv_tokens, barrier=barrier, cost=COST,
+            recompute_per_token_s=0.01,
+        ),
+        prefill=prefill, handoff_fixed_s=handoff_s, pool_ttl_s=ttl,
+    )  # fmt: skip
+    made = Hoarding() if policy == "hoarding" else make_policy(policy)
+    released: list[str] = []
+    tell = made.released
+    made.released = lambda request_id: (released.append(request_id), tell(request_id))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+    ended: list[int] = []
+    outcome = simulate(requests, made, cluster, experts=experts, seed=seed, on_finished=ended.append)
+    done = outcome.finished
+    assert sum(ended) == n
+    assert set(released) == {str(j) for j in np.flatnonzero(done)}
+    if policy != "marginal-cost":  # which calls its own `released` as it places
+        assert len(released) == done.sum()
+    assert policy == "hoarding" or done.all()
+    assert np.isnan(outcome.last_s[~done]).all()
+    assert (outcome.prefilled_s >= requests.arrival_s).all()
+    for earlier, later in zip(
+        (outcome.prefilled_s, outcome.placed_s + handoff_s, outcome.first_s),
+        (outcome.placed_s, outcome.first_s, outcome.last_s),
+        strict=True,
+    ):
+        assert (later[done] >= earlier[done]).all()
+    assert outcome.batch.max() <= max_batch
+    # A preempted request makes its tokens once: steps hold as many tokens as were asked for.
+    assert outcome.batch.sum() == requests.output_tokens[done].sum()
+    if kv_tokens is None:
+        assert outcome.preempted == 0
+
+
+def test_a_full_worker_lets_the_youngest_wait_and_recompute() -> None:
+    requests = Requests(np.zeros(2), np.array([10, 10]), np.array([20, 20]))
+    cost = Cost(fixed_s=1.0, per_request_s=0, per_expert_s=0)
+    decode = Decode(workers=1, kv_tokens=40, cost=cost, recompute_per_token_s=0.5)
+    outcome = simulate(requests, make_policy("random"), Cluster(decode=decode))
+    assert outcome.preempted == 1
+    # The first makes a token alone, then 9 with the other (20 + 19 tokens), and the rest alone again.
+    assert outcome.last_s[0] == 20.0
+    # The other comes back with 10 + 9 tokens at 0.5 s each, and makes its last 11.
+    assert outcome.last_s[1] == 20.0 + 19 * 0.5 + 11
+
+
+def test_a_barrier_makes_all_steps_as_long_as_the_slowest() -> None:
+    requests = Requests(np.zeros(2), np.array([100, 900]), np.array([5, 5]))
+    cost = Cost(fixed_s=1.0, per_request_s=0, per_kv_token_s=0.01, per_expert_s=0)
+    decode = Decode(workers=2, barrier=True, cost=cost)
+    outcome = simulate(requests, make_policy("round-robin"), Cluster(decode=decode))
+    alone = 1 + 0.01 * 100
+    together = [1 + 0.01 * (900 + t) for t in range(5)]
+    assert outcome.last_s == pytest.approx([alone + sum(together[:4]), alone + sum(together)])
+    assert outcome.imbalance.tolist() == [100, 799, 799, 799, 799, 904]
+
+
+def test_prefixes_are_cached_where_their_prompts_go() -> None:
+    blocks = ((1, 2), (1, 2, 3), (9,), (1, 2))
+    requests = Requests(
+        np.arange(4) * 10.0, np.array([1024, 1500, 400, 1024]), np.ones(4, np.int64), blocks=blocks
+    )
+    prefill = Prefill(workers=1, per_token_s=0.001, cache_blocks=3)
+    outcome = simulate(
+        requests, make_policy("random"), Cluster(decode=Decode(workers=1, cost=COST), prefill=prefill)
+    )
+    # Block 1 had to make room for block 9, and a prompt's last token is always computed.
+    assert outcome.hit_tokens.tolist() == [0, 1024, 0, 0]
+    roomy = prefill.model_copy(update={"cache_blocks": 9})
+    outcome = simulate(
+        requests, make_policy("random"), Cluster(decode=Decode(workers=1, cost=COST), prefill=roomy)
+    )
+    assert outcome.hit_tokens.tolist() == [0, 1024, 0, 1023]
+    assert outcome.prefilled_s - requests.arrival_s == pytest.approx([1.024, 0.476, 0.4, 0.001])
+
+
+def test_a_worker_that_is_taken_out_gets_no_more_requests() -> None:
+    requests, experts, _ = some(60, gap_s=0.3)
+    middle = float(requests.arrival_s[30])
+    outcome = simulate(
+        requests, make_policy("random"), Cluster(decode=Decode(workers=3, cost=COST)), experts=experts,
+        changes=[Change(middle, workers=1)],
+    )  # fmt: skip
+    assert set(outcome.worker[:30]) == {0, 1, 2}
+    assert set(outcome.worker[31:]) == {0}
+
+
+def test_same_seed_same_run() -> None:
+    requests, experts, _ = some(80, seed=1, gap_s=0.3)
+    cluster = Cluster(decode=Decode(workers=3, cost=COST))
+    runs = [simulate(requests, make_policy("random"), cluster, experts=experts, seed=s) for s in (5, 5, 6)]
     assert np.array_equal(runs[0].last_s, runs[1].last_s)
+    assert not np.array_equal(runs[0].last_s, runs[2].last_s)
     assert set(runs[0].worker) == {0, 1, 2}
-    assert runs[0].batch.sum() == sum(len(job.steps) for job in work)
-    assert np.all(runs[0].last_s >= runs[0].first_s)
-    assert np.isnan(runs[0].tpot_s).sum() == sum(len(job.steps) == 1 for job in work)
+    assert np.isnan(runs[0].tpot_s).sum() == (requests.output_tokens == 1).sum()
+
+
+def test_sampled_steps_have_top_k_experts_as_often_as_their_probability_says() -> None:
+    probability = np.full((1, 1, 8), 0.01)
+    probability[0, 0, :2] = 0.98
+    made = Experts.sampled(np.ones((1, 1, 8), np.uint32), np.ones(1, int), probability, 2, [""], steps=400)
+    assert set(np.bitwise_count(made.bits).sum(axis=1)) == {2}
+    assert np.mean(made.bits[:, 0] == 3) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arrival_s": np.array([1.0, 0.5])}, "not in order"),
+        ({"arrival_s": np.array([0.0, np.nan])}, "not in order"),
+        ({"prompt_tokens": np.array([1, 0])}, "request 1 has 0 prompt_tokens"),
+        ({"output_tokens": np.array([-3, 4])}, "request 0 has -3 output_tokens"),
+        ({"output_tokens": np.array([4])}, "2 requests have 1 output_tokens"),
+        ({"kind": np.array([4])}, "1 entries of kind"),
+    ],
+)
+def test_impossible_requests_are_named(change: dict[str, np.ndarray], message: str) -> None:
+    given = {
+        "arrival_s": np.arange(2.0),
+        "prompt_tokens": np.array([3, 4]),
+        "output_tokens": np.array([1, 2]),
+    }
+    with pytest.raises(SimulationError, match=message):
+        Requests(**(given | change))
+
+
+def test_a_request_that_no_worker_can_hold_is_named() -> None:
+    requests = Requests(np.arange(2.0), np.array([3, 90]), np.array([1, 20]))
+    cluster = Cluster(decode=Decode(workers=1, kv_tokens=100, cost=COST))
+    with pytest.raises(SimulationError, match="request 1 needs 110 KV tokens, more than the 100"):
+        simulate(requests, make_policy("random"), cluster)

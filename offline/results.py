@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures, and how it prints them."""
+"""What every benchmark and simulation writes beside its figures, and how it prints them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loadgen.stats import median_ci
 
 __all__ = ["RESULTS", "environment", "median_ci", "publish", "time_calls", "write_result"]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""The simulator against a real engine: the same arrivals, the same placements, TPOT by request.
+
+    python -m benchmarks.simulator_validation --prompts DIR
+
+Requests arrive at K workers by a Poisson process and are placed by a policy. The simulator runs the
+whole; the engine then serves each worker's requests at the same times, one worker after the other, and
+samples the captured text again, so that both have the same routes (see benchmarks/rig/replay.py). The
+step cost comes from other requests on the same engine, run before. `regret` is what the decision cost
+against the best worker in hindsight: added decode time a step, with the activations that the requests
+really had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from benchmarks.rig.options import (
+    PROMPTS,
+    WORK,
+    BatchOption,
+    CapturedOption,
+    GroupsOption,
+    IntermediateOption,
+    OutOption,
+    OutputOption,
+    PerWorkerOption,
+    PromptsOption,
+    SeedOption,
+    WorkersOption,
+    WorkOption,
+)
+from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, loads_of
+from eldr_serve.files import write_whole
+from loadgen.figures import BASELINES
+from offline.cli import run
+from offline.plots import save
+from offline.results import publish
+
+ARMS = [
+    *(Arm(name, name) for name in BASELINES),
+    Arm("domain", "domain"),
+    Arm("locality-band", "locality-band"),
+    Arm("marginal-cost", "marginal-cost"),
+]
+
+
+def simulator_validation(
+    prompts: PromptsOption = PROMPTS,
+    workers: WorkersOption = "4",
+    groups: GroupsOption = "all,language,task",
+    per_worker: PerWorkerOption = 56,
+    batch: BatchOption = "16",
+    output_tokens: OutputOption = 64,
+    intermediate: IntermediateOption = 1024,
+    requests: CapturedOption = 2400,
+    work: WorkOption = WORK,
+    seed: SeedOption = 0,
+    steps_out: Annotated[
+        Path | None, typer.Option(help="Write the engine's steps, for offline.simulate --calibrate-from.")
+    ] = None,
+    out: OutOption = None,
+) -> None:
+    """Simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
+    bench = Bench(
+        prompts,
+        requests=requests,
+        output_tokens=output_tokens,
+        intermediate=intermediate,
+        work=work,
+        seed=seed,
+    )
+    cases = bench.compare(loads_of(groups, workers, batch, per_worker), ARMS)
+    rows = [row for case in cases for row in rows_of(case, bench.regret(case))]
+    path = publish(
+        "simulator_validation", rows, seed=seed, out=out,
+        inputs=bench.inputs | {"per_worker": per_worker, "batch": batch},
+        notes="error: simulated against measured; mape and pearson over requests; the ranking compares the "
+        f"policies' medians. {'; '.join(_ranking(case) for case in cases)}",
+    )  # fmt: skip
+    _draw(cases, path.with_suffix(".png"))
+    if steps_out is not None:
+        write_whole(steps_out, bench.step_lines())
+
+
+def rows_of(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
+    """One row a policy."""
+    rows = []
+    for label, measured in case.tpot_s.items():
+        outcome, steps = case.outcomes[label], case.steps[label]
+        simulated = outcome.tpot_s
+        row: dict[str, Any] = {"workload": case.load.group, "workers": case.load.workers, "policy": label}
+        for q in (50, 99):
+            real = float(np.percentile(measured, q))
+            row[f"tpot_p{q}_ms"] = 1e3 * real
+            row[f"p{q}_error_pct"] = 100 * (float(np.percentile(simulated, q)) / real - 1)
+        rows.append(
+            row
+            | {
+                "mape_pct": 100 * float(np.mean(np.abs(simulated / measured - 1))),
+                "pearson": float(np.corrcoef(simulated, measured)[0, 1]),
+                "active_experts": float(np.mean(steps.experts)) / LAYERS,
+                "simulated_active_experts": float(outcome.experts.mean()) / LAYERS,
+                "regret_mean_us": 1e6 * float(regret[label].mean()),
+                "best_choices_pct": 100 * float((regret[label] <= 1e-9).mean()),
+            }
+        )
+    return rows
+
+
+def _ranking(case: Case) -> str:
+    """How alike the policies are ranked; pairs whose medians differ by less than 2 % are no ranking."""
+    labels = list(case.tpot_s)
+    real = np.array([np.median(case.tpot_s[label]) for label in labels])
+    simulated = np.array([np.median(case.outcomes[label].tpot_s) for label in labels])
+    pairs = [
+        (simulated[a] < simulated[b]) == (real[a] < real[b])
+        for a in range(len(labels))
+        for b in range(a)
+        if abs(real[a] / real[b] - 1) >= 0.02
+    ]
+    rho = float(spearmanr(real, simulated).statistic)
+    return (
+        f"{case.load.group} K={case.load.workers}: Spearman {rho:.2f}, "
+        f"{sum(pairs)} of {len(pairs)} pairs of policies that differ by 2 % or more in the same order"
+    )
+
+
+def _draw(cases: Sequence[Case], path: Path) -> None:
+    figure = Figure(figsize=(5 * len(cases), 5), layout="constrained")
+    for axes, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
+        for label, measured in case.tpot_s.items():
+            axes.scatter(1e3 * measured, 1e3 * case.outcomes[label].tpot_s, s=4, alpha=0.5, label=label)
+        low, high = axes.get_xlim()
+        axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+        axes.set(
+            title=f"{case.load.group}, {case.load.workers} workers",
+            xlabel="measured TPOT, ms",
+            ylabel="simulated TPOT, ms",
+        )
+        axes.legend(fontsize=7)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    run(simulator_validation)

@@ -1,0 +1,98 @@
+"""A decode step's cost, fitted to real steps, as a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_serve.files import write_whole
+from eldr_serve.routing import StepSums
+from eldr_serve.simulation.cluster import Cost
+from eldr_serve.simulation.requests import SimulationError
+
+COLUMNS = ("requests", "kv_tokens", "experts", "seconds")
+
+
+class FittedCost(BaseModel):
+    """What was fitted, on how much, and how well it fits there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_: Literal["eldr.step_cost/1"] = Field(default="eldr.step_cost/1", alias="schema")
+    cost: Cost
+    steps: int = Field(ge=1, description="real steps behind the fit")
+    rms_relative_error: float = Field(description="root mean square of (fitted - real) / real, by step")
+    median_relative_error: float | None = Field(description="median of |fitted - real| / real, by step")
+    source: str = Field(description="file and fingerprint of the steps, or where they were read from")
+
+    def save(self, path: Path) -> None:
+        """Write the file whole, or not at all."""
+        write_whole(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> FittedCost:
+        """Read a file.
+
+        Raises:
+            SimulationError: it is no such file.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise SimulationError(f"{path} is no fitted step cost: {where}: {first['msg']}") from error
+
+
+def fit_steps(path: Path) -> FittedCost:
+    """Fit step records: JSON lines of {"requests", "kv_tokens", "experts", "seconds"}.
+
+    `experts` are summed over MoE layers. Steps that the machine interrupted hardly count (StepSums).
+
+    Raises:
+        SimulationError: a line (named) is no step, or there are too few, or experts cost nothing.
+    """
+    content = path.read_bytes()
+    rows = []
+    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
+        try:
+            record: dict[str, Any] = json.loads(line)
+            row = [float(record[name]) for name in COLUMNS]
+            if not (np.isfinite(row).all() and row[3] > 0 and min(row) >= 0):
+                raise ValueError("a value is out of range")
+        except (ValueError, KeyError, TypeError) as error:
+            raise SimulationError(f"{path}, line {number}: not a step ({error!r})") from error
+        rows.append(row)
+    steps = np.array(rows, np.float64).reshape(-1, len(COLUMNS))
+    sums = StepSums.of(*steps.T)
+    fitted = sums.fit()
+    if fitted is None:
+        raise SimulationError(f"{path}: {len(steps)} steps, from which no cost of an expert can be told")
+    relative = np.abs(fitted.seconds(*steps.T[:3]) / steps[:, 3] - 1)
+    return FittedCost(
+        cost=Cost(**fitted.as_dict()), steps=len(steps), rms_relative_error=sums.error(fitted),
+        median_relative_error=float(np.median(relative)),
+        source=f"{path.name} {hashlib.sha256(content).hexdigest()[:16]}",
+    )  # fmt: skip
+
+
+def from_status(status: dict[str, Any], where: str) -> FittedCost:
+    """The cost that a running service has fitted to its decode engines' steps (`GET /eldr/status`).
+
+    Raises:
+        SimulationError: it has not yet seen enough steps.
+    """
+    found = dict(status.get("step_cost") or {})
+    try:
+        steps, error = int(found.pop("steps")), float(found.pop("relative_error"))
+        return FittedCost(
+            cost=Cost(**found), steps=max(1, steps), rms_relative_error=error, median_relative_error=None,
+            source=where,
+        )  # fmt: skip
+    except (KeyError, ValueError, TypeError) as error:
+        raise SimulationError(f"{where} has fitted no step cost yet; send it some load first") from error

@@ -1,0 +1,76 @@
+"""What is simulated: prefill workers, the hand-over, decode workers, and what they cost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eldr_serve.routing import StepCost
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Cost(_Part):
+    """Time of a decode step, s: the sum of these (see `eldr_serve.routing.StepCost`)."""
+
+    fixed_s: Seconds = Field(default=4e-3, description="every step, s")
+    per_request_s: Seconds = Field(default=1e-4, description="each request of the batch, s")
+    per_kv_token_s: Seconds = Field(default=0.0, description="each KV token of the batch, s")
+    per_expert_s: Seconds = Field(
+        default=4e-5,
+        description="each active expert, summed over MoE layers, s; under EP, of the slowest rank",
+    )
+
+    def step(self) -> StepCost:
+        """The same, as policies and the simulator use it."""
+        return StepCost(self.fixed_s, self.per_request_s, self.per_kv_token_s, self.per_expert_s)
+
+
+class Prefill(_Part):
+    """Prefill workers: each serves one prompt after the other."""
+
+    workers: int = Field(ge=1, description="prefill workers")
+    fixed_s: Seconds = Field(default=0.0, description="every prompt, s")
+    per_token_s: Seconds = Field(default=0.0, description="each prompt token that is in no prefix cache, s")
+    cache_blocks: int = Field(default=0, ge=0, description="prefix blocks that a worker keeps")
+    block_tokens: int = Field(default=512, ge=1, description="tokens of a prefix block")
+    max_load_ratio: float = Field(
+        default=1.25, ge=1, description="a worker above this times the mean load loses its prefixes' prompts"
+    )
+
+
+class Decode(_Part):
+    """Decode workers with continuous batching."""
+
+    workers: int = Field(ge=1, description="decode workers")
+    max_batch: int = Field(default=256, ge=1, description="requests that a worker runs at once; more queue")
+    kv_tokens: int | None = Field(
+        default=None, ge=1, description="KV tokens that a worker holds; None: any number"
+    )
+    recompute_per_token_s: Seconds = Field(
+        default=0.0, description="each token of a preempted request as it comes back, s"
+    )
+    barrier: bool = Field(
+        default=False, description="all workers step together, as long as the slowest (data parallel)"
+    )
+    cost: Cost = Cost()
+
+
+class Cluster(_Part):
+    """A whole deployment."""
+
+    decode: Decode
+    prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled as they arrive")
+    handoff_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
+    handoff_per_token_s: Seconds = Field(default=0.0, description="the same, each KV token, s")
+    pool_ttl_s: float | None = Field(
+        default=None, gt=0, description="a pooled request is given up after this, s; None: never"
+    )
+    progress_s: float = Field(
+        default=0.25, gt=0, description="the policy hears of generated tokens this often, s"
+    )

@@ -1,0 +1,101 @@
+"""What became of simulated requests, and the figures that are read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """By request (NaN or -1 where it expired), by step and by sample.
+
+    Attributes:
+        arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]; the last two are the ends of
+            the first and of the last decode step.
+        worker: int64[N], decode worker.
+        tokens: int64[N], output tokens.
+        hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
+        preempted: how often a request had to leave a full worker.
+        batch, experts, seconds, step_worker: one entry a decode step; experts summed over layers.
+        imbalance, spread: one entry a sample: sum over workers of (largest - own) and largest -
+            smallest KV tokens of the running requests.
+        sample_s: when each was taken.
+    """
+
+    arrival_s: Floats
+    prefilled_s: Floats
+    placed_s: Floats
+    first_s: Floats
+    last_s: Floats
+    worker: Ints
+    tokens: Ints
+    hit_tokens: Ints
+    preempted: int
+    batch: Ints
+    experts: Ints
+    seconds: Floats
+    step_worker: Ints
+    imbalance: Floats
+    spread: Floats
+    sample_s: Floats
+
+    @property
+    def finished(self) -> NDArray[np.bool_]:
+        """bool[N]: not expired in the pool."""
+        return self.worker >= 0
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Time per output token after the first, of each request; NaN where there is but one token."""
+        gaps = np.where(self.tokens > 1, self.tokens - 1, np.nan)
+        return np.asarray((self.last_s - self.first_s) / gaps)
+
+    @property
+    def ttft_s(self) -> Floats:
+        """Arrival to the end of the first decode step, of each request."""
+        return self.first_s - self.arrival_s
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Tokens of finished requests, from the first arrival to the last token."""
+        done = self.finished
+        if not done.any():
+            return 0.0
+        return float(self.tokens[done].sum() / (self.last_s[done].max() - self.arrival_s.min()))
+
+    def steady(self, values: Floats) -> Floats:
+        """Those samples that were taken in the middle: after a tenth of the arrivals, before the last."""
+        if not len(self.arrival_s):
+            return values
+        start, end = np.quantile(self.arrival_s, 0.1), self.arrival_s[-1]
+        inside: Floats = values[(self.sample_s >= start) & (self.sample_s <= end)]
+        return inside
+
+    def summary(self) -> dict[str, Any]:
+        """One row of a table, with units in the keys."""
+        row: dict[str, Any] = {}
+        for name, values, quantiles in (("tpot", self.tpot_s, (50, 95, 99)), ("ttft", self.ttft_s, (50, 99))):
+            known = values[~np.isnan(values)]
+            for q in quantiles:
+                row[f"{name}_p{q}_ms"] = 1e3 * float(np.percentile(known, q)) if len(known) else None
+        return row | {
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "imbalance_tokens": _mean(self.steady(self.imbalance)),
+            "batch_size": _mean(self.batch),
+            "active_experts": _mean(self.experts),
+            "step_ms": 1e3 * float(self.seconds.mean()) if len(self.seconds) else None,
+            "prefix_hit_tokens": int(self.hit_tokens.sum()),
+            "expired": int((~self.finished).sum()),
+            "preempted": self.preempted,
+        }
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None

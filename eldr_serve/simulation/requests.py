@@ -1,0 +1,171 @@
+"""What is simulated: requests with their times and lengths, and the experts that they use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.artifacts import CalibrationTrace
+
+
+class SimulationError(ValueError):
+    """What was given cannot be simulated; one sentence."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """N requests, in order of arrival.
+
+    Attributes:
+        arrival_s: float64[N], ascending.
+        prompt_tokens, output_tokens: int64[N], 1 or more.
+        kind: int64[N], which request of an `Experts` each one behaves like; empty without experts.
+        blocks: ids of each prompt's prefix blocks, in order; equal leading ids are an equal prefix.
+            Empty where prompts share nothing.
+        keys: equal for prompts that a prompt-keyed predictor takes for one; empty: equal blocks are.
+    """
+
+    arrival_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    blocks: tuple[tuple[int, ...], ...] = ()
+    keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.arrival_s)
+        for name in ("prompt_tokens", "output_tokens"):
+            values = getattr(self, name)
+            if len(values) != n:
+                raise SimulationError(f"{n} requests have {len(values)} {name}")
+            if n and values.min() < 1:
+                raise SimulationError(f"request {int(values.argmin())} has {int(values.min())} {name}")
+        if n and not (np.isfinite(self.arrival_s).all() and (np.diff(self.arrival_s) >= 0).all()):
+            raise SimulationError("arrival times are not in order")
+        for name in ("kind", "blocks", "keys"):
+            if len(getattr(self, name)) not in (0, n):
+                raise SimulationError(f"{n} requests have {len(getattr(self, name))} entries of {name}")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Which experts requests use: S observed ones, which the simulated ones repeat.
+
+    Attributes:
+        counts: unsigned[S,L,E], the prompts' expert counts: the signature.
+        count_tokens: int64[S], prompt tokens behind the counts.
+        bits: uint64[T, L*words], the experts of each decode step (`expert_bits`), one request after
+            the other.
+        offset: int64[S+1], where each one's steps begin. A longer simulated request begins again.
+        domains: S names.
+        layers: L.
+    """
+
+    counts: NDArray[np.unsignedinteger]
+    count_tokens: NDArray[np.int64]
+    bits: NDArray[np.uint64]
+    offset: NDArray[np.int64]
+    domains: list[str]
+    layers: int
+
+    def __post_init__(self) -> None:
+        if (np.diff(self.offset) < 1).any():
+            raise SimulationError(f"request {int(np.diff(self.offset).argmin())} has no decode step")
+
+    def signature(self, kind: int, prompt_tokens: int) -> NDArray[np.unsignedinteger]:
+        """Counts of a prompt of that length: unsigned[L,E]."""
+        tokens = int(self.count_tokens[kind])
+        if tokens == prompt_tokens:
+            counts: NDArray[np.unsignedinteger] = self.counts[kind]
+            return counts
+        scaled: NDArray[np.uint32] = np.rint(self.counts[kind] * (prompt_tokens / tokens)).astype(np.uint32)
+        return scaled
+
+    @classmethod
+    def replayed(
+        cls, trace: CalibrationTrace, *, max_steps: int | None = None, true_decode: bool = False
+    ) -> Experts:
+        """The routes of a calibration trace.
+
+        Args:
+            max_steps: of each request, at most.
+            true_decode: signatures are what decode will use: the bound of any prediction.
+
+        Raises:
+            SimulationError: the trace was made without routes.
+        """
+        if trace.routes is None or trace.route_offsets is None:
+            raise SimulationError("the trace holds no routes; make it with offline.calibrate --routes")
+        steps = trace.decode_steps.astype(np.int64)
+        kept = steps if max_steps is None else np.minimum(steps, max_steps)
+        offset = np.concatenate([[0], np.cumsum(kept)])
+        rows = np.arange(offset[-1]) + np.repeat(trace.route_offsets[:-1] - offset[:-1], kept)
+        bits = expert_bits(trace.routes[rows], trace.prefill_counts.shape[2])
+        counts = trace.decode_counts if true_decode else trace.prefill_counts
+        tokens = trace.decode_steps if true_decode else trace.prompt_tokens
+        return cls(counts, tokens.astype(np.int64), bits, offset, trace.domains, counts.shape[1])
+
+    @classmethod
+    def sampled(
+        cls,
+        counts: NDArray[np.unsignedinteger],
+        count_tokens: NDArray[np.int64],
+        probability: NDArray[np.floating],
+        top_k: int,
+        domains: list[str],
+        *,
+        steps: int = 64,
+        seed: int = 0,
+    ) -> Experts:
+        """Steps drawn from activation probabilities: top_k experts a layer, without replacement.
+
+        Args:
+            counts, count_tokens: as of the class.
+            probability: float[S,L,E], share of decode steps that choose the expert.
+            steps: drawn for each of the S requests, which then repeat.
+        """
+        rng = np.random.default_rng(seed)
+        requests, layers, experts = probability.shape
+        weights = np.log(np.maximum(probability, 1e-9)).astype(np.float32)
+        bits = []
+        for s in range(requests):
+            # The largest of log p plus Gumbel noise are a draw without replacement by p.
+            noise = rng.gumbel(size=(steps, layers, experts)).astype(np.float32)
+            routes = np.argpartition(weights[s] + noise, -top_k, axis=2)[:, :, -top_k:]
+            bits.append(expert_bits(routes, experts))
+        return cls(
+            counts, count_tokens, np.concatenate(bits), np.arange(requests + 1) * steps, domains, layers
+        )
+
+
+def expert_bits(routes: NDArray[np.integer], num_experts: int) -> NDArray[np.uint64]:
+    """uint64[T, L * ceil(E/64)] bitsets of routes[T, L, k], expert ids below `num_experts`."""
+    steps, layers, _ = routes.shape
+    words = -(-num_experts // 64)
+    bits = np.zeros((steps, layers, words), np.uint64)
+    ids = routes.astype(np.uint64)
+    one = np.uint64(1)
+    for rank in range(routes.shape[2]):
+        chosen = ids[:, :, rank]
+        np.bitwise_or.at(
+            bits,
+            (np.arange(steps)[:, None], np.arange(layers)[None, :], (chosen // 64).astype(np.int64)),
+            one << (chosen % np.uint64(64)),
+        )
+    return bits.reshape(steps, -1)
+
+
+def rank_masks(ranks: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """uint64[G, L, words]: the experts of each EP rank, from ranks int[L,E]."""
+    layers, experts = ranks.shape
+    masks = np.zeros((int(ranks.max()) + 1, layers, -(-experts // 64)), np.uint64)
+    expert = np.arange(experts)
+    for layer in range(layers):
+        bit = np.uint64(1) << (expert % 64).astype(np.uint64)
+        np.bitwise_or.at(masks, (ranks[layer], np.full(experts, layer), expert // 64), bit)
+    return masks

@@ -1,0 +1,481 @@
+"""Discrete events over prefill workers, hand-over and decode workers, placed by a production policy.
+
+A decode worker's step is one event, however many requests it holds: their tokens, KV and ends follow
+from the number of its steps, and only the union of their experts is computed anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing import Decision, Handoff, Policy, PooledPolicy, WorkerLoad
+from eldr_serve.routing.policies import CentroidTable
+from eldr_serve.routing.prefill import choose_prefill
+from eldr_serve.simulation.cluster import Cluster, Prefill
+from eldr_serve.simulation.outcome import Outcome
+from eldr_serve.simulation.requests import Experts, Requests, SimulationError, rank_masks
+
+_STEP, _ROUND, _PREFILLED, _READY, _CHANGE = range(5)  # kinds of events
+_SAMPLE_EVERY = 0.1  # s, of imbalance; with a barrier it is sampled at every step
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something an operator does while requests run.
+
+    Attributes:
+        at_s: when.
+        workers: decode workers that take requests from then on, the first ones; None: as before.
+        table: centroid table to swap in; None: as before.
+    """
+
+    at_s: float
+    workers: int | None = None
+    table: CentroidTable | None = None
+
+
+def simulate(
+    requests: Requests,
+    policy: Policy,
+    cluster: Cluster,
+    *,
+    experts: Experts | None = None,
+    ranks: NDArray[np.integer] | None = None,
+    changes: Sequence[Change] = (),
+    seed: int = 0,
+    on_finished: Callable[[int], None] = lambda number: None,
+) -> Outcome:
+    """Run the requests to their end. Deterministic by seed.
+
+    Args:
+        policy: fresh; with its table, if it needs one.
+        experts: what `requests.kind` means; None for a dense model.
+        ranks: int[L,E], the EP rank of each expert, the same on all workers, or int[K,L,E]; a step then
+            pays in each layer for the rank with most active experts. None: one rank.
+        changes: in any order.
+        on_finished: told how many more requests have ended, now and then.
+
+    Raises:
+        SimulationError: a request that no worker can hold, or kinds that `experts` lacks.
+    """
+    return _Simulation(requests, policy, cluster, experts, ranks, changes, seed, on_finished).run()
+
+
+class _Worker:
+    """A decode worker. A running request's tokens are `steps - start`."""
+
+    __slots__ = (
+        "busy", "ends", "fresh", "jobs", "kv", "owed_s", "placed", "placed_kv", "rows", "steps", "waiting",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.jobs: list[int] = []
+        self.waiting: deque[int] = deque()
+        self.fresh: list[int] = []  # running, without a token
+        self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
+        self.rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+        self.steps = 0
+        self.kv = 0  # tokens of running requests
+        self.owed_s = 0.0  # recomputation of preempted requests, in the next step
+        self.placed = 0  # requests, running or not, and their tokens: what the router knows
+        self.placed_kv = 0
+        self.busy = False
+
+
+class _PrefillWorkers:
+    """First come, first served, with a prefix cache each."""
+
+    def __init__(self, config: Prefill) -> None:
+        self._config = config
+        self._free_s = [0.0] * config.workers
+        self._in_flight = {str(p): 0 for p in range(config.workers)}
+        self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(config.workers)]
+
+    def run(self, now: float, head: bytes, blocks: tuple[int, ...], tokens: int) -> tuple[int, float, int]:
+        """Worker, end of the prompt's prefill and tokens that were cached."""
+        p = int(choose_prefill(head, self._in_flight, max_load_ratio=self._config.max_load_ratio))
+        self._in_flight[str(p)] += 1
+        hit = min(self._hit(p, blocks) * self._config.block_tokens, tokens - 1)
+        seconds = self._config.fixed_s + self._config.per_token_s * (tokens - hit)
+        self._free_s[p] = max(now, self._free_s[p]) + seconds
+        return p, self._free_s[p], hit
+
+    def leave(self, p: int) -> None:
+        self._in_flight[str(p)] -= 1
+
+    def _hit(self, p: int, blocks: tuple[int, ...]) -> int:
+        """Leading blocks that are cached; all of them are afterwards, as far as there is room."""
+        if not self._config.cache_blocks:
+            return 0
+        cached = self._cached[p]
+        hit = next((n for n, block in enumerate(blocks) if block not in cached), len(blocks))
+        for block in blocks:
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > self._config.cache_blocks:
+            cached.popitem(last=False)
+        return hit
+
+
+class _Simulation:
+    def __init__(
+        self,
+        requests: Requests,
+        policy: Policy,
+        cluster: Cluster,
+        experts: Experts | None,
+        ranks: NDArray[np.integer] | None,
+        changes: Sequence[Change],
+        seed: int,
+        on_finished: Callable[[int], None],
+    ) -> None:
+        decode = cluster.decode
+        _check(requests, cluster, experts)
+        self._requests, self._policy, self._cluster, self._experts = requests, policy, cluster, experts
+        self._cost = decode.cost.step()
+        self._rng = np.random.default_rng(seed)
+        self._on_finished = on_finished
+        n = len(requests)
+        self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
+        self._kind = requests.kind.tolist()
+        self._pool: dict[int, tuple[float, Handoff]] = {}  # request -> since, asked
+        self._handoffs: dict[int, Handoff] = {}  # of running requests
+        self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
+        self._prefill = _PrefillWorkers(cluster.prefill) if cluster.prefill else None
+        self._prefilled_by = [0] * n
+        self._workers = [_Worker() for _ in range(decode.workers)]
+        self._open = decode.workers  # workers that take requests
+        self._loads: list[WorkerLoad | None] = [None] * decode.workers
+        self._wants_progress = type(policy).progressed is not Policy.progressed
+        self._told_at = -np.inf
+        self._done = [0] * n  # tokens before the request last left a worker
+        self._start = np.zeros(n, np.int64)
+        self._ends_at = [-1] * n
+        self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, whom
+        self._number = 0
+        self._in_round = False
+        self._changes = sorted(changes, key=lambda change: change.at_s)
+        for index, change in enumerate(self._changes):
+            self._at(change.at_s, _CHANGE, index)
+        self._masks = None if ranks is None else [rank_masks(r) for r in ranks.reshape(-1, *ranks.shape[-2:])]
+        nan = np.full(n, np.nan)
+        self._prefilled_s, self._placed_s, self._first_s, self._last_s = (nan.copy() for _ in range(4))
+        self._worker = np.full(n, -1, np.int64)
+        self._hit = np.zeros(n, np.int64)
+        self._preempted = 0
+        self._log = array("i"), array("i"), array("d"), array("i")
+        self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
+        self._sampled_at = -np.inf
+        self._ended = 0
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        handlers = {
+            _STEP: self._step_ended,
+            _ROUND: self._round_ended,
+            _PREFILLED: self._prefilled,
+            _READY: self._ready,
+            _CHANGE: self._changed,
+        }
+        events = self._events
+        for j, arrival in enumerate(self._requests.arrival_s.tolist()):
+            while events and events[0][0] <= arrival:
+                now, _, kind, whom = heapq.heappop(events)
+                handlers[kind](now, whom)
+            self._arrive(arrival, j)
+        while events:
+            now, _, kind, whom = heapq.heappop(events)
+            handlers[kind](now, whom)
+        if self._pool:
+            self._expire(np.inf)
+        self._on_finished(self._ended)
+        batch, experts, seconds, step_worker = self._log
+        return Outcome(
+            self._requests.arrival_s, self._prefilled_s, self._placed_s, self._first_s, self._last_s,
+            self._worker, self._requests.output_tokens, self._hit, self._preempted,
+            np.array(batch, np.int64), np.array(experts, np.int64), np.array(seconds),
+            np.array(step_worker, np.int64), np.array(self._imbalance), np.array(self._spread),
+            np.array(self._sample_s),
+        )  # fmt: skip
+
+    def _at(self, time: float, kind: int, whom: int) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (time, self._number, kind, whom))
+
+    # -- prefill and placement -------------------------------------------------------------------
+
+    def _arrive(self, now: float, j: int) -> None:
+        if self._prefill is None:
+            self._prefilled(now, j)
+            return
+        blocks = self._requests.blocks[j] if self._requests.blocks else ()
+        head = str(blocks[0] if blocks else f"r{j}").encode()
+        p, end, self._hit[j] = self._prefill.run(now, head, blocks, self._prompt[j])
+        self._prefilled_by[j] = p
+        self._at(end, _PREFILLED, j)
+
+    def _prefilled(self, now: float, j: int) -> None:
+        self._prefilled_s[j] = now
+        if self._prefill is not None:
+            self._prefill.leave(self._prefilled_by[j])
+        handoff = self._handoff(j)
+        if isinstance(self._policy, PooledPolicy) and self._policy.pooled:
+            self._pool[j] = now, handoff
+            self._dispatch(now)
+        else:
+            self._tell_progress(now)
+            self._place(now, j, handoff, self._policy.choose(handoff, self._known(), self._rng))
+
+    def _handoff(self, j: int) -> Handoff:
+        prompt, output = self._prompt[j], self._output[j]
+        requests = self._requests
+        key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
+        if self._experts is None:
+            return Handoff(str(j), None, prompt, output, prompt_key=key)
+        kind = self._kind[j]
+        table = self._policy.table
+        if table is not None and kind not in self._similarity:
+            self._similarity[kind] = table.similarity(self._experts.counts[kind])
+        counts = self._experts.signature(kind, prompt) if self._policy.reads_counts else None
+        domain = self._experts.domains[kind]
+        return Handoff(str(j), counts, prompt, output, domain, self._similarity.get(kind), key)
+
+    def _dispatch(self, now: float) -> None:
+        policy = self._policy
+        if self._cluster.pool_ttl_s is not None:
+            self._expire(now)
+        if not self._pool or not isinstance(policy, PooledPolicy):
+            return
+        self._tell_progress(now)
+        numbers = list(self._pool)
+        waiting = [handoff for _, handoff in self._pool.values()]
+        for index, decision in policy.dispatch(waiting, self._known(), self._rng):
+            del self._pool[numbers[index]]
+            self._place(now, numbers[index], waiting[index], decision)
+
+    def _expire(self, now: float) -> None:
+        ttl = self._cluster.pool_ttl_s or 0.0
+        while self._pool:
+            j, (since, _) = next(iter(self._pool.items()))
+            if now - since <= ttl:
+                break
+            del self._pool[j]
+            self._count_end()
+
+    def _place(self, now: float, j: int, handoff: Handoff, decision: Decision) -> None:
+        w = decision.worker
+        self._policy.placed(handoff, w)
+        self._placed_s[j] = now
+        self._worker[j] = w
+        worker = self._workers[w]
+        worker.placed += 1
+        worker.placed_kv += self._prompt[j]
+        self._loads[w] = None
+        cluster = self._cluster
+        delay = cluster.handoff_fixed_s + cluster.handoff_per_token_s * self._prompt[j]
+        if delay:
+            self._at(now + delay, _READY, j)
+        else:
+            self._ready(now, j)
+
+    def _known(self) -> list[WorkerLoad]:
+        """What the router knows of the workers."""
+        for w, load in enumerate(self._loads):
+            if load is None:
+                worker = self._workers[w]
+                self._loads[w] = WorkerLoad(worker.placed, worker.placed_kv, w < self._open)
+        return self._loads  # type: ignore[return-value]
+
+    def _tell_progress(self, now: float) -> None:
+        if self._wants_progress and now - self._told_at >= self._cluster.progress_s:
+            self._told_at = now
+            self._policy.progressed(
+                {str(j): worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
+            )
+
+    def _changed(self, now: float, index: int) -> None:
+        change = self._changes[index]
+        if change.table is not None:
+            self._policy = self._policy.with_table(change.table)
+            self._similarity.clear()
+        if change.workers is not None:
+            self._open = change.workers
+            self._loads = [None] * len(self._workers)
+            self._dispatch(now)
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    def _ready(self, now: float, j: int) -> None:
+        w = int(self._worker[j])
+        worker = self._workers[w]
+        worker.waiting.append(j)
+        if self._cluster.decode.barrier:
+            if not self._in_round:
+                self._begin_round(now)
+        elif not worker.busy:
+            self._begin(now, w)
+
+    def _begin(self, now: float, w: int) -> None:
+        seconds = self._begin_step(w)
+        self._workers[w].busy = seconds > 0
+        if seconds > 0:
+            self._at(now + seconds, _STEP, w)
+
+    def _begin_round(self, now: float) -> None:
+        longest = max(self._begin_step(w) for w in range(len(self._workers)))
+        self._in_round = longest > 0
+        if longest > 0:
+            self._at(now + longest, _ROUND, 0)
+            self._sample(now)
+
+    def _step_ended(self, now: float, w: int) -> None:
+        left = self._end_step(now, w)
+        if now - self._sampled_at >= _SAMPLE_EVERY:
+            self._sampled_at = now
+            self._sample(now)
+        if left and self._pool:
+            self._dispatch(now)
+        if not self._workers[w].busy:  # else a request placed just now has begun the next step
+            self._begin(now, w)
+
+    def _round_ended(self, now: float, _: int) -> None:
+        left = sum([self._end_step(now, w) for w in range(len(self._workers))])
+        if left and self._pool:
+            self._dispatch(now)  # while the round counts as under way, so that all begin together
+        self._begin_round(now)
+
+    def _begin_step(self, w: int) -> float:
+        """Admit, preempt, and the time of the next step, s; 0 if there is nothing to do."""
+        worker = self._workers[w]
+        self._admit(worker)
+        jobs = worker.jobs
+        if not jobs:
+            return 0.0
+        active = self._active_experts(w, worker) if self._experts is not None else 0
+        seconds = float(self._cost.seconds(len(jobs), worker.kv, active)) + worker.owed_s
+        worker.owed_s = 0.0
+        batches, experts, times, workers = self._log
+        batches.append(len(jobs))
+        experts.append(active)
+        times.append(seconds)
+        workers.append(w)
+        return seconds
+
+    def _admit(self, worker: _Worker) -> None:
+        decode = self._cluster.decode
+        capacity = decode.kv_tokens
+        while worker.waiting and len(worker.jobs) < decode.max_batch:
+            j = worker.waiting[0]
+            tokens = self._prompt[j] + self._done[j]
+            if capacity is not None and worker.kv + len(worker.jobs) + tokens + 1 > capacity:
+                break
+            worker.waiting.popleft()
+            worker.jobs.append(j)
+            worker.rows = None
+            worker.kv += tokens
+            self._start[j] = worker.steps - self._done[j]
+            self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
+            heapq.heappush(worker.ends, (self._ends_at[j], j))
+            if self._done[j]:
+                worker.owed_s += decode.recompute_per_token_s * tokens
+            else:
+                worker.fresh.append(j)
+        while capacity is not None and worker.kv + len(worker.jobs) > capacity:
+            self._preempt(worker)
+
+    def _preempt(self, worker: _Worker) -> None:
+        """The youngest request leaves a worker whose KV is full, and waits in front."""
+        j = worker.jobs.pop()
+        worker.rows = None
+        self._done[j] = worker.steps - int(self._start[j])
+        self._ends_at[j] = -1
+        worker.kv -= self._prompt[j] + self._done[j]
+        if j in worker.fresh:
+            worker.fresh.remove(j)
+        worker.waiting.appendleft(j)
+        self._preempted += 1
+
+    def _active_experts(self, w: int, worker: _Worker) -> int:
+        experts = self._experts
+        assert experts is not None
+        if worker.rows is None:
+            jobs = np.array(worker.jobs)
+            kinds = self._requests.kind[jobs]
+            first = experts.offset[kinds]
+            worker.rows = first, experts.offset[kinds + 1] - first, self._start[jobs]
+        first, length, start = worker.rows
+        union = np.bitwise_or.reduce(experts.bits[first + (worker.steps - start) % length], axis=0)
+        if self._masks is None:
+            return int(np.bitwise_count(union).sum())
+        mask = self._masks[w % len(self._masks)]
+        on_rank = np.bitwise_count(union.reshape(mask.shape[1:]) & mask).sum(axis=2)  # [G, L]
+        return int(on_rank.max(axis=0).sum())
+
+    def _end_step(self, now: float, w: int) -> int:
+        """Every running request has one token more; returns how many have left."""
+        worker = self._workers[w]
+        worker.busy = False
+        if not worker.jobs:
+            return 0
+        worker.steps += 1
+        worker.kv += len(worker.jobs)
+        worker.placed_kv += len(worker.jobs)
+        self._loads[w] = None
+        if worker.fresh:
+            self._first_s[worker.fresh] = now
+            worker.fresh.clear()
+        left = 0
+        while worker.ends and worker.ends[0][0] <= worker.steps:
+            at, j = heapq.heappop(worker.ends)
+            if at != self._ends_at[j]:
+                continue  # it was preempted since
+            left += 1
+            worker.jobs.remove(j)
+            worker.rows = None
+            tokens = self._prompt[j] + self._output[j]
+            worker.kv -= tokens
+            worker.placed -= 1
+            worker.placed_kv -= tokens
+            self._last_s[j] = now
+            if self._wants_progress:
+                self._policy.progressed({str(j): self._output[j]})
+            self._policy.released(str(j))
+            self._count_end()
+        return left
+
+    def _count_end(self) -> None:
+        self._ended += 1
+        if self._ended >= 1000:
+            self._on_finished(self._ended)
+            self._ended = 0
+
+    def _sample(self, now: float) -> None:
+        self._sample_s.append(now)
+        kv = [worker.kv for worker in self._workers]
+        largest = max(kv)
+        self._imbalance.append(largest * len(kv) - sum(kv))
+        self._spread.append(largest - min(kv))
+
+
+def _check(requests: Requests, cluster: Cluster, experts: Experts | None) -> None:
+    if cluster.decode.cost.step().seconds(1, 1, 1) <= 0:
+        raise SimulationError("a decode step costs no time")
+    capacity = cluster.decode.kv_tokens
+    if capacity is not None and len(requests):
+        tokens = requests.prompt_tokens + requests.output_tokens
+        if (over := int(tokens.argmax())) >= 0 and tokens[over] > capacity:
+            raise SimulationError(
+                f"request {over} needs {tokens[over]} KV tokens, more than the {capacity} of a decode worker"
+            )
+    if experts is not None and len(requests.kind) != len(requests):
+        raise SimulationError("the requests do not say which experts they use")
+    if experts is not None and len(requests) and int(requests.kind.max()) >= len(experts.offset) - 1:
+        raise SimulationError(f"a request behaves like number {int(requests.kind.max())}, which is not there")

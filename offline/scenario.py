@@ -1,0 +1,201 @@
+"""What `offline.simulate` is given: a cluster, a workload and policies, from YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.fitting import fit_table
+from eldr_serve.routing import Policy, make_policy
+from eldr_serve.simulation.cluster import Cluster
+from eldr_serve.simulation.requests import Experts, Requests
+from loadgen.traces import TraceRequest, read_trace
+from offline.cli import BadInput
+from offline.gptoss import read_gptoss
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Poisson(_Part):
+    """Arrivals with exponential gaps, all of equal length."""
+
+    kind: Literal["poisson"]
+    rate_per_s: float = Field(gt=0, description="requests/s, over the whole cluster")
+    requests: int = Field(ge=1, description="requests in all")
+    prompt_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of each prompt; None: of the request whose experts it has"
+    )
+    output_tokens: int = Field(default=64, ge=1, description="tokens of each answer")
+
+
+class Trace(_Part):
+    """Arrivals, lengths and prefix blocks of a recorded trace (Azure CSV or Mooncake JSON lines)."""
+
+    kind: Literal["trace"]
+    path: Path = Field(description=".csv, .jsonl, or either with .gz")
+    speed: float = Field(default=1.0, gt=0, description="how much faster than recorded")
+    limit: int | None = Field(default=None, ge=1, description="first requests alone; None: all")
+    repeat: int = Field(default=1, ge=1, description="the trace so many times at once, each shifted in time")
+    min_output_tokens: int = Field(default=1, ge=1, description="requests with shorter answers are left out")
+    share_prefixes: bool = Field(default=True, description="prompts share the trace's prefix blocks")
+
+
+class Routes(_Part):
+    """Which experts requests use, as observed."""
+
+    kind: Literal["trace", "gpt-oss"] = Field(
+        description="a CalibrationTrace with routes, or GPT-OSS-20B records"
+    )
+    path: Path
+    sampled: bool = Field(
+        default=False, description="draw steps from probabilities, rather than replay routes"
+    )
+    domains: tuple[str, ...] = Field(default=(), description="these alone; empty: all")
+    fit_share: float = Field(
+        default=0.4, gt=0, lt=1, description="share that tables are fitted on; the rest runs"
+    )
+
+
+class PolicyChoice(_Part):
+    """One policy to simulate."""
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    label: str | None = Field(default=None, description="in tables; None: the name")
+
+    @property
+    def shown(self) -> str:
+        return self.label or self.name
+
+
+class Scenario(_Part):
+    """Everything that a simulation reads; each policy and seed is one run."""
+
+    cluster: Cluster
+    arrivals: Annotated[Poisson | Trace, Field(discriminator="kind")]
+    experts: Routes | None = Field(default=None, description="None: a dense model")
+    policies: tuple[PolicyChoice, ...] = Field(min_length=1)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    band: float = Field(default=0.1, ge=0, le=2, description="band width of fitted tables, cosine similarity")
+
+
+class Work:
+    """A scenario's requests and experts of one seed."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.experts: Experts | None = None
+        self.table: RoutingTable | None = None
+        kinds: NDArray[np.int64] | None = None
+        if scenario.experts is not None:
+            trace = observed(scenario.experts)
+            chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
+            if not chosen.any():
+                raise BadInput(
+                    f"{scenario.experts.path} holds no request of {', '.join(scenario.experts.domains)}"
+                )
+            order = self.rng.permutation(np.flatnonzero(chosen))
+            cut = max(1, round(scenario.experts.fit_share * len(order)))
+            fit, kinds = order[:cut], order[cut:]
+            if len(fit) >= scenario.cluster.decode.workers:
+                self.table, _ = fit_table(
+                    trace.subset(fit), scenario.cluster.decode.workers, band=scenario.band, seed=seed
+                )
+            self.experts = (
+                Experts.sampled(
+                    trace.prefill_counts, trace.prompt_tokens.astype(np.int64), trace.decode_probability,
+                    trace.top_k, trace.domains, seed=seed,
+                )
+                if scenario.experts.sampled
+                else Experts.replayed(trace)
+            )  # fmt: skip
+        self._capacity = scenario.cluster.decode.kv_tokens
+        self.requests = self._requests(scenario.arrivals, kinds)
+
+    def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
+        """A fresh policy with the scenario's table and cost."""
+        policy = make_policy(choice.name, **choice.parameters).with_table(self.table)
+        policy.follow_cost(cluster.decode.cost.step())
+        return policy
+
+    def _requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:
+        if isinstance(arrivals, Trace):
+            return self._replayed(arrivals, kinds)
+        n = arrivals.requests
+        times = np.cumsum(self.rng.exponential(1 / arrivals.rate_per_s, n))
+        kind = self._kinds(n, kinds)
+        if arrivals.prompt_tokens is not None:
+            prompt = np.full(n, arrivals.prompt_tokens)
+        elif self.experts is not None:
+            prompt = self.experts.count_tokens[kind]
+        else:
+            raise BadInput("arrivals.prompt_tokens is missing: without experts nothing else says it")
+        return Requests(times, prompt, np.full(n, arrivals.output_tokens), kind)
+
+    def _replayed(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
+        everything = read_trace(arrivals.path)
+        self._check_lengths(arrivals.path, everything)
+        records = [r for r in everything if r.output_tokens >= arrivals.min_output_tokens][: arrivals.limit]
+        if not records:
+            raise BadInput(f"{arrivals.path} holds no answer of {arrivals.min_output_tokens} tokens or more")
+        span = records[-1].due_s or 1.0
+        rows = []
+        for copy in range(arrivals.repeat):
+            # Each copy begins somewhere else in the recording and wraps around.
+            shift = copy * span / arrivals.repeat
+            rows += [((r.due_s + shift) % span if copy else r.due_s, copy, r) for r in records]
+        rows.sort(key=lambda row: row[0])
+        shared = arrivals.share_prefixes and any(r.hash_ids for r in records)
+        return Requests(
+            np.array([at for at, _, _ in rows]) / arrivals.speed,
+            np.array([r.prompt_tokens for _, _, r in rows]),
+            np.array([r.output_tokens for _, _, r in rows]),
+            self._kinds(len(rows), kinds),
+            tuple(tuple(block * arrivals.repeat + copy for block in r.hash_ids) for _, copy, r in rows)
+            if shared
+            else (),
+        )
+
+    def _check_lengths(self, path: Path, records: list[TraceRequest]) -> None:
+        header = ".csv" in path.suffixes
+        for line, r in enumerate(records, 1 + header):
+            if self._capacity is not None and r.prompt_tokens + r.output_tokens > self._capacity:
+                raise BadInput(
+                    f"{path}, line {line}: {r.prompt_tokens} + {r.output_tokens} tokens are more than the "
+                    f"{self._capacity} KV tokens of a decode worker"
+                )
+
+    def _kinds(self, n: int, kinds: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        return np.zeros(0, np.int64) if kinds is None else self.rng.choice(kinds, n)
+
+
+def read_scenario(path: Path) -> Scenario:
+    """A scenario from a YAML file; paths in it are relative to the file.
+
+    Raises:
+        BadInput: no such file, or a field (named) that is wrong.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+        for part in ("arrivals", "experts"):
+            if isinstance(content, dict) and isinstance(content.get(part), dict) and "path" in content[part]:
+                content[part]["path"] = path.parent / content[part]["path"]
+        return Scenario.model_validate(content)
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path} is no YAML ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def observed(routes: Routes) -> CalibrationTrace:
+    """The file's requests, with routes."""
+    return CalibrationTrace.load(routes.path) if routes.kind == "trace" else read_gptoss(routes.path)

@@ -1,0 +1,147 @@
+"""Simulate a deployment under policies, or fit what its decode steps cost.
+
+python -m offline.simulate --config scenario.yaml --out result.json
+python -m offline.simulate --calibrate-from steps.jsonl --out cost.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
+from eldr_serve.simulation.cluster import Cluster
+from eldr_serve.simulation.run import simulate as run_simulation
+from offline.cli import BadInput, run
+from offline.results import publish
+from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
+
+
+def simulate(
+    out: Annotated[Path, typer.Option(help="JSON to write: rows of a result, or a step cost.")],
+    config: Annotated[Path | None, typer.Option(help="Scenario (YAML): cluster, workload, policies.")] = None,
+    cost: Annotated[
+        Path | None, typer.Option(help="Step cost (JSON, by --calibrate-from) instead of the scenario's.")
+    ] = None,
+    calibrate_from: Annotated[
+        str | None,
+        typer.Option(help="Fit a step cost: JSON lines of steps, or the URL of a running service."),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Runs at once; above 1 they are tasks of a Ray cluster.")
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option(help="Check everything and say what would run.")] = False,
+) -> None:
+    """One run a policy and seed; prints a table and writes JSON."""
+    if (config is None) == (calibrate_from is None):
+        raise BadInput("give either --config or --calibrate-from")
+    if not out.parent.is_dir():
+        raise BadInput(f"the folder {out.parent} is not there")
+    if calibrate_from is not None:
+        _calibrate(calibrate_from, out)
+        return
+    assert config is not None
+    scenario = read_scenario(config)
+    if cost is not None:
+        scenario = with_cost(scenario, FittedCost.load(cost))
+    runs = [(choice, seed) for seed in scenario.seeds for choice in scenario.policies]
+    requests = len(Work(scenario, scenario.seeds[0]).requests)
+    if dry_run:
+        typer.echo(f"{len(runs)} runs of {requests} requests on {scenario.cluster.decode.workers} workers")
+        return
+    rows = simulated(scenario, runs, requests, processes)
+    publish(
+        "simulate", rows, seed=scenario.seeds[0], out=out, inputs=json.loads(scenario.model_dump_json()),
+        notes="simulated; nothing here was measured on an engine",
+    )  # fmt: skip
+
+
+def simulated(
+    scenario: Scenario, runs: list[tuple[PolicyChoice, int]], requests: int, processes: int
+) -> list[dict[str, Any]]:
+    """A row each of the runs, in their order, with a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task("simulating", total=len(runs) * requests)
+        if processes == 1:
+            rows = []
+            for choice, seed in runs:
+                progress.update(bar, description=f"{choice.shown}, seed {seed}")
+                rows.append(one_run(scenario, choice, seed, lambda n: progress.advance(bar, n)))
+            return rows
+        return _in_parallel(scenario, runs, processes, lambda: progress.advance(bar, requests))
+
+
+def one_run(
+    scenario: Scenario, choice: PolicyChoice, seed: int, on_finished: Callable[[int], None] = lambda n: None
+) -> dict[str, Any]:
+    """The row of one policy and seed."""
+    work = Work(scenario, seed)
+    started = time.perf_counter()
+    outcome = run_simulation(
+        work.requests,
+        work.policy(choice, scenario.cluster),
+        scenario.cluster,
+        experts=work.experts,
+        seed=seed,
+        on_finished=on_finished,
+    )
+    seconds = time.perf_counter() - started
+    return {
+        "policy": choice.shown,
+        "seed": seed,
+        **outcome.summary(),
+        "steps": len(outcome.batch),
+        "simulated_steps_per_s": len(outcome.batch) / seconds,
+    }
+
+
+def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
+    """The scenario with another step cost."""
+    decode = scenario.cluster.decode.model_copy(update={"cost": fitted.cost})
+    cluster: Cluster = scenario.cluster.model_copy(update={"decode": decode})
+    return scenario.model_copy(update={"cluster": cluster})
+
+
+def _in_parallel(
+    scenario: Scenario,
+    runs: list[tuple[PolicyChoice, int]],
+    processes: int,
+    on_row: Callable[[], None],
+) -> list[dict[str, Any]]:
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=processes, log_to_driver=False, logging_level="warning")
+    task = ray.remote(num_cpus=1)(one_run)
+    references = [task.remote(scenario, choice, seed) for choice, seed in runs]
+    left = list(references)
+    while left:
+        ready, left = ray.wait(left)
+        for _ in ready:
+            on_row()
+    rows: list[dict[str, Any]] = ray.get(references)
+    return rows
+
+
+def _calibrate(source: str, out: Path) -> None:
+    if source.startswith(("http://", "https://")):
+        where = source.rstrip("/") + "/eldr/status"
+        with urllib.request.urlopen(where, timeout=10) as answer:
+            fitted = from_status(json.load(answer), where)
+    else:
+        fitted = fit_steps(Path(source))
+    fitted.save(out)
+    terms = ", ".join(f"{name} {1e6 * value:.3g} us" for name, value in fitted.cost.model_dump().items())
+    typer.echo(f"{fitted.steps} steps: {terms}; error {fitted.rms_relative_error:.1%} rms; wrote {out}")
+
+
+if __name__ == "__main__":
+    run(simulate)
