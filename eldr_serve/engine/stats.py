@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from eldr_serve.engine import steps
+from eldr_serve.engine import kv_usage, steps
 from eldr_serve.engine.compat import NixlKVConnectorStats, NixlPromMetrics
 
 _KEPT = 4096  # records between two readings of the metrics; the oldest go first
@@ -46,7 +46,8 @@ class EldrStats(KVConnectorStats):
     """NIXL's transfer stats, decode step records and capture times.
 
     data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
-    "active_by_layer", "seconds"}], "capture_s": [...]}.
+    "active_by_layer", "seconds"}], "capture_s": [...]}; the scheduler adds "kv_usage", the share of KV
+    blocks in use.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -126,6 +127,8 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         steps.add(transfer_stats_data["steps"])
+        if "kv_usage" in transfer_stats_data:
+            kv_usage.put(transfer_stats_data["kv_usage"])
         for histogram, key in self._steps.values():
             for step in transfer_stats_data["steps"]:
                 histogram[engine_idx].observe(step[key])

@@ -15,6 +15,7 @@ from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.ingress import make_fastapi_ingress
 
 from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.serving.budget import SAMPLE_PERIOD_S
 from eldr_serve.serving.compat import check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.decode_router import RouterSpec, actor_name
@@ -50,6 +51,7 @@ def build_app(args: dict[str, Any]) -> Application:
             "directory_name": prefill_directory(parsed.name),
             "prefix_tokens": parsed.prefill_router.prefix_tokens,
             "max_load_ratio": parsed.prefill_router.max_load_ratio,
+            "max_kv_usage": parsed.prefill_router.max_kv_usage,
         },
         kv_lease_s=parsed.path.kv_lease_s,
     )
@@ -121,8 +123,11 @@ def llm_config(
     experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
     config["experimental_configs"] = experimental | (config.get("experimental_configs") or {})
     deployment = config.setdefault("deployment_config", {})
-    deployment.setdefault("request_router_config", {}).update(
-        request_router_class=f"{_ROUTERS}.{router}", request_router_kwargs=router_kwargs
+    request_router = {"request_routing_stats_period_s": SAMPLE_PERIOD_S}
+    deployment["request_router_config"] = (
+        request_router
+        | deployment.get("request_router_config", {})
+        | {"request_router_class": f"{_ROUTERS}.{router}", "request_router_kwargs": router_kwargs}
     )
     try:
         return LLMConfig.model_validate(config)

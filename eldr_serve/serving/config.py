@@ -68,6 +68,13 @@ class PrefillRouterOptions(BaseModel):
     max_load_ratio: float = Field(
         default=1.25, ge=1.0, description="a replica above this times the mean load is passed over"
     )
+    max_kv_usage: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="a replica with more than this share of its KV blocks in use takes no new prompt; 1: no "
+        "bound. Needs `log_engine_metrics`",
+    )
 
 
 class EldrArgs(BaseModel):

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from eldr_serve.routing import StepSums
-from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
+from eldr_serve.serving.messages import Exchange, Lease, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_state import RouterState
 
 NAMESPACE = "eldr"
@@ -58,7 +58,9 @@ class DecodeRouter:
     async def configure(self, spec: RouterSpec) -> None:
         """Start anew if the deployment was changed; leases come back from the clients."""
         if spec != self._spec:
+            outbox = self._state.outbox
             self._start(spec)
+            outbox.close()
 
     async def exchange(self, message: Exchange) -> Reply:
         """Take a client's news and place its requests; see RouterState.exchange."""
@@ -68,6 +70,13 @@ class DecodeRouter:
         if message.placements and reply.refused is None:
             self._metrics.placed(self._state, reply, time.perf_counter() - start)
         return reply
+
+    async def granted(self, client: str, timeout_s: float) -> tuple[Lease, ...]:
+        """Leases for requests of the client that waited in the pool; waits up to `timeout_s` for one."""
+        self._last_call = time.monotonic()
+        leases = await self._state.outbox.take(client, timeout_s)
+        self._metrics.granted(self._state, leases)
+        return leases
 
     async def restore(self, message: Restore) -> Restored:
         """Take from a client what an earlier incarnation knew."""
@@ -134,23 +143,36 @@ class _Metrics:
         self._missing = Counter(
             "eldr_signature_missing_total", "requests placed without signature", ("policy",)
         )
+        self._pool_size = Gauge("eldr_pool_size", "prefilled requests that wait for a worker", ("policy",))
+        self._pool_wait = Histogram(
+            "eldr_pool_wait_seconds",
+            description="time that a request waited in the pool before it was given a worker, s",
+            boundaries=[0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30],
+            tag_keys=("policy",),
+        )
         self._reroute = Counter("eldr_reroute_total", "requests placed again after a failure", ("policy",))
         self._seen = {"signature_missing": 0, "rerouted": 0}
 
     def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
         tags = {"policy": state.settings.policy}
         self._route.observe(seconds, tags)
-        for lease in reply.leases:
-            if lease is not None:
-                self._band.observe(lease.band, tags)
+        for lease in filter(None, reply.leases):
+            self._band.observe(lease.band, tags)
         for name, counter in (("signature_missing", self._missing), ("rerouted", self._reroute)):
             news = state.counters[name] - self._seen[name]
             if news > 0:
                 counter.inc(news, tags)
                 self._seen[name] = state.counters[name]
 
+    def granted(self, state: RouterState, leases: tuple[Lease, ...]) -> None:
+        tags = {"policy": state.settings.policy}
+        for lease in leases:
+            self._band.observe(lease.band, tags)
+            self._pool_wait.observe(lease.waited_s, tags)
+
     def load(self, state: RouterState) -> None:
         policy = state.settings.policy
+        self._pool_size.set(state.pool_size, {"policy": policy})
         self._table.set(state.settings.table_version, {"policy": policy})
         for worker in state.status()["workers"]:
             tags = {"worker": worker["replica"], "policy": policy}

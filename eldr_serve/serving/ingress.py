@@ -99,10 +99,11 @@ class EldrIngress(OpenAiIngress):
             timeout_s=options.router_timeout_s,
         )
         self._router = router
+        self._prefill_replicas = directory(prefill_directory(application))
         engines = Engines(
             prefill,
             llm_deployments[router.model_id],
-            directory(prefill_directory(application)),
+            self._prefill_replicas,
             directory(decode_directory(application)),
         )
         self._path = RequestPath(engines=engines, client=self._client, options=path_options)
@@ -225,6 +226,7 @@ class EldrIngress(OpenAiIngress):
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
             "stages": self._path.stages.summary(),
+            "prefill_kv_usage": self._prefill_replicas.budget.usage,
         }
         return JSONResponse(status | {"ingress": own})
 

@@ -27,6 +27,8 @@ class PlacementRequest:
     counts: NDArray[np.unsignedinteger[Any]] | None = None
     signature_missing: bool = False
     exclude: tuple[str, ...] = ()  # replicas that have just failed this request
+    prompt_key: str | None = None  # equal for equal prompts
+    may_wait: bool = False  # in the router's pool, where the policy keeps one; else it is placed at once
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Lease:
     reason: str = ""
     policy: str = ""
     generated_tokens: int = 0
+    waited_s: float = 0.0  # in the pool
     counts: NDArray[np.unsignedinteger[Any]] | None = None  # from a client to a new actor
 
 
@@ -72,11 +75,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Reply:
-    """`leases` answers `placements` in order; None where the request must be scored again."""
+    """`leases` answers `placements` in order.
+
+    None stands where the request waits in the pool (its lease comes by `granted`), or else must be
+    scored again.
+    """
 
     epoch: str  # a new value means that the actor started anew
     settings_version: int
     leases: tuple[Lease | None, ...] = ()
+    pooled: frozenset[str] = frozenset()  # ids of those `placements` that wait in the pool
     refused: str | None = None  # why nothing was placed: "unknown-client" asks for `restore`
 
 

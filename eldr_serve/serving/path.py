@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
@@ -27,8 +27,10 @@ from eldr_serve.serving.wire import (
     GenerationRequest,
     decode_request,
     from_client,
+    generated_tokens,
     needs_whole_engine,
     prefill_request,
+    prompt_key,
     signature_of,
     transfer_params,
 )
@@ -36,11 +38,19 @@ from eldr_serve.serving.wire import (
 logger = logging.getLogger(__name__)
 
 _ENGINE_LOST = (RayError, RayServeException)
+_ROOM_CHECK_S = 0.05
+_LEASE_SHARE = 0.8  # of a KV lease within which decode must have been found; the rest is for its pull
 
 
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
     """How often a step is tried, and how long a prompt's KV blocks stand."""
 
+    prefill_wait_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="how long a request waits while every prefill replica's KV cache is full, before it gets "
+        "503, s",
+    )
     prefill_tries: int = Field(default=3, ge=1, description="prefill replicas tried for one request")
     decode_tries: int = Field(default=3, ge=1, description="decode replicas tried before the first token")
     retry_backoff_s: float = Field(
@@ -49,6 +59,21 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
     )
+    pool_ttl_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="how long a prefilled request may wait for a worker under a pooled policy before it "
+        "gets 503, s; less than 0.8 of kv_lease_s",
+    )
+
+    @model_validator(mode="after")
+    def _pool_within_lease(self) -> PathOptions:
+        if self.pool_ttl_s >= _LEASE_SHARE * self.kv_lease_s:
+            raise ValueError(
+                f"pool_ttl_s is {self.pool_ttl_s:g} s, it must be less than {_LEASE_SHARE:g} of kv_lease_s "
+                f"({self.kv_lease_s:g} s): a prompt's blocks must outlive its wait"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -109,6 +134,7 @@ class RequestPath:
         try:
             for attempt in range(self._options.decode_tries):
                 if split and (prefilled is None or self._lease_ended(prefilled)):
+                    await self._room()
                     answer = await self._prefill(request, method, raw_info, f"{request_id}-p{attempt}")
                     if isinstance(answer, ErrorResponse):
                         yield answer
@@ -150,6 +176,15 @@ class RequestPath:
                 self._release_kv(prefilled.request_id, prefilled.replica)
 
     # -- steps -----------------------------------------------------------------------------------
+
+    async def _room(self) -> None:
+        """Wait until some prefill replica has room for a prompt."""
+        until = time.monotonic() + self._options.prefill_wait_s
+        while not self._engines.prefill_replicas.has_room:
+            if time.monotonic() >= until:
+                self._client.count("refused_prefill_full")
+                raise Overloaded("the KV caches of all prefill replicas are full")
+            await asyncio.sleep(_ROOM_CHECK_S)
 
     async def _prefill(
         self, request: GenerationRequest, method: str, raw_info: Any, base_id: str
@@ -202,9 +237,11 @@ class RequestPath:
             max_new_tokens=_max_new_tokens(request),
             domain=domain,
             exclude=tuple(failed),
+            prompt_key=prompt_key(request),
         )
         counts = signature_of(prefilled.params or {}) if prefilled else None
-        return await self._client.place(placement, counts)
+        # One that has failed somewhere has used up part of its KV lease: it is placed at once.
+        return await self._client.place(placement, counts, wait_s=0.0 if failed else self._options.pool_ttl_s)
 
     async def _decode(
         self,
@@ -220,21 +257,22 @@ class RequestPath:
             decode_request(request, engine_id, lease.replica, prefilled.params if prefilled else None),
             raw_info,
         )
-        chunks = 0
-        finished = False
+        started = finished = False
+        tokens = 0
         try:
             async for chunk in call:
-                if not chunks:
+                if not started:
+                    started = True
                     served_by = self._engines.decode_replicas.take_routed(engine_id)
                     if served_by is not None:
                         self._client.served_by(lease.request_id, served_by)
-                chunks += len(chunk) if isinstance(chunk, list) else 1
-                self._client.progress(lease.request_id, chunks)
+                tokens += generated_tokens(chunk)
+                self._client.progress(lease.request_id, tokens)
                 yield chunk
             finished = True
         except _ENGINE_LOST as error:
             finished = True
-            if not chunks:
+            if not started:
                 raise
             logger.warning("decode replica %s was lost in mid-stream: %r", lease.replica, error)
             self._client.count("streams_lost")
@@ -244,7 +282,7 @@ class RequestPath:
                 call.cancel()
 
     def _lease_ended(self, prefilled: Prefilled) -> bool:
-        return time.monotonic() - prefilled.done_at > self._options.kv_lease_s * 0.8
+        return time.monotonic() - prefilled.done_at > _LEASE_SHARE * self._options.kv_lease_s
 
     def _release_kv(self, request_id: str, replica: str | None) -> None:
         """Free a prompt's blocks without waiting: this also runs while a request is being cancelled."""

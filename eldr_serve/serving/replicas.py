@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from ray.serve.handle import DeploymentHandle
 
+from eldr_serve.serving.budget import PrefillBudget
+
 _MAX_ROUTED = 65536  # requests whose caller never asked; the oldest are forgotten first
 
 
@@ -24,11 +26,17 @@ class ReplicaDirectory:
         self._lock = threading.Lock()
         self._live: tuple[str, ...] = ()
         self._routed: OrderedDict[str, str] = OrderedDict()
+        self.budget = PrefillBudget()  # of a prefill deployment; its request router sets the bound
 
     @property
     def live(self) -> tuple[str, ...]:
         """Ids of the replicas that Serve would send a request to now, sorted."""
         return self._live
+
+    @property
+    def has_room(self) -> bool:
+        """Some replica may take a prompt, or none is known yet."""
+        return not self._live or bool(self.budget.with_room(self._live))
 
     def publish(self, replicas: Iterable[str]) -> None:
         """Called by the request router whenever Serve tells it of a new set."""

@@ -16,6 +16,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from eldr_serve.routing.prefill import choose_prefill
+from eldr_serve.serving.budget import PrefillBudget
 from eldr_serve.serving.decode_router import RouterSpec, connect
 from eldr_serve.serving.messages import PlacementRequest
 from eldr_serve.serving.replicas import ReplicaDirectory, directory
@@ -81,7 +82,8 @@ class DecodeRequestRouter(_CountingRouter):
     """Sends a decode call to its leased replica; to the least loaded one if that is gone.
 
     Used alone (`router_name` given), it leases the replica itself from the signature in the call's
-    `kv_transfer_params`, and releases it when the call ends.
+    `kv_transfer_params`, and releases it when the call ends. Such a call never waits in the router's
+    pool: it would hold up those behind it.
 
     Keyword arguments (request_router_kwargs):
         directory_name: see above.
@@ -146,6 +148,7 @@ class PrefillRequestRouter(_CountingRouter):
     Keyword arguments (request_router_kwargs):
         prefix_tokens: tokens (4 characters each, for text) of the prompt that are hashed.
         max_load_ratio: a replica with more than this times the mean load is passed over.
+        max_kv_usage: a replica with more than this share of its KV blocks in use is, too.
     """
 
     def initialize_state(
@@ -154,11 +157,17 @@ class PrefillRequestRouter(_CountingRouter):
         directory_name: str = "prefill",
         prefix_tokens: int = 64,
         max_load_ratio: float = 1.25,
+        max_kv_usage: float = 1.0,
         **kwargs: Any,
     ) -> None:
         super().initialize_state(directory_name=directory_name, **kwargs)
+        self.directory.budget = PrefillBudget(max_kv_usage)
         self._prefix_tokens = prefix_tokens
         self._max_load_ratio = max_load_ratio
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self.directory.budget.take({r.replica_id.unique_id: r.routing_stats or {} for r in replicas})
+        super().update_replicas(replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -170,10 +179,12 @@ class PrefillRequestRouter(_CountingRouter):
         replica = _addressed(candidate_replicas, params)
         if replica is None:
             by_name = {r.replica_id.unique_id: r for r in candidate_replicas}
+            # The ingress has seen room somewhere; if it is gone by now, all are full alike.
+            open_to_it = self.directory.budget.with_room(by_name) or list(by_name)
             replica = by_name[
                 choose_prefill(
                     prompt_head(request, self._prefix_tokens),
-                    {name: self._in_flight[name] for name in by_name},
+                    {name: self._in_flight[name] for name in open_to_it},
                     max_load_ratio=self._max_load_ratio,
                     attempt=int(params.get(ATTEMPT, 0)),
                 )

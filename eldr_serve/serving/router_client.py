@@ -1,8 +1,9 @@
 """An ingress's side of the DecodeRouter actor: scoring, batching, and going on without it.
 
 Concurrent placements share one call: while a call is under way the next ones wait and then go
-together, with every release and progress report since. If the actor does not answer, requests are
-placed by the client's own ledger, and the actor learns of them when it is back.
+together, with every release and progress report since. A request that the actor keeps in its pool gets
+its lease by a long poll. If the actor does not answer, requests are placed by the client's own ledger,
+those of the pool too, and the actor learns of them when it is back.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ _HEARTBEAT_S = 5.0
 _PROGRESS_S = 0.25
 _RECONNECT_S = 0.25
 _RESCORES = 2
+_POLL_S = 5.0
 
 
 @dataclass(frozen=True)
 class _Asked:
     request: PlacementRequest
     counts: NDArray[np.unsignedinteger[Any]] | None
+    until_s: float  # it leaves the pool then, by the loop's clock
     answer: asyncio.Future[Lease | None]
 
 
@@ -72,7 +75,10 @@ class RouterClient:
             str, NDArray[np.unsignedinteger[Any]]
         ] = {}  # of leases, where the policy reads them
         self._ledger = LoadLedger()
-        self._waiting: list[_Asked] = []
+        self._asked: dict[str, _Asked] = {}  # all that wait for an answer, the pooled ones too
+        self._unsent: dict[str, _Asked] = {}
+        self._pooled: dict[str, asyncio.TimerHandle] = {}  # wait in the actor's pool; ends their wait
+        self._pooling = asyncio.Event()  # set while there are such
         self._released: list[str] = []
         self._progress: dict[str, int] = {}
         self._held: dict[str, Lease] = {}
@@ -86,7 +92,7 @@ class RouterClient:
     def start(self) -> None:
         """Begin talking to the actor; safe to call again."""
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._talk()), asyncio.create_task(self._beat())]
+            self._tasks = [asyncio.create_task(run()) for run in (self._talk, self._beat, self._fetch)]
 
     async def stop(self) -> None:
         """Stop talking; leases that are still held expire in the actor."""
@@ -118,30 +124,36 @@ class RouterClient:
     # -- one request -----------------------------------------------------------------------------
 
     async def place(
-        self, request: PlacementRequest, counts: NDArray[np.unsignedinteger[Any]] | None
+        self,
+        request: PlacementRequest,
+        counts: NDArray[np.unsignedinteger[Any]] | None,
+        *,
+        wait_s: float = 0.0,
     ) -> Lease:
         """Lease a decode worker. Never fails because routing could not decide.
 
         Args:
-            request: similarity and table_version are filled in here.
+            request: similarity, table_version and may_wait are filled in here.
             counts: unsigned[L,E], the prompt's expert counts; None if prefill gave none.
+            wait_s: how long the request may wait in the router's pool, s; 0: it is placed at once.
 
         Raises:
-            Overloaded: no decode replica is known at all.
+            Overloaded: no decode replica is known at all, or the pool had none free in time.
         """
+        request = replace(request, may_wait=wait_s > 0)
+        until_s = asyncio.get_running_loop().time() + wait_s
         lease: Lease | None = None
         if not self.router_away:
             for _ in range(1 + _RESCORES):
-                lease = await self._ask(request, counts)
+                lease = await self._ask(request, counts, until_s)
                 if lease is not None or self.router_away:
                     break
             else:  # swapped faster than we could score: load alone decides
-                lease = await self._ask(request, None)
+                lease = await self._ask(request, None, until_s)
         if lease is None:
             if counts is not None:
                 self._remember(request.request_id, counts)
             return self._place_by_own_load(request)
-        self._keep(lease)
         return lease
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
@@ -161,10 +173,12 @@ class RouterClient:
             self._tell(corrected)
 
     def release(self, request_id: str) -> None:
-        """The request no longer runs on its worker; calling it again does nothing."""
+        """The request no longer runs on its worker; calling it again does nothing.
+
+        What it generated in all is still told, before the release: policies learn lengths from it.
+        """
         if self._leases.pop(request_id, None) is not None:
             self._ledger.release(request_id)
-            self._progress.pop(request_id, None)
             self._held.pop(request_id, None)
             self._counts.pop(request_id, None)
             self._released.append(request_id)
@@ -229,21 +243,95 @@ class RouterClient:
     # -- talking to the actor ------------------------------------------------------------------------
 
     async def _ask(
-        self, request: PlacementRequest, counts: NDArray[np.unsignedinteger[Any]] | None
+        self, request: PlacementRequest, counts: NDArray[np.unsignedinteger[Any]] | None, until_s: float
     ) -> Lease | None:
+        request_id = request.request_id
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Asked(request, counts, answer))
+        self._asked[request_id] = self._unsent[request_id] = _Asked(request, counts, until_s, answer)
         self._news.set()
         try:
             # No wait_for here: in Python 3.11 it swallows a cancellation that meets a finished answer,
             # and the request of a client that has gone would run on.
             return await answer
-        except asyncio.CancelledError:
-            # The answer may still come, with a lease that nobody will use.
-            self._counts.pop(request.request_id, None)
-            self._released.append(request.request_id)
-            self._news.set()
+        except (asyncio.CancelledError, Overloaded):
+            # It may wait in the pool, or hold a lease by now, or an answer with one is on its way.
+            self.release(request_id)
+            self._withdraw(request_id)
             raise
+        finally:
+            self._asked.pop(request_id, None)
+            self._unsent.pop(request_id, None)
+            self._leave_pool(request_id)
+
+    def _answer(self, asked: _Asked, lease: Lease | None) -> None:
+        self._leave_pool(asked.request.request_id)
+        if lease is not None:
+            self._keep(lease)
+        asked.answer.set_result(lease)
+
+    def _withdraw(self, request_id: str) -> None:
+        self._counts.pop(request_id, None)
+        self._released.append(request_id)
+        self._news.set()
+
+    def _correct(self, lease: Lease) -> None:
+        """The actor has leased a worker for a request that has given up or runs elsewhere: tell it."""
+        own = self._leases.get(lease.request_id)
+        if own is None:
+            self._withdraw(lease.request_id)
+        elif own.replica != lease.replica:
+            self._tell(own)
+
+    # -- requests in the actor's pool ----------------------------------------------------------------
+
+    def _wait_in_pool(self, asked: _Asked) -> None:
+        if asked.request.request_id not in self._pooled:
+            loop = asyncio.get_running_loop()
+            self._pooled[asked.request.request_id] = loop.call_at(asked.until_s, self._expire, asked)
+            self._pooling.set()
+
+    def _leave_pool(self, request_id: str) -> None:
+        timer = self._pooled.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _expire(self, asked: _Asked) -> None:
+        if not asked.answer.done():
+            self.count("pool_expired")
+            asked.answer.set_exception(Overloaded("no decode worker was free for this request in time"))
+
+    def _ask_again(self) -> None:
+        """What waits in the pool is asked for anew: the pool is another, or the scores are old."""
+        self._unsent |= {r: asked for r, asked in self._asked.items() if r in self._pooled}
+        self._news.set()
+
+    async def _fetch(self) -> None:
+        """Poll for the leases of pooled requests as long as there are any."""
+        while True:
+            await self._pooling.wait()
+            actor = self._actor
+            if not self._pooled or actor is None:
+                self._pooling.clear()
+                continue
+            try:
+                poll = actor.granted.remote(self._id, _POLL_S)
+                leases: tuple[Lease, ...] = await self._wait(poll, more_s=_POLL_S)
+            except Exception as error:
+                if self._actor is actor:
+                    self._lose_actor(error)
+                    self._news.set()
+            else:
+                for lease in leases:
+                    self._take_grant(lease)
+
+    def _take_grant(self, lease: Lease) -> None:
+        asked = self._asked.get(lease.request_id)
+        if asked is not None and not asked.answer.done():
+            self._answer(asked, lease)
+        else:
+            self._correct(lease)
+
+    # -- telling the actor ---------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         last = 0.0
@@ -258,31 +346,47 @@ class RouterClient:
         while True:
             await self._news.wait()
             self._news.clear()
-            batch, self._waiting = self._waiting, []
+            unsent, self._unsent = self._unsent, {}
+            batch = [asked for asked in unsent.values() if not asked.answer.done()]
             try:
-                leases = await self._exchange(batch)
+                reply = await self._exchange(batch)
                 self._away = False
+                for asked, lease in zip(batch, reply.leases, strict=True):
+                    self._take_reply(asked, lease, pooled=asked.request.request_id in reply.pooled)
             except Exception as error:  # whatever it is: no request waits for a router that is broken
-                leases = (None,) * len(batch)
                 self._lose_actor(error)
-            for asked, lease in zip(batch, leases, strict=True):
-                if not asked.answer.done():
-                    asked.answer.set_result(lease)
-                elif lease is not None:
-                    self._released.append(asked.request.request_id)
-                    self._news.set()
+                for asked in batch:
+                    if not asked.answer.done():
+                        self._answer(asked, None)
             if self.router_away:
                 await asyncio.sleep(_RECONNECT_S)
                 self._news.set()
 
+    def _take_reply(self, asked: _Asked, lease: Lease | None, *, pooled: bool) -> None:
+        request_id = asked.request.request_id
+        if not asked.answer.done():
+            if pooled:
+                self._wait_in_pool(asked)
+            else:
+                self._answer(asked, lease)
+        elif lease is not None:
+            self._correct(lease)
+        elif request_id not in self._leases:  # given up; if leased, the poll was faster
+            self._withdraw(request_id)
+
     def _lose_actor(self, error: BaseException) -> None:
+        """From now on own load places, what waits in the pool too."""
         if not self._away:
             logger.warning("DecodeRouter does not answer (%s); placing by own load", type(error).__name__)
             self.count("router_lost")
         self._away = True
         self._actor = None
+        for request_id in list(self._pooled):
+            asked = self._asked[request_id]
+            if not asked.answer.done():
+                self._answer(asked, None)
 
-    async def _exchange(self, batch: list[_Asked]) -> tuple[Lease | None, ...]:
+    async def _exchange(self, batch: list[_Asked]) -> Reply:
         if self._actor is None:
             self._actor = self._connect()
         if not self._epoch:
@@ -297,7 +401,7 @@ class RouterClient:
             reply = await self._send(self._actor, batch)
         if self._settings is None or reply.settings_version != self._settings.version:
             self._take_settings(await self._wait(self._actor.settings.remote()))
-        return reply.leases if reply.refused is None else (None,) * len(batch)
+        return reply if reply.refused is None else replace(reply, leases=(None,) * len(batch))
 
     async def _send(self, actor: ActorHandle, batch: list[_Asked]) -> Reply:
         placements = tuple(self._scored(asked.request, asked.counts) for asked in batch)
@@ -313,6 +417,7 @@ class RouterClient:
             reply: Reply = await self._wait(actor.exchange.remote(message))
         except BaseException:
             self._released = released + self._released
+            self._progress = progress | self._progress
             self._held = {r: lease for r, lease in held.items() if r in self._leases} | self._held
             self._events.update(events)
             raise
@@ -322,6 +427,7 @@ class RouterClient:
 
     async def _restore(self, actor: ActorHandle) -> None:
         self._released.clear()  # the snapshot of leases says it all
+        self._progress.clear()
         self._held.clear()
         workers = self._replicas.live
         leases = tuple(self._with_counts(lease) for lease in self._leases.values())
@@ -330,18 +436,22 @@ class RouterClient:
         self._epoch = restored.epoch
         self._workers_told = workers
         self._take_settings(restored.settings)
+        self._ask_again()
 
     def _with_counts(self, lease: Lease) -> Lease:
         return replace(lease, counts=self._counts.get(lease.request_id))
 
-    async def _wait(self, reference: Any) -> Any:
-        return await asyncio.wait_for(reference, self._timeout_s)
+    async def _wait(self, reference: Any, *, more_s: float = 0.0) -> Any:
+        # No wait_for: where it swallows a cancellation (see _ask), `stop` would wait for ever.
+        async with asyncio.timeout(self._timeout_s + more_s):
+            return await reference
 
     def _take_settings(self, settings: Settings) -> None:
         old = self._settings
         self._settings = settings
         if old is None or old.table_version != settings.table_version or old.table != settings.table:
             self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+            self._ask_again()
 
 
 def _narrow(counts: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.unsignedinteger[Any]]:

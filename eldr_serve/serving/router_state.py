@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from eldr_serve.artifacts import ArtifactError, RoutingTable
 from eldr_serve.routing import (
+    Decision,
     Handoff,
     LoadLedger,
     Policy,
     PolicyError,
+    PooledPolicy,
     StepCost,
     StepSums,
     WorkerLoad,
@@ -28,8 +31,19 @@ from eldr_serve.routing import (
 )
 from eldr_serve.serving.errors import SwapRefused
 from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore, Restored, Settings
+from eldr_serve.serving.pool import Outbox, Pool, Waiting
 
 _COST_HALF_LIFE_S = 600.0  # of a decode step's weight in the fitted cost
+
+
+@dataclass
+class _Running:
+    """A request that holds a worker."""
+
+    client: str
+    lease: Lease
+    handoff: Handoff
+    generated_tokens: int
 
 
 class RouterState:
@@ -38,6 +52,10 @@ class RouterState:
     A decode replica sits in a slot, and slot i serves centroid i. A replica that goes leaves its
     slot vacant (its centroid's requests go to the next most similar workers), and the next one that
     comes takes the lowest vacant slot, so that the others keep their centroids.
+
+    Under a pooled policy requests wait in `pool` until the policy gives them workers; it is asked again
+    after whatever may change its mind. A lease for a request that had to wait goes into `outbox`. How
+    long a request may wait is its client's business: one that gives up is released like any other.
 
     Args:
         model_id: a table of another model is refused.
@@ -64,7 +82,9 @@ class RouterState:
         self._rng = np.random.default_rng(seed)
         self._slots: list[str | None] = []
         self._signature_shape: tuple[int, int] | None = None
-        self._leases: dict[str, tuple[str, Lease, Handoff]] = {}  # request id -> client, lease, asked
+        self._running: dict[str, _Running] = {}
+        self._pool = Pool()
+        self.outbox = Outbox()
         self._ledger = LoadLedger()
         self._last_seen: dict[str, float] = {}
         self.counters: Counter[str] = Counter()
@@ -89,6 +109,7 @@ class RouterState:
         )
         self._adopt(self._checked(changed, table=changed.table, table_version=changed.table_version))
         self.counters["policy_changes"] += 1
+        self._post(self._dispatch())
         return self._settings
 
     def swap_table(self, table: bytes) -> Settings:
@@ -97,6 +118,7 @@ class RouterState:
         version = self._settings.table_version + 1
         self._adopt(self._checked(changed, table=table, table_version=version))
         self.counters["table_swaps"] += 1
+        self._post(self._dispatch())
         return self._settings
 
     def expect_signatures(self, num_layers: int, num_experts: int) -> None:
@@ -131,7 +153,10 @@ class RouterState:
             )
 
     def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
+        swapped = checked[0].table_version != self._settings.table_version
         self._settings, self._policy, self._table = checked
+        if swapped:
+            self._pool.forget_scores()
         if self._cost is not None:
             self._policy.follow_cost(self._cost)
         self._tell_policy_all()
@@ -149,6 +174,10 @@ class RouterState:
 
     def update_workers(self, replicas: Iterable[str]) -> None:
         """Take the live decode replicas; leases of one that is gone stay until their client lets go."""
+        self._set_workers(replicas)
+        self._post(self._dispatch())
+
+    def _set_workers(self, replicas: Iterable[str]) -> None:
         live, before = set(replicas), list(self._slots)
         self._slots = [replica if replica in live else None for replica in self._slots]
         for replica in sorted(live.difference(filter(None, self._slots))):
@@ -162,52 +191,85 @@ class RouterState:
             self._tell_policy_all()
 
     def restore(self, message: Restore) -> Restored:
-        """Take back from a client what an earlier incarnation of this actor knew."""
+        """Take back from a client what an earlier incarnation of this actor knew.
+
+        What waits in the pool is not restored: the client asks for it again.
+        """
         self._last_seen[message.client] = self._clock()
         if message.workers:
-            self.update_workers(message.workers)
+            self._set_workers(message.workers)
         settings = message.settings
         if settings is not None and settings.version > self._settings.version:
             self._adopt(self._checked(settings, table=settings.table, table_version=settings.table_version))
             self.counters["settings_restored"] += 1
         for lease in message.leases:
-            if lease.request_id not in self._leases:
+            if lease.request_id not in self._running:
                 self._hold(message.client, lease, _handoff_of(lease))
                 self.counters["leases_restored"] += 1
+        self._post(self._dispatch())
         return Restored(self.epoch, self._settings)
 
     def drop_silent_clients(self) -> int:
-        """Release the leases of clients that have not been heard of; returns how many leases."""
+        """Release what clients hold that have not been heard of; returns how many leases."""
         now = self._clock()
         silent = {c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s}
-        lost = [request for request, (client, *_) in self._leases.items() if client in silent]
+        lost = [request for request, running in self._running.items() if running.client in silent]
         for request in lost:
             self._release(request)
+        self.counters["pooled_of_lost_clients"] += self._pool.drop_clients(silent)
         for client in silent:
             del self._last_seen[client]
+            self.outbox.drop(client)
         self.counters["leases_of_lost_clients"] += len(lost)
+        if lost:
+            self._post(self._dispatch())
         return len(lost)
 
     # -- placement -------------------------------------------------------------------------------
 
     def exchange(self, message: Exchange) -> Reply:
-        """Release and progress first, so that placements see the newest load."""
+        """Progress and release first, so that placements see the newest load."""
         if message.known_epoch != self.epoch or message.client not in self._last_seen:
             return Reply(self.epoch, self._settings.version, refused="unknown-client")
         self._last_seen[message.client] = self._clock()
         self.counters.update(message.events)
+        self._progress(message.progress)
         for request in message.released:
             self._release(request)
         for lease in message.held:
+            handoff = self._handoff_known(lease)
             self._release(lease.request_id)
-            self._hold(message.client, lease, _handoff_of(lease))
+            self._hold(message.client, lease, handoff)
             self.counters["placed_by_client"] += 1
-        for request, tokens in message.progress.items():
-            self._ledger.progress(request, tokens)
-        leases = tuple(self._place(message.client, request) for request in message.placements)
-        return Reply(self.epoch, self._settings.version, leases)
+        asked_again = {r.request_id for r in message.placements if r.request_id in self._pool}
+        placed = {r.request_id: self._place(message.client, r) for r in message.placements}
+        granted = self._dispatch()
+        for request_id in placed.keys() & granted.keys():
+            placed[request_id] = granted.pop(request_id)
+        self._post(granted)
+        pooled = frozenset(request_id for request_id in placed if request_id in self._pool)
+        self.counters["pooled"] += len(pooled - asked_again)
+        leases = tuple(placed[r.request_id] for r in message.placements)
+        return Reply(self.epoch, self._settings.version, leases, pooled)
+
+    def _handoff_known(self, lease: Lease) -> Handoff:
+        known = self._running.get(lease.request_id) or self._pool.get(lease.request_id)
+        return _handoff_of(lease) if known is None else known.handoff
+
+    def _progress(self, generated_tokens: dict[str, int]) -> None:
+        known = {
+            request_id: tokens
+            for request_id, tokens in generated_tokens.items()
+            if request_id in self._running and tokens > self._running[request_id].generated_tokens
+        }
+        for request_id, tokens in known.items():
+            self._running[request_id].generated_tokens = tokens
+            self._ledger.progress(request_id, tokens)
+        if known:
+            self._policy.progressed(known)
 
     def _place(self, client: str, request: PlacementRequest) -> Lease | None:
+        """The request's lease; None if it waits in the pool from now on, or cannot be placed."""
         if request.similarity is not None and request.table_version != self._settings.table_version:
             return None  # scored with another table: the caller fetches this one and asks again
         loads = self._loads(request.exclude)
@@ -215,15 +277,50 @@ class RouterState:
             loads = self._loads(())
         if not any(load.available for load in loads):
             return None
-        handoff = Handoff(
-            request.request_id,
-            request.counts,
-            request.prompt_tokens,
-            request.max_new_tokens,
-            request.domain,
-            request.similarity,
-        )
-        decision = self._policy.choose(handoff, loads, self._rng)
+        if self._pooling and request.may_wait and not request.exclude:
+            self._leave(request.request_id)
+            self._pool.add(Waiting(client, request, _handoff(request), self._clock()))
+            return None
+        handoff = _handoff(request)
+        return self._lease(client, request, handoff, self._policy.choose(handoff, loads, self._rng), loads)
+
+    @property
+    def _pooling(self) -> PooledPolicy | None:
+        """The live policy, if requests wait under it."""
+        return self._policy if isinstance(self._policy, PooledPolicy) and self._policy.pooled else None
+
+    def _dispatch(self) -> dict[str, Lease]:
+        """Give workers to requests of the pool, as the policy says; the leases by request id."""
+        loads = self._loads(())
+        if not len(self._pool) or not any(load.available for load in loads):
+            return {}
+        return {
+            w.request.request_id: self._lease(w.client, w.request, w.handoff, decision, loads, w.since_s)
+            for w, decision in self._decisions(self._pool.waiting)
+        }
+
+    def _decisions(self, waiting: list[Waiting]) -> Iterator[tuple[Waiting, Decision]]:
+        if pooling := self._pooling:
+            handoffs = [w.handoff for w in waiting]
+            for index, decision in pooling.dispatch(handoffs, self._loads(()), self._rng):
+                yield waiting[index], decision
+        else:  # the policy was changed: nobody waits under this one
+            for w in waiting:
+                yield w, self._policy.choose(w.handoff, self._loads(()), self._rng)
+
+    def _post(self, granted: dict[str, Lease]) -> None:
+        for request_id, lease in granted.items():
+            self.outbox.put(self._running[request_id].client, lease)
+
+    def _lease(
+        self,
+        client: str,
+        request: PlacementRequest,
+        handoff: Handoff,
+        decision: Decision,
+        loads: list[WorkerLoad],
+        since_s: float | None = None,
+    ) -> Lease:
         replica = self._slots[decision.worker]
         assert replica is not None, "a policy chose a vacant slot"
         lease = Lease(
@@ -233,9 +330,10 @@ class RouterState:
             decision.worker,
             decision.band,
             decision.similarity,
-            self._is_best(decision.worker, request, loads),
+            _is_best(decision.worker, handoff, loads),
             decision.reason,
             self._policy.name,
+            waited_s=0.0 if since_s is None else self._clock() - since_s,
         )
         self._release(request.request_id)  # a request that is placed again leaves its first worker
         self._hold(client, lease, handoff)
@@ -249,34 +347,37 @@ class RouterState:
     def _loads(self, exclude: tuple[str, ...]) -> list[WorkerLoad]:
         return [self._ledger.load(r, available=r is not None and r not in exclude) for r in self._slots]
 
-    def _is_best(self, worker: int, request: PlacementRequest, loads: list[WorkerLoad]) -> bool:
-        if request.similarity is None:
-            return False
-        similarity = worker_similarity(request.similarity, len(loads))
-        ranked = np.argsort(-similarity)
-        best = next(w for w in ranked.tolist() if loads[w].available)
-        return bool(similarity[worker] >= similarity[best])
-
     def _hold(self, client: str, lease: Lease, handoff: Handoff) -> None:
-        self._leases[lease.request_id] = (client, lease, handoff)
+        self._running[lease.request_id] = _Running(client, lease, handoff, lease.generated_tokens)
         self._ledger.add(lease.request_id, lease.replica, lease.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
-        self._tell_policy(lease, handoff)
+        self._tell_policy(self._running[lease.request_id])
 
     def _release(self, request_id: str) -> None:
-        if self._leases.pop(request_id, None) is not None:
+        """The request neither waits nor runs any more."""
+        self._pool.discard(request_id)
+        self._leave(request_id)
+
+    def _leave(self, request_id: str) -> None:
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self.outbox.withdraw(running.client, request_id)
             self._ledger.release(request_id)
             self._policy.released(request_id)
 
-    def _tell_policy(self, lease: Lease, handoff: Handoff) -> None:
-        if lease.replica in self._slots:
-            self._policy.placed(handoff, self._slots.index(lease.replica))
+    def _tell_policy(self, running: _Running) -> None:
+        request_id, replica = running.lease.request_id, running.lease.replica
+        if replica not in self._slots:
+            self._policy.released(request_id)
+            return
+        self._policy.placed(running.handoff, self._slots.index(replica))
+        if running.generated_tokens:
+            self._policy.progressed({request_id: running.generated_tokens})
 
     def _tell_policy_all(self) -> None:
         """Workers sit in other slots now, or the policy is a new one."""
-        for request_id, (_, lease, handoff) in self._leases.items():
-            self._policy.released(request_id)
-            self._tell_policy(lease, handoff)
+        for running in self._running.values():
+            self._tell_policy(running)
 
     # -- what people look at -----------------------------------------------------------------------
 
@@ -311,11 +412,23 @@ class RouterState:
             },
             "step_cost": self._step_cost(),
             "workers": workers,
-            "leases": len(self._leases),
+            "leases": len(self._running),
+            "pool": {"size": len(self._pool), "oldest_wait_s": round(self.oldest_wait_s, 3)},
             "clients": len(self._last_seen),
             "epoch": self.epoch,
             "counters": dict(sorted(self.counters.items())),
         }
+
+    @property
+    def pool_size(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._pool)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the request that came first has waited, s; 0 in an empty pool."""
+        since_s = self._pool.since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
     def _step_cost(self) -> dict[str, float]:
         """The fitted cost, s, once there is one; from how many steps, older ones counting less."""
@@ -330,5 +443,26 @@ class RouterState:
         return self._table.domains[slot % len(self._table.domains)] or None
 
 
+def _handoff(request: PlacementRequest) -> Handoff:
+    return Handoff(
+        request.request_id,
+        request.counts,
+        request.prompt_tokens,
+        request.max_new_tokens,
+        request.domain,
+        request.similarity,
+        request.prompt_key,
+    )
+
+
 def _handoff_of(lease: Lease) -> Handoff:
     return Handoff(lease.request_id, lease.counts, lease.prompt_tokens, 0)
+
+
+def _is_best(worker: int, handoff: Handoff, loads: list[WorkerLoad]) -> bool:
+    if handoff.similarity is None:
+        return False
+    similarity = worker_similarity(handoff.similarity, len(loads))
+    ranked = np.argsort(-similarity)
+    best = next(w for w in ranked.tolist() if loads[w].available)
+    return bool(similarity[worker] >= similarity[best])

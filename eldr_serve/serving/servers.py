@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -13,8 +14,9 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine import steps
+from eldr_serve.engine import kv_usage, steps
 from eldr_serve.engine.ray_backend import register_ray_backend
+from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.wire import GenerationRequest, transfer_params
 
@@ -44,12 +46,19 @@ class PrefillServer(EngineServer):
 
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, `release_kv` frees them at once.
+    Its routing stats say how full the KV cache is (see PrefillBudget).
     """
 
     async def __init__(self, llm_config: Any, *, kv_lease_s: float = 30.0, **kwargs: Any) -> None:  # type: ignore[misc]
         self._kv_lease_s = kv_lease_s
         self._kept: OrderedDict[str, tuple[float, str]] = OrderedDict()  # request id -> since, engine's id
+        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see the answer."""
+        stats: dict[str, Any] = await super().record_routing_stats()
+        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """As LLMServer.chat."""

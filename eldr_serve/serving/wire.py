@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -109,3 +110,23 @@ def _copy(request: GenerationRequest, update: dict[str, Any]) -> GenerationReque
     known = {key: value for key, value in update.items() if key in type(request).model_fields}
     copy: GenerationRequest = request.model_copy(update=known)
     return copy
+
+
+def generated_tokens(chunk: Any) -> int:
+    """Tokens in what a decode engine yields: a list of events, an event of a stream, or a whole answer.
+
+    An event carries one token. The event that opens a chat (it alone names a role), usage and `[DONE]`
+    carry none. Nothing is parsed: quotes within generated text are escaped, so that they do not match.
+    """
+    if isinstance(chunk, list):
+        return sum(map(generated_tokens, chunk))
+    if isinstance(chunk, str):
+        return 0 if '"role":' in chunk else chunk.count('"choices":[{')
+    usage = getattr(chunk, "usage", None)
+    return int(usage.completion_tokens or 0) if usage is not None else 0
+
+
+def prompt_key(request: GenerationRequest) -> str:
+    """Equal for equal prompts, whatever is asked about the answer."""
+    prompt = request.messages if isinstance(request, ChatCompletionRequest) else request.prompt
+    return hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()

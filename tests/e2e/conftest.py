@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from service import ADMIN_KEY, ROOT, Service, submit_job, wait_for
+from service import ADMIN_KEY, POOL_TTL_S, ROOT, Service, submit_job, wait_for
 
 MODEL = ROOT / "demo_model" / "weights"
 PROMPTS = ROOT / "demo_model" / "prompts"
@@ -99,6 +99,7 @@ def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Service:
         arguments[role]["model_loading_config"]["model_source"] = str(MODEL)
         arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
     arguments["admin_key"] = ADMIN_KEY
+    arguments["path"] = {"pool_ttl_s": POOL_TTL_S}
     serve.run(build_app(arguments), name="eldr", route_prefix="/")
     running = Service(f"http://127.0.0.1:{PORT}")
     wait_for(lambda: running.status()["ingress"]["ready"], "every pair of engines is warm", 180)
@@ -154,7 +155,7 @@ def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
         running: Service = request.getfixturevalue("service")
         wait_for(
             lambda: (
-                running.status()["leases"] == 0
+                running.status()["leases"] == running.status()["pool"]["size"] == 0
                 and all(w["in_flight"] == w["kv_tokens"] == 0 for w in running.status()["workers"])
             ),
             "all leases are released",

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "e2e-key"
+POOL_TTL_S = 20.0  # beyond what a busy machine needs for a queue of short answers
 
 
 @dataclass
@@ -51,6 +52,11 @@ class Service:
         """Sum of a metric's samples over all processes, from Ray's own endpoint."""
         samples = (line.rpartition(" ") for line in self.metrics().splitlines())
         return sum(float(value) for head, _, value in samples if head.partition("{")[0] == f"ray_{name}")
+
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use, summed over all engines, as they last reported it (up to 10 s ago)."""
+        wait_for(lambda: "ray_vllm_kv_cache_usage_perc{" in self.metrics(), "engines report KV usage", 40)
+        return self.metric("vllm_kv_cache_usage_perc")
 
     def metrics(self) -> str:
         """Everything on Ray's metrics port."""

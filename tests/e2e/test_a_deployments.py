@@ -69,6 +69,7 @@ def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPa
         ({"router": {"table": "/nowhere/table.safetensors"}}, "table"),
         ({"ingress": {"max_in_flight": 0}}, "max_in_flight"),
         ({"path": {"kv_lease_s": -1}}, "kv_lease_s"),
+        ({"path": {"kv_lease_s": 30, "pool_ttl_s": 24}}, "pool_ttl_s"),
         ({"prefill_config": {}}, "prefill_config"),
     ],
 )

@@ -13,14 +13,6 @@ import httpx
 import pytest
 from service import Service, wait_for
 
-KV_USAGE = "vllm_kv_cache_usage_perc"
-
-
-def kv_usage(service: Service) -> float:
-    """Share of KV blocks in use, summed over all engines, as they last reported it."""
-    wait_for(lambda: f"ray_{KV_USAGE}{{" in service.metrics(), "engines report their KV usage", 40)
-    return service.metric(KV_USAGE)
-
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
 async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
@@ -47,7 +39,7 @@ async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
     wait_for(lambda: service.status()["ingress"]["in_flight"] == 0, "no request is left in the ingress", 10)
     # Metrics lag by up to 10 s; a prompt that was not released would stand for 30 s.
     await asyncio.sleep(12)
-    assert kv_usage(service) == 0.0
+    assert service.kv_usage() == 0.0
 
 
 def elsewhere(counters: dict[str, int]) -> int:

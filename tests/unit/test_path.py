@@ -8,14 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from ray.exceptions import RayActorError
 
+from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, ErrorResponse
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Lease, PlacementRequest
 from eldr_serve.serving.path import PathOptions, RequestPath
 from eldr_serve.serving.replicas import Engines, ReplicaDirectory
-from eldr_serve.serving.wire import ATTEMPT, REPLICA, SIGNATURE, needs_whole_engine, prefill_request
+from eldr_serve.serving.wire import (
+    ATTEMPT,
+    REPLICA,
+    SIGNATURE,
+    needs_whole_engine,
+    prefill_request,
+    prompt_key,
+)
 from eldr_serve.signature import pack_counts
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
@@ -78,12 +87,15 @@ class Client:
 
     def __init__(self) -> None:
         self.placed: list[tuple[PlacementRequest, Any]] = []
+        self.waits: list[float] = []
         self.held: set[str] = set()
+        self.tokens: list[int] = []
         self.counted: list[str] = []
         self.moved: list[str] = []
 
-    async def place(self, request: PlacementRequest, counts: Any) -> Lease:
+    async def place(self, request: PlacementRequest, counts: Any, *, wait_s: float) -> Lease:
         self.placed.append((request, counts))
+        self.waits.append(wait_s)
         self.held.add(request.request_id)
         replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
         return Lease(request.request_id, replica, request.prompt_tokens)
@@ -93,6 +105,7 @@ class Client:
 
     def progress(self, request_id: str, tokens: int) -> None:
         assert request_id in self.held
+        self.tokens.append(tokens)
 
     def served_by(self, request_id: str, replica: str) -> None:
         self.moved.append(replica)
@@ -246,7 +259,7 @@ async def test_a_second_prefill_where_the_blocks_no_longer_stand() -> None:
             raise RayActorError
         yield "data: a"
 
-    world = World(decode=first_dies, kv_lease_s=1e-9)
+    world = World(decode=first_dies, kv_lease_s=1e-9, pool_ttl_s=1e-10)
     assert await world.run() == ["data: a"]
     assert len(world.prefill.requests) == 2
 
@@ -279,6 +292,90 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     assert '"engine_lost"' in last
     assert world.client.counted[-1] == "streams_lost"
     assert not world.client.held
+
+
+async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_told_to_come_again() -> None:
+    full = {KV_USAGE: 1.0, SAMPLE: 0}
+    world = World(prefill_wait_s=0.2)
+    world.prefills.publish(["p0", "p1"])
+    world.prefills.budget = PrefillBudget(0.9)
+    world.prefills.budget.take({"p0": full, "p1": full})
+    with pytest.raises(Overloaded):
+        await world.run()
+    assert not world.prefill.requests
+    assert world.client.counted == ["refused_prefill_full"]
+    late = asyncio.create_task(world.run())
+    await asyncio.sleep(0.06)
+    world.prefills.budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
+    assert len(await late) == 3
+
+
+async def test_only_a_request_that_has_failed_nowhere_may_wait_for_a_worker() -> None:
+    async def first_dies(request: Any) -> AsyncIterator[Any]:
+        if request.kv_transfer_params[REPLICA] == "d0":
+            raise RayActorError
+        yield "data: a"
+
+    world = World(decode=first_dies, pool_ttl_s=7.0)
+    await world.run()
+    assert world.client.waits == [7.0, 0.0]
+
+
+async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> None:
+    world = World()
+    world.prefills.take_routed = lambda request_id: "p0"  # type: ignore[method-assign]
+
+    async def no_room(*_: Any, **__: Any) -> Lease:
+        raise Overloaded("in time")
+
+    world.client.place = no_room  # type: ignore[method-assign]
+    with pytest.raises(Overloaded):
+        await world.run()
+    await asyncio.sleep(0)
+    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+    assert not world.decode.requests
+
+
+def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> None:
+    assert PathOptions(kv_lease_s=30.0, pool_ttl_s=23.9)
+    with pytest.raises(ValidationError, match="pool_ttl_s is 24 s, it must be less than"):
+        PathOptions(kv_lease_s=30.0, pool_ttl_s=24.0)
+
+
+async def test_progress_counts_tokens_not_chunks() -> None:
+    async def chat(request: Any) -> AsyncIterator[Any]:
+        yield 'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+        yield ['data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'] * 3
+        yield 'data: {"choices":[{"index":0,"delta":{"content":"\\"role\\":"}}]}\n\n'
+        yield ['data: {"choices":[{"index":0,"text":""}]}\n\n', 'data: {"choices":[],"usage":{}}\n\n']
+        yield "data: [DONE]\n\n"
+
+    world = World(decode=chat)
+    assert len(await world.run()) == 5
+    assert world.client.tokens == [0, 3, 4, 5, 5]
+
+
+async def test_a_whole_answer_counts_all_its_tokens() -> None:
+    class Whole:
+        class usage:  # noqa: N801
+            completion_tokens = 31
+
+    async def whole(request: Any) -> AsyncIterator[Any]:
+        yield Whole()
+
+    world = World(decode=whole)
+    await world.run()
+    assert world.client.tokens == [31]
+
+
+def test_equal_prompts_have_equal_keys() -> None:
+    def key(prompt: Any, **fields: Any) -> str:
+        return prompt_key(CompletionRequest(model="m", prompt=prompt, **fields))
+
+    assert key("a", max_tokens=3) == key("a", max_tokens=4, temperature=1.0)
+    assert len({key("a"), key("b"), key([1, 2]), key([1, 3])}) == 4
+    said = [ChatCompletionRequest(model="m", messages=[{"role": "user", "content": c}]) for c in "aab"]
+    assert prompt_key(said[0]) == prompt_key(said[1]) != prompt_key(said[2])
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])

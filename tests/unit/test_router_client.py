@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from pooled_policy import Slots, registered
 from ray.exceptions import RayActorError
 from tables import counts_for, unit_table
 
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Exchange, PlacementRequest
+from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_state import RouterState
@@ -30,11 +32,26 @@ class FakeActor:
         self.state = RouterState(**self.options)
         self.alive = True
         self.delay_s = 0.0
+        self.grant_delay_s = 0.0  # of a poll's answer, after it has left the outbox
         self.exchanges: list[Exchange] = []
+        self.polls = 0
+
+    def die(self) -> None:
+        self.alive = False
+        self.state.outbox.close()
 
     def restart(self) -> None:
-        self.state = RouterState(**self.options)
+        old, self.state = self.state, RouterState(**self.options)
         self.alive = True
+        old.outbox.close()
+
+    async def poll(self, *args: Any) -> tuple[Lease, ...]:
+        self.polls += 1
+        leases = await self.state.outbox.take(*args)
+        await asyncio.sleep(self.grant_delay_s)
+        if not self.alive:
+            raise RayActorError
+        return leases
 
     def __getattr__(self, method: str) -> Any:
         class Method:
@@ -47,6 +64,8 @@ class FakeActor:
                     self.exchanges.append(args[0])
                 if method == "settings":
                     return self.state.settings
+                if method == "granted":
+                    return await self.poll(*args)
                 return getattr(self.state, method)(*args)
 
         return Method
@@ -102,7 +121,7 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
         away = await client.place(request("b"), counts_for(1))
         assert away.reason == "router-away"
         actor.restart()
-        await settled(lambda: not client.router_away and len(actor.state._leases) == 2)
+        await settled(lambda: not client.router_away and len(actor.state._running) == 2)
         assert set(actor.state._policy._held) == {"a", "b"}  # type: ignore[attr-defined]
         client.release("a")
         client.release("b")
@@ -145,7 +164,7 @@ async def test_a_placement_that_is_cancelled_leaves_no_lease() -> None:
         await asyncio.sleep(0.02)
         task.cancel()
         actor.delay_s = 0.0
-        await settled(lambda: set(actor.state._leases) == {"first"} and "a" in str(actor.exchanges))
+        await settled(lambda: set(actor.state._running) == {"first"} and "a" in str(actor.exchanges))
 
 
 async def test_a_swap_between_scoring_and_placing_is_scored_again() -> None:
@@ -187,7 +206,7 @@ async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_a
         actor.restart()
         await settled(lambda: not client.router_away)
         await client.place(request("after"), counts_for(1))
-        assert set(actor.state._leases) == {"before", "news", "away1", "away2", "away3", "after"}
+        assert set(actor.state._running) == {"before", "news", "away1", "away2", "away3", "after"}
         assert actor.state.settings == policy
         assert actor.state.counters["placed_by_own_load"] == 4
 
@@ -205,4 +224,231 @@ async def test_a_lease_served_elsewhere_is_corrected() -> None:
         lease = await client.place(request("a"), counts_for(1))
         assert lease.replica == "r1"
         client.served_by("a", "r0")
-        await settled(lambda: actor.state._leases["a"][1].replica == "r0")
+        await settled(lambda: actor.state._running["a"].lease.replica == "r0")
+
+
+# -- requests that wait in the actor's pool ------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _slots_policy() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def pooling(**options: Any) -> FakeActor:
+    """Of a policy under which each worker takes one request at a time."""
+    return FakeActor(policy="slots", **options)
+
+
+async def waiting(client: RouterClient, actor: FakeActor, name: str, **options: Any) -> asyncio.Task[Lease]:
+    """The placement of a request that is in the pool."""
+    counts = options.pop("counts", None)
+    size = actor.state.pool_size
+    task = asyncio.create_task(client.place(request(name), counts, **({"wait_s": 30.0} | options)))
+    await settled(lambda: actor.state.pool_size == size + 1 and name in client._pooled)
+    return task
+
+
+async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
+    await settled(lambda: not actor.state.pool_size and not actor.state._running)
+    assert all(w["in_flight"] == w["kv_tokens"] == 0 for w in actor.state.status()["workers"])
+    assert not client.leases
+    assert not client._pooled
+    assert not client._asked
+    assert not client._counts
+
+
+async def test_a_pooled_request_gets_its_lease_when_there_is_room() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None, wait_s=30.0)
+        assert actor.polls == 0
+        task = await waiting(client, actor, "b")
+        client.release("a")
+        lease = await task
+        assert (lease.request_id, lease.replica, lease.reason) == ("b", "r0", "slot")
+        assert lease.waited_s > 0
+        assert actor.polls == 1  # one that was answered at once, and none without need
+        client.release("b")
+        await all_is_over(client, actor)
+
+
+async def test_who_does_not_say_how_long_does_not_wait() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        for name in "abc":
+            assert (await client.place(request(name), None)).reason == "at-once"
+
+
+async def test_a_pooled_request_that_is_cancelled_leaves_the_pool() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b")
+        task.cancel()
+        await settled(lambda: not actor.state.pool_size)
+        client.release("a")
+        await all_is_over(client, actor)
+
+
+async def test_a_lease_that_is_on_its_way_to_one_who_has_left_is_released() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b")
+        actor.grant_delay_s = 0.1
+        client.release("a")
+        await settled(lambda: "b" in actor.state._running)
+        task.cancel()
+        await all_is_over(client, actor)
+        await asyncio.sleep(0.15)
+        await all_is_over(client, actor)
+
+
+async def test_who_waits_too_long_is_told_to_come_again() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b", wait_s=0.1)
+        with pytest.raises(Overloaded) as refusal:
+            await task
+        assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
+        client.release("a")
+        await all_is_over(client, actor)
+        await settled(lambda: actor.state.counters["pool_expired"] == 1)
+
+
+async def test_requests_of_the_pool_are_placed_by_own_load_when_the_actor_dies() -> None:
+    actor = pooling()
+    async with connected(actor, "r0", "r1") as client:
+        for name in "ab":
+            await client.place(request(name), None, wait_s=30.0)
+        tasks = [await waiting(client, actor, name) for name in "cd"]
+        actor.die()
+        leases = await asyncio.gather(*tasks)
+        assert {lease.replica for lease in leases} == {"r0", "r1"}
+        assert {lease.reason for lease in leases} == {"router-away"}
+        actor.restart()
+        await settled(lambda: set(actor.state._running) == set("abcd"))
+        for name in "abcd":
+            client.release(name)
+        await all_is_over(client, actor)
+
+
+async def test_requests_of_the_pool_are_asked_for_again_when_the_actor_starts_anew() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b", wait_s=2.0)
+        started = asyncio.get_running_loop().time()
+        actor.restart()
+        client.count("news")
+        await settled(lambda: actor.state.pool_size == 1)
+        assert not task.done()
+        with pytest.raises(Overloaded):
+            await task
+        assert asyncio.get_running_loop().time() - started < 2.5  # the wait did not begin anew
+        client.release("a")
+        await all_is_over(client, actor)
+
+
+async def test_a_swap_while_a_request_waits_scores_it_again() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b", counts=counts_for(1))
+        actor.state.swap_table(unit_table(3).to_bytes())
+        client.count("news")
+        policy = actor.state._policy
+        assert isinstance(policy, Slots)
+        similarity = lambda: policy.waiting[0].similarity  # noqa: E731
+        assert similarity() is None
+        await settled(lambda: similarity() is not None and similarity().shape == (3,))
+        client.release("a")
+        assert (await task).request_id == "b"
+
+
+async def test_a_poll_that_is_not_answered_means_that_the_actor_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eldr_serve.serving.router_client._POLL_S", 0.1)
+    actor = pooling()
+    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+        for name in "ab":
+            await client.place(request(name), None, wait_s=30.0)
+        task = await waiting(client, actor, "c")
+        actor.grant_delay_s = 60.0
+        client.release("a")
+        lease = await asyncio.wait_for(task, 10)
+        assert lease.policy == "own-load"
+        await settled(lambda: actor.state._running["c"].lease == lease)  # in place of the one that was lost
+        client.release("b")
+        client.release("c")
+        await all_is_over(client, actor)
+
+
+async def test_what_a_request_generated_in_all_is_told_before_its_release() -> None:
+    actor = pooling()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        for tokens in range(1, 18):
+            client.progress("a", tokens)
+        client.release("a")
+        await all_is_over(client, actor)
+        assert isinstance(actor.state._policy, Slots)
+        assert actor.state._policy.lengths == [17]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind(seed: int) -> None:
+    """Granted, expired or cancelled, while the actor is slow, swaps, changes its policy and dies."""
+    rng = random.Random(seed)
+    actor = pooling(parameters={"slots": 2})
+    actor.delay_s = 0.001
+    actor.grant_delay_s = 0.005
+    ends: dict[str, str] = {}
+
+    async with connected(actor, "r0", "r1", "r2", timeout_s=0.2) as client:
+
+        async def one(name: str) -> None:
+            try:
+                lease = await client.place(
+                    request(name), counts_for(rng.randrange(2)), wait_s=rng.choice([0.02, 1.0])
+                )
+                assert client._leases[name] == lease
+                await asyncio.sleep(rng.expovariate(40))
+                ends[name] = "granted"
+            except Overloaded:
+                ends[name] = "expired"
+            except asyncio.CancelledError:
+                ends[name] = "cancelled"
+            finally:
+                client.release(name)
+
+        async def disturb() -> None:
+            for _ in range(6):
+                await asyncio.sleep(0.08)
+                happens = rng.choice(["swap", "policy", "restart", "die"])
+                if happens == "swap":
+                    actor.state.swap_table(unit_table(rng.randrange(1, 4)).to_bytes())
+                elif happens == "policy":
+                    actor.state.set_policy("slots", {"slots": rng.randrange(1, 4)})
+                elif happens == "restart":
+                    actor.restart()
+                else:
+                    actor.die()
+                    await asyncio.sleep(0.05)
+                    actor.restart()
+
+        tasks = []
+        disturbing = asyncio.create_task(disturb())
+        for number in range(250):
+            await asyncio.sleep(rng.expovariate(500))
+            tasks.append(asyncio.create_task(one(str(number))))
+            if rng.random() < 0.15:
+                asyncio.get_running_loop().call_later(rng.random() * 0.1, tasks[-1].cancel)
+        await asyncio.gather(disturbing, *tasks, return_exceptions=True)
+        assert {*ends.values()} >= {"granted", "expired"}
+        assert len(ends) + sum(task.cancelled() for task in tasks) >= 250
+        await all_is_over(client, actor)

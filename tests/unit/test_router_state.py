@@ -239,7 +239,7 @@ def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_wo
     state = make(policy="marginal-cost")
     for n in range(6):
         assert ask(state, str(n), counts=counts_for(n % 3)) is not None
-    placed = {name: lease.worker for name, (_, lease, _) in state._leases.items()}
+    placed = {name: running.lease.worker for name, running in state._running.items()}
     assert held(state) == placed
     assert len({placed[n] for n in "03"}) == len({placed[n] for n in "14"}) == 1  # like with like
     state.set_policy("shortest-queue", {})

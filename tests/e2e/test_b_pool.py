@@ -1,0 +1,161 @@
+"""More requests than slots: prefilled requests wait in the router's pool, over real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from service import POOL_TTL_S, Service, wait_for
+
+LONG = {"model": "eldr-demo", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+
+
+def pool_size(service: Service) -> int:
+    size: int = service.status()["pool"]["size"]
+    return size
+
+
+async def until(condition: Any, timeout_s: float = 30.0) -> None:
+    """As wait_for, for a test whose own loop has requests to run."""
+    async with asyncio.timeout(timeout_s):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.1)
+
+
+async def long_answer(service: Service, number: int) -> httpx.Response:
+    """A request that keeps its worker for seconds; the answer without its body."""
+    prompt = f"{number} a long story about a prefill engine " * 30
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", f"{service.url}/v1/completions", json=LONG | {"prompt": prompt}) as response,
+    ):
+        async for _ in response.aiter_bytes():
+            pass
+        return response
+
+
+@asynccontextmanager
+async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
+    """One slot a worker, and so many long requests; their clients leave at the end of the block."""
+    await asyncio.to_thread(service.set_policy, "balance-route-horizon", slots=1)
+    tasks = [asyncio.create_task(long_answer(service, number)) for number in range(requests)]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameters", "pools"),
+    [
+        ("balance-route-horizon", {"slots": 2}, True),
+        ("balance-route", {"slots": 3}, True),
+        ("locality-balance", {}, False),
+    ],
+)
+async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_engine(
+    policy: str,
+    parameters: dict[str, int],
+    pools: bool,
+    service: Service,
+    prompts: list[str],
+    single_engine: dict[str, list[str]],
+) -> None:
+    service.set_policy(policy, **parameters)
+    before = service.status()["counters"].get("pooled", 0)
+    client, options = service.async_client, {"model": "eldr-demo", "max_tokens": 24, "temperature": 0}
+    most = 0
+
+    async def complete(prompt: str) -> str:
+        answer = await client.completions.create(prompt=prompt, **options)  # type: ignore[call-overload]
+        text: str = answer.choices[0].text
+        return text
+
+    async def chat(prompt: str) -> str:
+        stream = await client.chat.completions.create(  # type: ignore[call-overload]
+            messages=[{"role": "user", "content": prompt}], stream=True, **options
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            status = await asyncio.to_thread(service.status)
+            most = max(most, *(worker["in_flight"] for worker in status["workers"]))
+            await asyncio.sleep(0.05)
+
+    watching = asyncio.create_task(watch())
+    completions, chats = await asyncio.gather(
+        asyncio.gather(*map(complete, prompts)), asyncio.gather(*map(chat, prompts))
+    )
+    watching.cancel()
+    assert completions == single_engine["completions"]
+    assert chats == single_engine["chats"]
+    assert (service.status()["counters"].get("pooled", 0) > before) == pools
+    if pools:
+        assert 1 <= most <= parameters["slots"]
+
+
+async def test_a_client_that_leaves_the_pool_gives_its_prompts_blocks_back(service: Service) -> None:
+    def prefill_kv_usage() -> float:
+        (usage,) = service.status()["ingress"]["prefill_kv_usage"].values()
+        return float(usage)
+
+    async with crowd(service, 8) as clients:
+        await until(lambda: pool_size(service) == 6)
+        await until(lambda: prefill_kv_usage() > 0)
+        for client in clients[2:]:
+            client.cancel()
+        # Which two of the eight have workers is the policy's business: some of the six may, too.
+        await until(lambda: pool_size(service) == 0)
+    wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
+    # A prompt that was not released would stand for 30 s.
+    wait_for(lambda: prefill_kv_usage() == 0.0, "the prefill engine is empty", 10)
+    await asyncio.sleep(12)  # metrics lag by up to 10 s
+    assert service.kv_usage() == 0.0
+
+
+async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(service: Service) -> None:
+    before = service.status()["counters"].get("pool_expired", 0)
+    async with crowd(service, 14) as clients:
+        started = asyncio.get_running_loop().time()
+        done: set[asyncio.Task[httpx.Response]] = set()
+        while not (refused := [t.result() for t in done if t.result().status_code != 200]):
+            done, _ = await asyncio.wait([c for c in clients if c not in done], return_when="FIRST_COMPLETED")
+        assert asyncio.get_running_loop().time() - started >= POOL_TTL_S
+        assert refused[0].status_code == 503
+        assert int(refused[0].headers["retry-after"]) >= 1
+        await until(lambda: service.status()["counters"].get("pool_expired", 0) > before)
+    wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
+    await asyncio.sleep(12)
+    assert service.kv_usage() == 0.0
+
+
+async def test_a_policy_without_pool_lets_those_in_the_pool_run_at_once(service: Service) -> None:
+    async with crowd(service, 5):
+        await until(lambda: pool_size(service) == 3)
+        await asyncio.to_thread(service.set_policy, "shortest-queue")
+        await until(lambda: pool_size(service) == 0 and service.status()["leases"] == 5, 5)
+
+
+async def test_the_router_may_die_while_requests_wait(service: Service) -> None:
+    import ray
+
+    from eldr_serve.serving.decode_router import actor_name, find
+
+    async with crowd(service, 5) as clients:
+        await until(lambda: pool_size(service) == 3)
+        ray.kill(find(actor_name("eldr")), no_restart=False)
+        await until(lambda: service.status().get("leases") == 5)  # nobody waits for a router that is away
+        assert not [client for client in clients if client.done() and client.result().status_code != 200]
+
+
+def test_the_pool_is_in_the_metrics(service: Service) -> None:
+    wait_for(lambda: service.metric("eldr_pool_wait_seconds_count") > 0, "waits are exported", 40)
+    assert "ray_eldr_pool_size{" in service.metrics()

@@ -1,0 +1,66 @@
+"""A pooled policy that does no more than tests need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.routing import Decision, Handoff, PooledPolicy, WorkerLoad, policies
+
+
+class Slots(PooledPolicy):
+    """First come, first served, on the first worker with a free slot. Remembers what it was told."""
+
+    def __init__(self, *, slots: int = 1, pool: bool = True) -> None:
+        super().__init__()
+        self._slots, self._pool = slots, pool
+        self.waiting: list[Handoff] = []  # at the last dispatch
+        self.running: dict[str, int] = {}  # request id -> worker
+        self.generated: dict[str, int] = {}
+        self.lengths: list[int] = []  # of requests that have ended
+
+    @property
+    def pooled(self) -> bool:
+        return self._pool
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        return Decision(next(w for w, load in enumerate(loads) if load.available), 1, None, "at-once")
+
+    def dispatch(
+        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        self.waiting = list(waiting)
+        free = [
+            worker
+            for worker, load in enumerate(loads)
+            if load.available
+            for _ in range(self._slots - load.in_flight)
+        ]
+        return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
+
+    def placed(self, handoff: Handoff, worker: int) -> None:
+        self.running[handoff.request_id] = worker
+
+    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+        self.generated |= generated_tokens
+
+    def released(self, request_id: str) -> None:
+        if self.running.pop(request_id, None) is not None:
+            self.lengths.append(self.generated.pop(request_id, 0))
+
+
+Slots.name = "slots"
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """`slots` is a policy's name within the block."""
+    registry: dict[str, Any] = policies._REGISTRY
+    registry["slots"] = Slots
+    try:
+        yield
+    finally:
+        del registry["slots"]

@@ -1,0 +1,343 @@
+"""Requests that wait in the router: who gets a worker when, and that none is lost or served twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from pooled_policy import Slots, registered
+from tables import counts_for, unit_table
+
+from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore
+from eldr_serve.serving.pool import Outbox
+from eldr_serve.serving.router_state import RouterState
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _slots_policy() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def make(workers: int = 2, clients: str = "c", **options: Any) -> RouterState:
+    options = {"policy": "slots", "table": unit_table(2).to_bytes()} | options
+    state = RouterState(model_id="m", **options)
+    for client in clients:
+        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers)), None, ()))
+    return state
+
+
+def say(state: RouterState, *ask: str | PlacementRequest, client: str = "c", **fields: Any) -> Reply:
+    placements = tuple(PlacementRequest(a, 10, 20, may_wait=True) if isinstance(a, str) else a for a in ask)
+    return state.exchange(Exchange(client, placements, known_epoch=state.epoch, **fields))
+
+
+def fetch(state: RouterState, client: str = "c") -> dict[str, Lease]:
+    return {lease.request_id: lease for lease in asyncio.run(state.outbox.take(client, 0.0))}
+
+
+def policy(state: RouterState) -> Slots:
+    found = state._policy
+    assert isinstance(found, Slots)
+    return found
+
+
+def size(state: RouterState) -> int:
+    found: int = state.status()["pool"]["size"]
+    return found
+
+
+def test_with_free_slots_nobody_waits() -> None:
+    state = make()
+    reply = say(state, "a", "b")
+    assert [lease and lease.replica for lease in reply.leases] == ["r0", "r1"]
+    assert not reply.pooled
+    assert fetch(state) == {}  # the reply has said it
+    assert state.counters["pooled"] == 0
+
+
+def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
+    now = [0.0]
+    state = make(clients="cd", clock=lambda: now[0])
+    reply = say(state, "a", "b", "x")
+    assert reply.pooled == {"x"}
+    assert reply.leases[2] is None
+    now[0] = 2.0
+    assert say(state, "y", client="d").pooled == {"y"}
+    assert say(state, "z").pooled == {"z"}
+    assert state.status()["pool"] == {"size": 3, "oldest_wait_s": 2.0}
+    now[0] = 3.0
+    say(state, released=("a", "b"))
+    granted = fetch(state)
+    assert granted.keys() == {"x"}
+    assert (granted["x"].replica, granted["x"].waited_s, granted["x"].reason) == ("r0", 3.0, "slot")
+    assert fetch(state, "d")["y"].replica == "r1"
+    assert fetch(state) == fetch(state, "d") == {}
+    assert state.counters["pooled"] == 3
+    assert state.counters["placed"] == 4
+
+
+def test_a_release_in_the_same_message_frees_a_slot_for_the_asking_client() -> None:
+    state = make(workers=1)
+    say(state, "a")
+    reply = say(state, "b", released=("a",))
+    assert reply.leases[0] is not None
+    assert not reply.pooled
+
+
+@pytest.mark.parametrize("fields", [{"may_wait": False}, {"may_wait": True, "exclude": ("r9",)}])
+def test_what_cannot_wait_is_placed_at_once(fields: dict[str, Any]) -> None:
+    state = make(workers=1)
+    say(state, "a", "b")
+    reply = say(state, PlacementRequest("c", 10, 20, **fields))
+    assert reply.leases[0] is not None
+    assert reply.leases[0].reason == "at-once"
+
+
+def test_a_policy_without_pool_lets_nobody_wait() -> None:
+    state = make(workers=1, parameters={"pool": False})
+    assert say(state, "a", "b", "c").pooled == frozenset()
+
+
+@pytest.mark.parametrize("change", [("shortest-queue", {}), ("slots", {"pool": False})])
+def test_when_the_policy_keeps_no_pool_any_more_all_are_placed(change: tuple[str, dict[str, Any]]) -> None:
+    state = make(workers=2)
+    say(state, *"abcdef")
+    state.set_policy(*change)
+    assert fetch(state).keys() == set("cdef")
+    assert size(state) == 0
+    assert state.status()["leases"] == 6
+
+
+def test_more_slots_and_more_workers_are_used_at_once() -> None:
+    state = make(workers=1)
+    say(state, *"abcd")
+    state.update_workers(["r0", "r1"])
+    assert fetch(state)["b"].replica == "r1"
+    state.set_policy("slots", {"slots": 2})
+    assert fetch(state).keys() == {"c", "d"}
+
+
+def test_a_request_that_gives_up_leaves_the_pool_or_its_unfetched_lease() -> None:
+    state = make(workers=1)
+    say(state, "a", "b", "c")
+    say(state, released=("b",))
+    assert size(state) == 1
+    say(state, released=("a",))  # c is granted, and gives up before it has heard of it
+    say(state, released=("c",))
+    assert fetch(state) == {}
+    assert state.status()["leases"] == 0
+
+
+def test_a_request_placed_by_its_client_leaves_the_pool() -> None:
+    state = make(workers=1)
+    say(state, "a", "b")
+    say(state, held=(Lease("b", "r0", 10),))
+    assert size(state) == 0
+    say(state, released=("a",))
+    assert fetch(state) == {}
+    assert state.status()["workers"][0]["in_flight"] == 1
+
+
+def test_asking_again_keeps_the_turn() -> None:
+    state = make(workers=1)
+    say(state, "a", "b", "c")
+    assert say(state, "b").pooled == {"b"}
+    say(state, released=("a",))
+    assert fetch(state).keys() == {"b"}
+    assert state.counters["pooled"] == 2
+
+
+def test_a_swap_makes_scores_of_the_pool_void() -> None:
+    state = make(workers=1)
+    say(state, "a")
+    score = unit_table(2).similarity(counts_for(1))
+    waiting = PlacementRequest("b", 10, 20, similarity=score, table_version=1, may_wait=True)
+    assert say(state, waiting).pooled == {"b"}
+    assert policy(state).waiting[0].similarity is not None
+    state.swap_table(unit_table(3).to_bytes())
+    assert policy(state).waiting[0].similarity is None
+    say(state, released=("a",))
+    assert not fetch(state)["b"].best
+
+
+def test_what_a_lost_client_had_in_the_pool_goes_with_it() -> None:
+    now = [0.0]
+    state = make(workers=1, clients="cd", clock=lambda: now[0])
+    say(state, "a", "b")
+    now[0] = 20.0
+    say(state, "x", client="d")
+    now[0] = 40.0
+    assert state.drop_silent_clients() == 1
+    assert state.counters["pooled_of_lost_clients"] == 1
+    assert fetch(state, "d").keys() == {"x"}  # on the worker that became free
+    assert size(state) == 0
+
+
+def test_without_workers_nothing_is_pooled_and_what_was_waits_for_one() -> None:
+    state = make(workers=1)
+    say(state, "a", "b")
+    state.update_workers([])
+    assert (size(state), fetch(state)) == (1, {})
+    assert say(state, "c") == Reply(state.epoch, state.settings.version, (None,), frozenset())
+    state.update_workers(["r7"])
+    assert fetch(state)["b"].replica == "r7"
+
+
+def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:
+    state = make()
+    say(state, "a")
+    say(state, progress={"a": 3, "unknown": 9})
+    assert policy(state).generated == {"a": 3}
+    say(state, progress={"a": 7}, released=("a",))
+    assert policy(state).lengths == [7]
+
+
+def test_a_change_of_workers_ends_no_request_and_a_new_policy_hears_all() -> None:
+    state = make()
+    say(state, "a", "b", progress={})
+    say(state, progress={"b": 4})
+    state.update_workers(["r1", "r2"])
+    assert policy(state).running == {"b": 1}  # r2 sits where r0 was
+    assert policy(state).lengths == [0]  # of a, whose worker is gone
+    state.set_policy("slots", {"slots": 3})
+    assert policy(state).running == {"b": 1}
+    assert policy(state).generated == {"b": 4}
+    assert policy(state).lengths == []
+
+
+async def test_a_poll_returns_when_a_lease_comes_and_empty_when_none_does() -> None:
+    outbox = Outbox()
+    assert await outbox.take("c", 0.01) == ()
+    poll = asyncio.create_task(outbox.take("c", 5.0))
+    other = asyncio.create_task(outbox.take("d", 0.05))
+    await asyncio.sleep(0)
+    outbox.put("c", Lease("a", "r0", 1))
+    assert [lease.request_id for lease in await poll] == ["a"]
+    assert await other == ()
+
+
+async def test_the_newest_poll_of_a_client_takes_the_lease() -> None:
+    outbox = Outbox()
+    old, new = (asyncio.create_task(outbox.take("c", 5.0)) for _ in range(2))
+    await asyncio.sleep(0)
+    outbox.put("c", Lease("a", "r0", 1))
+    assert await old == ()
+    assert len(await new) == 1
+
+
+async def test_an_outbox_that_is_closed_keeps_nobody() -> None:
+    outbox = Outbox()
+    poll = asyncio.create_task(outbox.take("c", 60.0))
+    await asyncio.sleep(0)
+    outbox.close()
+    assert await poll == await outbox.take("c", 60.0) == ()
+
+
+_CLIENTS = st.sampled_from("cd")
+_NUMBERS = st.integers(0, 20)
+
+
+class Conservation(RuleBasedStateMachine):
+    """Whatever happens in whatever order, each request is in one place, and loads end at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.live = {"r0", "r1", "r2"}
+        self.state = make(workers=3, clients="cd", clock=lambda: self.now, parameters={"slots": 2})
+        self.waits: dict[str, str] = {}  # request -> client, as the clients know
+        self.holds: dict[str, tuple[str, str]] = {}  # request -> client, replica
+
+    def say(self, client: str, *ask: str, **fields: Any) -> None:
+        reply = say(self.state, *ask, client=client, **fields)
+        assert reply.refused is None
+        for name, lease in zip(ask, reply.leases, strict=True):
+            self.waits.pop(name, None)
+            if lease is not None:
+                assert name not in reply.pooled
+                self.holds[name] = (client, lease.replica)
+            elif name in reply.pooled:
+                self.waits[name] = client
+            else:
+                assert not self.live
+
+    @rule(numbers=st.lists(_NUMBERS, max_size=5, unique=True), client=_CLIENTS)
+    def ask(self, numbers: list[int], client: str) -> None:
+        names = [f"{client}{number}" for number in numbers]
+        self.say(client, *[name for name in names if name not in self.holds])
+
+    @rule(number=_NUMBERS, client=_CLIENTS)
+    def end(self, number: int, client: str) -> None:
+        """Finished, cancelled or expired: it is the same to the router."""
+        name = f"{client}{number}"
+        self.waits.pop(name, None)
+        self.holds.pop(name, None)
+        self.say(client, released=(name,))
+
+    @rule(client=_CLIENTS)
+    def fetch(self, client: str) -> None:
+        for name, lease in fetch(self.state, client).items():
+            assert self.waits.pop(name) == client  # granted once, and only to one who waits
+            self.holds[name] = (client, lease.replica)
+
+    @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
+    def progress(self, number: int, client: str, tokens: int) -> None:
+        self.say(client, progress={f"{client}{number}": tokens})
+
+    @rule(live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
+    def workers(self, live: set[str]) -> None:
+        self.live = live
+        self.state.update_workers(live)
+
+    @rule(change=st.sampled_from([("slots", {"slots": 2}), ("slots", {"slots": 5}), ("random", {})]))
+    def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
+        self.state.set_policy(*change)
+
+    @rule(k=st.integers(1, 3))
+    def swap(self, k: int) -> None:
+        self.state.swap_table(unit_table(k).to_bytes())
+
+    @rule(client=_CLIENTS)
+    def lose(self, client: str) -> None:
+        """The client is silent for too long, the other one is not, and then it comes back with nothing."""
+        self.now += 31.0
+        other = "d" if client == "c" else "c"
+        self.state._last_seen[other] = self.now
+        self.state.drop_silent_clients()
+        self.state.outbox.drop(client)
+        self.waits = {name: c for name, c in self.waits.items() if c != client}
+        self.holds = {name: held for name, held in self.holds.items() if held[0] != client}
+        self.state.restore(Restore(client, (), None, ()))
+
+    @invariant()
+    def each_request_is_in_one_place(self) -> None:
+        running, pool = set(self.state._running), {w.request.request_id for w in self.state._pool.waiting}
+        assert not running & pool
+        assert running | pool == self.holds.keys() | self.waits.keys()
+        assert self.holds.keys() <= running
+        assert pool <= self.waits.keys()
+
+    @invariant()
+    def no_slot_is_free_while_somebody_waits(self) -> None:
+        status = self.state.status()
+        if status["pool"]["size"] and status["policy"] == "slots":
+            assert all(w["in_flight"] >= status["parameters"]["slots"] for w in status["workers"])
+
+    def teardown(self) -> None:
+        for client in "cd":
+            self.say(client, released=tuple(n for n in (*self.waits, *self.holds) if n[0] == client))
+        status = self.state.status()
+        assert status["pool"] == {"size": 0, "oldest_wait_s": 0.0}
+        assert all(w["in_flight"] == w["kv_tokens"] == 0 for w in status["workers"])
+        assert not self.state._ledger._requests
+        assert fetch(self.state, "c") == fetch(self.state, "d") == {}
+
+
+TestConservation = Conservation.TestCase
+TestConservation.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
