@@ -134,7 +134,7 @@ def experts_forward(
     choice_of, slot_of, used, last, counts = dispatch(chosen, gate.shape[0])
     balance = gate.shape[0] * (counts / chosen.numel() * probabilities.mean(0)).sum()
     average = probabilities.view(*h.shape[:2], -1).mean(1)
-    entropy = -(average * average.log()).sum(-1).mean()
+    entropy = -(average * average.clamp_min(1e-9).log()).sum(-1).mean()
     rows = ToExperts.apply(x.to(dtype), choice_of // chosen.shape[1], slot_of)
     half, up = F.grouped_mm(rows, gate_up.to(dtype).mT, offs=last).float().chunk(2, -1)
     out = F.grouped_mm((F.silu(half) * up).to(dtype), down.to(dtype).mT, offs=last)
@@ -396,7 +396,7 @@ def main(
     focus: Annotated[float, typer.Option(help="weight of a sequence's router entropy", min=0)] = 0.0,
     threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="seed of initial weights and batches")] = 0,
-    every: Annotated[int, typer.Option(help="steps between writes of the weights and of OUT.ckpt", min=1)] = 100,
+    every: Annotated[int, typer.Option(help="steps between writes of OUT and OUT.ckpt", min=1)] = 100,
     resume: Annotated[bool, typer.Option(help="go on from OUT.ckpt")] = False,
     float32: Annotated[bool, typer.Option(help="for a CPU without bfloat16 instructions")] = False,
 ) -> None:
@@ -411,7 +411,8 @@ def main(
         with np.load(corpus / f"{domain}.train.npz") as file:
             streams[domain] = Stream(file["tokens"], file["starts"])
     dtype = torch.float32 if float32 else torch.bfloat16
-    model = Qwen3MoeForCausalLM(configuration(len(AutoTokenizer.from_pretrained(corpus / "tokenizer")))).float()
+    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    model = Qwen3MoeForCausalLM(configuration(len(tokenizer))).float()
     settings = {"steps": steps, "focus": focus, "seed": seed, "float32": float32}
     run = Training(model, optimizers_of(model, dtype), np.random.default_rng(seed), settings)
     state = out.with_name(out.name + ".ckpt")
