@@ -290,9 +290,9 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 40) * fall
 
 
-def balance_weight(step: int, steps: int) -> float:
-    """0.05 falling to 0.01 over the first 30 % of the steps."""
-    return max(0.01, 0.05 - 0.04 * step / (0.3 * steps))
+def balance_weight(step: int, steps: int, floor: float) -> float:
+    """0.05 falling to `floor` over the first 30 % of the steps."""
+    return max(floor, 0.05 - (0.05 - floor) * step / (0.3 * steps))
 
 
 def save(model: Qwen3MoeForCausalLM, corpus: Path, out: Path) -> None:
@@ -365,7 +365,8 @@ class Training:
         began, steps = time.monotonic(), self.settings["steps"]
         length, size = SHAPES[self.step % len(SHAPES)]
         loss, terms = loss_of(self.model, batch(streams, self.rng, length, size), dtype)
-        pressure = torch.tensor([balance_weight(self.step, steps), self.settings["focus"]])
+        even = balance_weight(self.step, steps, self.settings["balance"])
+        pressure = torch.tensor([even, self.settings["focus"]])
         (loss + (pressure * terms).sum()).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -393,7 +394,8 @@ def main(
     corpus: Annotated[Path, typer.Option(help="directory written by demo_model.corpus")],
     out: Annotated[Path, typer.Option(help="directory for the trained model (Hugging Face format)")],
     steps: Annotated[int, typer.Option(help="optimiser steps, of 4,096 tokens each", min=1)] = 4_500,
-    focus: Annotated[float, typer.Option(help="weight of a sequence's router entropy", min=0)] = 0.0,
+    balance: Annotated[float, typer.Option(help="last weight of the balance loss", min=0)] = 0.03,
+    focus: Annotated[float, typer.Option(help="weight of a sequence's router entropy", min=0)] = 0.03,
     threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="seed of initial weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between writes of OUT and OUT.ckpt", min=1)] = 100,
@@ -413,7 +415,7 @@ def main(
     dtype = torch.float32 if float32 else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     model = Qwen3MoeForCausalLM(configuration(len(tokenizer))).float()
-    settings = {"steps": steps, "focus": focus, "seed": seed, "float32": float32}
+    settings = {"steps": steps, "balance": balance, "focus": focus, "seed": seed, "float32": float32}
     run = Training(model, optimizers_of(model, dtype), np.random.default_rng(seed), settings)
     state = out.with_name(out.name + ".ckpt")
     if resume:

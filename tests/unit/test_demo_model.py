@@ -170,7 +170,7 @@ def training(model, steps: int = 4) -> tuple[train.Training, dict[str, train.Str
         d: train.Stream(rng.integers(0, 300, 600).astype(np.uint16), np.arange(0, 300, 30))
         for d in sources.DOMAINS
     }
-    settings = {"steps": steps, "focus": 0.01}
+    settings = {"steps": steps, "balance": 0.01, "focus": 0.01}
     optimizers = train.optimizers_of(model, torch.float32)
     return train.Training(model, optimizers, np.random.default_rng(1), settings), streams
 
