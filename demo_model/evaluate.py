@@ -273,9 +273,13 @@ def in_domain(requests: Requests, corpus: Path, vocabulary: int) -> dict[str, fl
 
 
 @torch.no_grad()
-def losses(model: Any, recorder: Recorder, corpus: Path) -> dict[str, float]:
-    """Held-out loss of each domain, nats a token, over 24 windows of 256 tokens at documents' starts."""
-    found = {}
+def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, float], np.ndarray]:
+    """Held-out loss of each domain, nats a token, over 24 windows of 256 tokens at documents' starts.
+
+    Also the tokens that each expert took of the main domains' windows [L, E].
+    """
+    shape = (model.config.num_hidden_layers, model.config.num_experts)
+    found, loads = {}, np.zeros(shape)
     for domain in sources.DOMAINS:
         with np.load(corpus / f"{domain}.held.npz") as file:
             tokens, starts = file["tokens"].astype(np.int64), file["starts"]
@@ -283,9 +287,11 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> dict[str, float]:
         starts = starts[np.linspace(0, len(starts) - 1, 24).astype(int)]
         ids = torch.from_numpy(np.stack([tokens[s : s + 257] for s in starts]))
         logits = model(ids[:, :-1]).logits.float()
-        recorder.chosen.clear()
+        routes = recorder.take(len(ids))
+        if domain in GROUPS["all"]:
+            loads += count(routes.reshape(-1, *routes.shape[2:]), shape)
         found[domain] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
-    return found
+    return found, loads
 
 
 def checksum(path: Path) -> str:
@@ -339,8 +345,12 @@ def main(
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     recorder = Recorder(network)
     rows: list[dict[str, Any]] = []
-    for domain, value in losses(network, recorder, corpus).items():
+    found, loads = losses(network, recorder, corpus)
+    for domain, value in found.items():
         rows.append({"measure": "held_out_loss", "domain": domain, "loss_nats_per_token": round(value, 3)})
+    for layer, load in enumerate(loads / loads.mean(1, keepdims=True)):
+        row = {"measure": "expert_load", "layer": layer, "heaviest_over_mean": round(load.max(), 2)}
+        rows.append(row | {"experts_under_1_percent_of_mean": int((load < 0.01).sum())})
     for name, chosen in sets.items():
         random.Random(seed).shuffle(chosen)
         requests = generate(network, recorder, chosen, new_tokens, temperature, seed)

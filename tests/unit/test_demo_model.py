@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
@@ -11,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
-from demo_model import corpus, dialogues, sources, widen
-from demo_model.train import dispatch
+from demo_model import corpus, dialogues, sources, train, widen
 
 TEXTS = {
     "code": "def add(a, b):\n    return a + b\n",
@@ -111,13 +112,95 @@ def test_widening_refuses_what_is_no_model(tmp_path: Path):
 
 def test_dispatch_gives_each_choice_its_own_slot_in_its_experts_rows():
     rng = np.random.default_rng(0)
-    experts = torch.from_numpy(np.stack([rng.choice(8, 2, replace=False) for _ in range(100)]))
-    token_of, choice_of, slot_of, used = dispatch(experts, 8)
-    capacity = len(token_of) // 8
+    experts = torch.from_numpy(np.stack([rng.choice(7, 2, replace=False) for _ in range(100)]))  # 7 unused
+    choice_of, slot_of, used, last, counts = train.dispatch(experts, 8)
     assert slot_of.unique().numel() == experts.numel() == int(used.sum())
-    assert torch.equal(slot_of // capacity, experts)
-    assert torch.equal(token_of[slot_of], torch.arange(100)[:, None].expand(-1, 2))
+    assert torch.equal(torch.searchsorted(last, slot_of, right=True), experts)
     assert torch.equal(choice_of[slot_of.flatten()], torch.arange(200))
+    assert torch.equal(counts, torch.bincount(experts.flatten(), minlength=8))
+    assert not (last % train.BLOCK).any()
+
+
+@pytest.fixture
+def small(monkeypatch) -> Qwen3MoeForCausalLM:
+    """An untrained model of one layer, whose training functions are not compiled."""
+    monkeypatch.setattr(train, "_block", train.block)
+    monkeypatch.setattr(train, "_head", train.head)
+    config = train.configuration(300)
+    config.num_hidden_layers = 1
+    config.layer_types = None
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).float()
+
+
+def gradients(model, loss) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_training_has_the_loss_and_gradients_of_the_reference_implementation(small):
+    tokens = torch.randint(0, 300, (2, 257), generator=torch.Generator().manual_seed(1))
+    logits = small(tokens[:, :-1]).logits
+    expected = gradients(small, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+    loss, terms = train.loss_of(small, tokens, torch.float32)
+    found = gradients(small, loss)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    assert terms[0] >= 1
+    assert 0 < terms[1] <= np.log(64)
+
+
+def test_the_routers_terms_tell_spread_from_concentrated_routing():
+    gate_up, down = torch.zeros(64, 64, 160), torch.zeros(64, 160, 32)
+    axes = torch.eye(160)[:64]
+    hidden = 100 * axes.view(8, 8, 160).repeat(1, 16, 1)  # each sequence keeps to 8 directions of its own
+    gate = axes + 0.5 * axes.view(16, 4, 160).sum(1).repeat_interleave(4, 0)
+    _, own = train.experts_forward(hidden, gate, gate_up, down, torch.float32)
+    _, same = train.experts_forward(hidden[:1].expand(8, -1, -1), gate, gate_up, down, torch.float32)
+    assert own[0].item() == pytest.approx(1, rel=0.01)  # even over the batch
+    assert own[1].item() == pytest.approx(np.log(8), rel=0.01)
+    assert same[0].item() == pytest.approx(8, rel=0.01)
+
+
+def training(model, steps: int = 4) -> tuple[train.Training, dict[str, train.Stream]]:
+    rng = np.random.default_rng(0)
+    streams = {
+        d: train.Stream(rng.integers(0, 300, 600).astype(np.uint16), np.arange(0, 300, 30))
+        for d in sources.DOMAINS
+    }
+    settings = {"steps": steps, "balance": 0.01, "focus": 0.01}
+    optimizers = train.optimizers_of(model, torch.float32)
+    return train.Training(model, optimizers, np.random.default_rng(1), settings), streams
+
+
+def test_a_resumed_run_ends_as_one_that_never_stopped(small, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(train, "SHAPES", ((128, 2), (256, 1)))
+    once, streams = training(copy.deepcopy(small))
+    first, _ = training(copy.deepcopy(small))
+    for _ in range(3):
+        first.advance(streams, torch.float32)
+    first.write(tmp_path / "state")
+    second, _ = training(copy.deepcopy(small))
+    second.read(tmp_path / "state")
+    row = second.advance(streams, torch.float32)
+    for _ in range(4):
+        expected = once.advance(streams, torch.float32)
+    assert {k: row[k] for k in ("step", "tokens", "loss_nats")} == {
+        k: expected[k] for k in ("step", "tokens", "loss_nats")
+    }
+    for resumed, straight in zip(second.model.parameters(), once.model.parameters(), strict=True):
+        assert torch.equal(resumed, straight)
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_run_is_not_resumed_with_other_settings(small, tmp_path: Path):
+    training(small)[0].write(tmp_path / "state")
+    with pytest.raises(train.TrainingError, match="is of a run with"):
+        training(small, steps=5)[0].read(tmp_path / "state")
+    with pytest.raises(train.TrainingError, match="nothing to resume"):
+        training(small)[0].read(tmp_path / "missing")
 
 
 def test_generated_function_tasks_state_true_results():
