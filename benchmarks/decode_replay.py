@@ -38,7 +38,6 @@ ARMS = [
     Arm("domain", "domain"),
     Arm("locality-band", "locality-band"),
     Arm("marginal-cost", "marginal-cost"),
-    Arm("marginal-cost, weight 3", "marginal-cost", {"expert_weight": 3.0}),
     Arm(TRUE, "marginal-cost", true_decode=True),
 ]
 
