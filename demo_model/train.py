@@ -402,7 +402,7 @@ def main(
     resume: Annotated[bool, typer.Option(help="go on from OUT.ckpt")] = False,
     float32: Annotated[bool, typer.Option(help="for a CPU without bfloat16 instructions")] = False,
 ) -> None:
-    """Train from random weights and write the model; 6,500 tokens a second on one core."""
+    """Train from random weights and write the model; 6,000 tokens a second on one core."""
     if not (corpus / "manifest.json").exists():
         print(f"demo_model.train: {corpus} holds no corpus; make it with demo_model.corpus", file=sys.stderr)
         raise typer.Exit(2)
