@@ -109,7 +109,12 @@ def capture(
     longest = max_prompt_tokens // BLOCK * BLOCK + 1
     ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
     kwargs = engine_kwargs(
-        "calibrate", device="cpu", max_model_len=longest + output_tokens + BLOCK, seed=seed
+        "calibrate",
+        device="cpu",
+        max_model_len=longest + output_tokens + BLOCK,
+        # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
+        enable_chunked_prefill=False,
+        seed=seed,
     )
     engine = EngineActor({"model": str(WEIGHTS), **kwargs}, port=free_port())
     records = []

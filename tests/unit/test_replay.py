@@ -51,4 +51,4 @@ def test_workloads_are_split_without_overlap() -> None:
     fit, rest = data.split("all", 0.4, 1)
     assert not set(fit) & set(rest)
     assert len(fit) == round(0.4 * len(domains))
-    assert data.subset(fit).ids == [data.trace.ids[i] for i in fit]
+    assert data.trace.subset(fit).ids == [data.trace.ids[i] for i in fit]
