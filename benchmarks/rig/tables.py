@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/evidence.md, made from benchmarks/results.
+"""The tables of README.md, docs/evidence.md and docs/reproduced.md, made from benchmarks/results.
 
     python -m benchmarks.rig.tables
 
@@ -18,7 +18,7 @@ from eldr_serve.files import write_whole
 from offline.results import RESULTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md", ROOT / "docs" / "reproduced.md")
 _BLOCK = re.compile(r"(<!-- (table|summary) ?(.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 
@@ -58,11 +58,16 @@ def _markdown(names: list[str], cells: list[list[str]]) -> str:
 def _number(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _summary() -> str:
-    lines = [[claim.what, claim.measured(), f"`python -m benchmarks.{claim.name}`"] for claim in CLAIMS]
+    lines = [
+        [claim.what, claim.measured(), f"`python -m {claim.command or f'benchmarks.{claim.name}'}`"]
+        for claim in CLAIMS
+    ]
     return _markdown(["what", "measured", "by"], lines)
 
 
@@ -74,6 +79,7 @@ class Claim:
     name: str
     form: str
     where: dict[str, Any]
+    command: str | None = None  # None: benchmarks.NAME
 
     def measured(self) -> str:
         """The rows in words."""
@@ -121,6 +127,21 @@ CLAIMS = [
         {"workers": 16, "in_flight": 1},
     ),
     Claim("fit of 1,000 requests at 48 x 128, K=16", "fit_time", "{fit_p50_s:.1f} s", {"workers": 16}),
+    Claim(
+        "KV imbalance of 16 workers in lockstep, times below shortest-queue's, Azure traces, simulated: "
+        "`balance-route`",
+        "balanceroute_table1",
+        "{trace}: {imbalance_below_jsq:.1f}",
+        {"method": "balance-route"},
+        "offline.reproduce balanceroute table1",
+    ),
+    Claim(
+        "the same: `balance-route-horizon`, survival predictor",
+        "balanceroute_table1",
+        "{trace}: {imbalance_below_jsq:.1f}",
+        {"method": "balance-route-horizon, survival"},
+        "offline.reproduce balanceroute table1",
+    ),
     Claim(
         "signature cache / KV cache, Qwen3-30B-A3B, blocks of 16 tokens",
         "cache_memory",
