@@ -214,13 +214,14 @@ def test_locusts_own_page_drives_one_load_after_the_other(service: FakeService, 
     try:
         _wait(lambda: _get(page).status_code == 200)
         for rate, expected in (("20", 20), ("10", 10)):
-            form = {"user_count": 16, "spawn_rate": 16, "rate": rate, "max_tokens": 3, "run_time": "2s"}
+            # Locust's page is up to 2 s old: a shorter run might never be seen running.
+            form = {"user_count": 16, "spawn_rate": 16, "rate": rate, "max_tokens": 3, "run_time": "5s"}
             answer = requests.post(f"{page}/swarm", data=form, timeout=10)
             assert answer.json()["success"], answer.text
             _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "running")
             _wait(lambda: _get(f"{page}/stats/requests").json()["state"] == "stopped")
             found = {s["name"]: s["num_requests"] for s in _get(f"{page}/stats/requests").json()["stats"]}
-            assert expected * 2 * 0.4 < found["chat"] < expected * 2 * 1.5
+            assert expected * 5 * 0.4 < found["chat"] < expected * 5 * 1.5
             assert found["ttft"] == found["tpot"] == found["late"] == found["chat"]
             assert "ttft" in _get(f"{page}/stats/report").text
     finally:
