@@ -26,7 +26,7 @@ def prompts(
     limit: Annotated[int, typer.Option(min=1, help="Questions a domain, at most.")] = 80,
     longest: Annotated[int, typer.Option(min=20, help="Characters of a question, at most.")] = 700,
 ) -> None:
-    """Write questions of another seed than training saw; some come out word for word the same (model card)."""
+    """Write questions of another seed than training saw; some come out the same (model card)."""
     from transformers import AutoTokenizer
 
     if not (corpus / "tokenizer").is_dir():
