@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -196,6 +197,16 @@ def read_scenario(path: Path) -> Scenario:
         raise BadInput(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
+def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:
+    """A calibration trace, or GPT-OSS-20B's records, by the file's name."""
+    return Routes(kind="trace" if path.suffix == ".safetensors" else "gpt-oss", path=path, domains=domains)
+
+
 def observed(routes: Routes) -> CalibrationTrace:
-    """The file's requests, with routes."""
-    return CalibrationTrace.load(routes.path) if routes.kind == "trace" else read_gptoss(routes.path)
+    """The file's requests, with routes; read once."""
+    return _read_routes(routes.kind, routes.path)
+
+
+@lru_cache(maxsize=1)
+def _read_routes(kind: str, path: Path) -> CalibrationTrace:
+    return CalibrationTrace.load(path) if kind == "trace" else read_gptoss(path)

@@ -291,8 +291,10 @@ class RouterState:
 
     def _dispatch(self) -> dict[str, Lease]:
         """Give workers to requests of the pool, as the policy says; the leases by request id."""
+        if not len(self._pool):
+            return {}
         loads = self._loads(())
-        if not len(self._pool) or not any(load.available for load in loads):
+        if not any(load.available for load in loads):
             return {}
         return {
             w.request.request_id: self._lease(w.client, w.request, w.handoff, decision, loads, w.since_s)

@@ -63,7 +63,6 @@ class Experts:
             the other.
         offset: int64[S+1], where each one's steps begin. A longer simulated request begins again.
         domains: S names.
-        layers: L.
     """
 
     counts: NDArray[np.unsignedinteger]
@@ -71,7 +70,6 @@ class Experts:
     bits: NDArray[np.uint64]
     offset: NDArray[np.int64]
     domains: list[str]
-    layers: int
 
     def __post_init__(self) -> None:
         if (np.diff(self.offset) < 1).any():
@@ -108,7 +106,7 @@ class Experts:
         bits = expert_bits(trace.routes[rows], trace.prefill_counts.shape[2])
         counts = trace.decode_counts if true_decode else trace.prefill_counts
         tokens = trace.decode_steps if true_decode else trace.prompt_tokens
-        return cls(counts, tokens.astype(np.int64), bits, offset, trace.domains, counts.shape[1])
+        return cls(counts, tokens.astype(np.int64), bits, offset, trace.domains)
 
     @classmethod
     def sampled(
@@ -138,9 +136,7 @@ class Experts:
             noise = rng.gumbel(size=(steps, layers, experts)).astype(np.float32)
             routes = np.argpartition(weights[s] + noise, -top_k, axis=2)[:, :, -top_k:]
             bits.append(expert_bits(routes, experts))
-        return cls(
-            counts, count_tokens, np.concatenate(bits), np.arange(requests + 1) * steps, domains, layers
-        )
+        return cls(counts, count_tokens, np.concatenate(bits), np.arange(requests + 1) * steps, domains)
 
 
 def expert_bits(routes: NDArray[np.integer], num_experts: int) -> NDArray[np.uint64]:

@@ -10,7 +10,7 @@ paper's traces (a proprietary one and Azure-2024) are not public or not here; Az
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,15 +190,18 @@ class _Timed(PooledPolicy):
         assert isinstance(policy, PooledPolicy)
         self._policy = policy
         self.seconds: list[float] = []
-        self.choose = policy.choose  # type: ignore[method-assign]
-        self.placed = policy.placed  # type: ignore[method-assign]
-        self.released = policy.released  # type: ignore[method-assign]
-
-    def progressed(self, generated_tokens: Any) -> None:
-        self._policy.progressed(generated_tokens)
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        raise NotImplementedError
+        return self._policy.choose(handoff, loads, rng)
+
+    def placed(self, handoff: Handoff, worker: int) -> None:
+        self._policy.placed(handoff, worker)
+
+    def released(self, request_id: str) -> None:
+        self._policy.released(request_id)
+
+    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+        self._policy.progressed(generated_tokens)
 
     def dispatch(
         self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator

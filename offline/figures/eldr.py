@@ -23,7 +23,7 @@ from eldr_serve.simulation.run import Change, simulate
 from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
 from offline.plots import bars, lines
-from offline.scenario import Poisson, PolicyChoice, Routes, Scenario, Work, observed
+from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
 
 TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; in proportion elsewhere
@@ -243,7 +243,7 @@ def _case(
             kind="poisson", rate_per_s=per_s, requests=options.requests or max(200, round(per_s * SECONDS)),
             output_tokens=OUTPUT_TOKENS,
         ),
-        experts=Routes(kind=_kind(path), path=path, domains=domains),
+        experts=routes_of(path, domains=domains),
         policies=tuple(PolicyChoice(name=name) for name in policies),
         seeds=(seed,),
     )  # fmt: skip
@@ -252,14 +252,10 @@ def _case(
 
 def _observed(options: Options) -> tuple[CalibrationTrace, Path]:
     path = options.trace("a calibration trace with routes (offline.calibrate --routes)")
-    trace = observed(Routes(kind=_kind(path), path=path))
+    trace = observed(routes_of(path))
     if not set(TASKS) <= set(trace.domains) or set(TASKS) == set(trace.domains):
         raise BadInput(f"{path} needs requests of {', '.join(TASKS)} and of other domains")
     return trace, path
-
-
-def _kind(path: Path) -> Any:
-    return "trace" if path.suffix == ".safetensors" else "gpt-oss"
 
 
 def _outcome(work: Work, scenario: Scenario, policy: str, seed: int) -> Outcome:

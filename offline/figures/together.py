@@ -15,19 +15,19 @@ import numpy as np
 
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import make_policy
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Experts
 from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps
+from offline.figures.eldr import COST
 from offline.figures.traffic import Traffic
 from offline.plots import bars
-from offline.scenario import Routes, observed
+from offline.scenario import observed, routes_of
 
 WORKERS = 16
 SLOTS = 32
 LOAD = 0.85  # of what the slots take
-COST = Cost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("shortest-queue", {}),
     ("least-tokens", {}),
@@ -43,8 +43,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 def policies(options: Options) -> Rows:
     """Each policy without and with the barrier; `dominated_by` names those that are better in all four."""
     experts_path, trace_path = _two(options)
-    kind: Any = "trace" if experts_path.suffix == ".safetensors" else "gpt-oss"
-    trace = observed(Routes(kind=kind, path=experts_path))
+    trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)
     experts = Experts.replayed(trace)
     rows: Rows = []

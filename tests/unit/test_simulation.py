@@ -46,7 +46,7 @@ def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, 
     prompt = np.arange(10, 10 + n)
     experts = Experts(
         counts, prompt, np.concatenate([expert_bits(r, E) for r in routes]),
-        np.concatenate([[0], np.cumsum(lengths)]), [""] * n, L,
+        np.concatenate([[0], np.cumsum(lengths)]), [""] * n,
     )  # fmt: skip
     arrival_s = np.cumsum(rng.exponential(gap_s, n))
     return Requests(arrival_s, prompt, lengths, kind=np.arange(n)), experts, routes
