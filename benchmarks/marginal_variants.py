@@ -149,9 +149,10 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     stay_s = 64 * float(COST.step().seconds(load.batch, 200 * load.batch, 6 * 28))
     arrival_s = np.cumsum(rng.exponential(stay_s / load.batch / load.workers, len(chosen)))
     found = {}
+    observed = {true: Experts.replayed(data.trace, true_decode=true) for true in (False, True)}
     for name, policy in _variants().items():
         policy.with_table(table).follow_cost(COST.step())
-        experts = Experts.replayed(data.trace, true_decode=name == TRUE)
+        experts = observed[name == TRUE]
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
         )

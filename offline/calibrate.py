@@ -23,7 +23,6 @@ import ray
 import typer
 import yaml
 from ray.util.actor_pool import ActorPool
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.engine.config import engine_kwargs
@@ -31,6 +30,7 @@ from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.cli import BadInput, run
+from offline.progress import progress_bar
 
 _FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor
@@ -242,8 +242,7 @@ def _run_pool(
     batches = [todo[i : i + _BATCH] for i in range(0, len(todo), _BATCH)]
     engine = ray.remote(EngineActor).options(**resources, runtime_env={"env_vars": environment})
     pool = [engine.remote(kwargs, _FIRST_PORT + 64 * n) for n in range(min(actors, len(batches)))]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("starting engines", total=len(todo))
         work = ActorPool(pool)
         for done in work.map_unordered(lambda actor, batch: actor.trace.remote(batch, *arguments), batches):

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
 from eldr_serve.simulation.cluster import Cluster
 from eldr_serve.simulation.run import simulate as run_simulation
 from offline.cli import BadInput, run
+from offline.progress import progress_bar
 from offline.results import publish
 from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
 
@@ -51,39 +51,42 @@ def simulate(
     scenario = read_scenario(config)
     if cost is not None:
         scenario = with_cost(scenario, FittedCost.load(cost))
-    runs = [(choice, seed) for seed in scenario.seeds for choice in scenario.policies]
+    runs = len(scenario.seeds) * len(scenario.policies)
     requests = len(Work(scenario, scenario.seeds[0]).requests)
     if dry_run:
-        typer.echo(f"{len(runs)} runs of {requests} requests on {scenario.cluster.decode.workers} workers")
+        typer.echo(f"{runs} runs of {requests} requests on {scenario.cluster.decode.workers} workers")
         return
-    rows = simulated(scenario, runs, requests, processes)
+    rows = simulated(scenario, runs * requests, processes)
     publish(
         "simulate", rows, seed=scenario.seeds[0], out=out, inputs=json.loads(scenario.model_dump_json()),
         notes="simulated; nothing here was measured on an engine",
     )  # fmt: skip
 
 
-def simulated(
-    scenario: Scenario, runs: list[tuple[PolicyChoice, int]], requests: int, processes: int
-) -> list[dict[str, Any]]:
-    """A row each of the runs, in their order, with a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        bar = progress.add_task("simulating", total=len(runs) * requests)
+def simulated(scenario: Scenario, total: int, processes: int) -> list[dict[str, Any]]:
+    """A row a policy and seed, seed by seed; the progress bar counts to `total` requests."""
+    with progress_bar() as progress:
+        bar = progress.add_task("simulating", total=total)
         if processes == 1:
             rows = []
-            for choice, seed in runs:
-                progress.update(bar, description=f"{choice.shown}, seed {seed}")
-                rows.append(one_run(scenario, choice, seed, lambda n: progress.advance(bar, n)))
+            for seed in scenario.seeds:
+                work = Work(scenario, seed)
+                for choice in scenario.policies:
+                    progress.update(bar, description=f"{choice.shown}, seed {seed}")
+                    rows.append(one_run(scenario, choice, seed, work, lambda n: progress.advance(bar, n)))
             return rows
-        return _in_parallel(scenario, runs, processes, lambda: progress.advance(bar, requests))
+        return _in_parallel(scenario, processes, lambda runs: progress.advance(bar, total / runs))
 
 
 def one_run(
-    scenario: Scenario, choice: PolicyChoice, seed: int, on_finished: Callable[[int], None] = lambda n: None
+    scenario: Scenario,
+    choice: PolicyChoice,
+    seed: int,
+    work: Work | None = None,
+    on_finished: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Any]:
-    """The row of one policy and seed."""
-    work = Work(scenario, seed)
+    """The row of one policy and seed; `work` is the seed's, where it is at hand."""
+    work = work or Work(scenario, seed)
     started = time.perf_counter()
     outcome = run_simulation(
         work.requests,
@@ -112,21 +115,22 @@ def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
 
 def _in_parallel(
     scenario: Scenario,
-    runs: list[tuple[PolicyChoice, int]],
     processes: int,
-    on_row: Callable[[], None],
+    on_row: Callable[[int], None],
 ) -> list[dict[str, Any]]:
     import ray
 
     if not ray.is_initialized():
         ray.init(num_cpus=processes, log_to_driver=False, logging_level="warning")
     task = ray.remote(num_cpus=1)(one_run)
-    references = [task.remote(scenario, choice, seed) for choice, seed in runs]
+    references = [
+        task.remote(scenario, choice, seed) for seed in scenario.seeds for choice in scenario.policies
+    ]
     left = list(references)
     while left:
         ready, left = ray.wait(left)
         for _ in ready:
-            on_row()
+            on_row(len(references))
     rows: list[dict[str, Any]] = ray.get(references)
     return rows
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.rig.capture import GROUPS, Captured, captured
 from benchmarks.rig.engines import WEIGHTS, weights_name
@@ -37,6 +36,7 @@ from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
+from offline.progress import progress_bar
 
 _DRAWS = 2000  # of the bootstrap
 LAYERS = 6  # MoE layers of the demo model
@@ -88,6 +88,7 @@ class Bench:
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
         self._output_tokens = output_tokens
+        self._made: dict[bool, Experts] = {}
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._engine = ReplayEngine(str(widened(intermediate, work)))
@@ -105,8 +106,7 @@ class Bench:
         """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all."""
         cases = [self._plan(load, arms) for load in loads]
         schedule = [(case, worker) for case in cases for worker in range(case.load.workers)]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns) as progress:
+        with progress_bar() as progress:
             bar = progress.add_task("replaying", total=len(schedule) * len(arms))
             for case, worker in schedule:
                 for n in self._rng.permutation(len(arms)):
@@ -182,7 +182,7 @@ class Bench:
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
-        observed = Experts.replayed(self.data.trace, max_steps=self._output_tokens)
+        observed = self._experts(False)
         unions = [
             np.bitwise_or.reduce(observed.bits[observed.offset[rng.choice(chosen, load.batch)]])
             for _ in range(64)
@@ -225,14 +225,19 @@ class Bench:
     ) -> Outcome:
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
         policy.follow_cost(self.cost)
-        experts = Experts.replayed(
-            self.data.trace, max_steps=self._output_tokens, true_decode=arm.true_decode
-        )
+        experts = self._experts(arm.true_decode)
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
         )
         cluster = Cluster(decode=Decode(workers=load.workers, cost=Cost(**self.cost.as_dict())))
         return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
+
+    def _experts(self, true_decode: bool) -> Experts:
+        if true_decode not in self._made:
+            self._made[true_decode] = Experts.replayed(
+                self.data.trace, max_steps=self._output_tokens, true_decode=true_decode
+            )
+        return self._made[true_decode]
 
     def _replay(self, case: Case, worker: int, label: str) -> None:
         jobs = np.flatnonzero(case.outcomes[label].worker == worker)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from eldr_serve.simulation.cluster import Cost
 from offline.cli import BadInput
+from offline.progress import progress_bar
 
 Rows = list[dict[str, Any]]
 
@@ -30,7 +29,6 @@ class Options:
     cost: Cost | None = None
     requests: int | None = None
     seeds: tuple[int, ...] = (0,)
-    on_step: Callable[[str], None] = field(default=lambda _: None, compare=False)
 
     def trace(self, what: str) -> Path:
         """The one trace; BadInput, saying `what` it must be, if there is none."""
@@ -60,8 +58,7 @@ class Steps:
     """A progress bar over known steps."""
 
     def __init__(self, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns)
+        self._progress = progress_bar()
         self._bar = self._progress.add_task("", total=total)
 
     def __enter__(self) -> Steps:
