@@ -8,7 +8,7 @@ What is measured and what is simulated: see benchmarks/rig/replay.py.
 from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import replay_command
+from benchmarks.rig.replay_command import against, replay_command
 from offline.cli import run
 
 ARMS = [
@@ -17,7 +17,7 @@ ARMS = [
     Arm("vanilla", "locality-band", {"band": 0.1}, balanced=False),
 ]
 
-balanced_clusters = replay_command("balanced_clusters", ARMS, baselines=["round-robin"], default_workers="8")
+balanced_clusters = replay_command("balanced_clusters", ARMS, against(["round-robin"]), default_workers="8")
 
 if __name__ == "__main__":
     run(balanced_clusters)

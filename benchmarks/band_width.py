@@ -8,7 +8,7 @@ What is measured and what is simulated: see benchmarks/rig/replay.py.
 from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import replay_command
+from benchmarks.rig.replay_command import against, replay_command
 from offline.cli import run
 
 ARMS = [
@@ -16,7 +16,7 @@ ARMS = [
     *(Arm(f"band {tau}", "locality-band", {"band": tau}) for tau in (0.0, 0.1, 0.2, 0.3)),
 ]
 
-band_width = replay_command("band_width", ARMS, baselines=["round-robin"], default_workers="8")
+band_width = replay_command("band_width", ARMS, against(["round-robin"]), default_workers="8")
 
 if __name__ == "__main__":
     run(band_width)

@@ -11,25 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    BatchOption,
-    CapturedOption,
-    GroupsOption,
-    IntermediateOption,
-    OutOption,
-    OutputOption,
-    PerWorkerOption,
-    PromptsOption,
-    SeedOption,
-    WorkersOption,
-    WorkOption,
-)
-from benchmarks.rig.replay import Arm, Bench, experts_by_batch, loads_of, rows_of
+from benchmarks.rig.replay import Arm, experts_by_batch
+from benchmarks.rig.replay_command import Replayed, against, replay_command
 from loadgen.figures import BASELINES
 from offline.cli import run
-from offline.plots import bars, lines
+from offline.plots import lines
 from offline.results import publish
 
 TRUE = "marginal-cost, true decode"
@@ -42,49 +28,6 @@ ARMS = [
 ]
 
 
-def decode_replay(
-    prompts: PromptsOption = PROMPTS,
-    workers: WorkersOption = "8,16",
-    groups: GroupsOption = "all,language,task",
-    per_worker: PerWorkerOption = 48,
-    batch: BatchOption = "16",
-    output_tokens: OutputOption = 64,
-    intermediate: IntermediateOption = 1024,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
-) -> None:
-    """Compare policies on K workers, each worker's schedule measured alone on one engine."""
-    loads = loads_of(groups, workers, batch, per_worker)
-    bench = Bench(
-        prompts,
-        requests=requests,
-        output_tokens=output_tokens,
-        intermediate=intermediate,
-        work=work,
-        seed=seed,
-    )
-    cases = bench.compare(loads, ARMS)
-    rows = [row for case in cases for row in rows_of(case, BASELINES, seed)]
-    inputs = bench.inputs | {"per_worker": per_worker, "batch": batch}
-    path = publish(
-        "decode_replay", rows, inputs=inputs, seed=seed, out=out,
-        notes="placed in simulation, steps measured on one real engine, one worker at a time; changes "
-        "against the best balancer at that percentile, 95 % intervals by bootstrap over requests; "
-        + _share(rows),
-    )  # fmt: skip
-    bars(rows, "arm", "p50_change_pct", path.with_suffix(".png"), interval=("p50_low_pct", "p50_high_pct"))
-    shown = ["round-robin", "shortest-queue", "locality-band", "marginal-cost"]
-    steps = [row for case in cases for row in experts_by_batch(case, shown)]
-    path = publish(
-        "active_experts", steps, inputs=inputs, seed=seed,
-        notes="the steps of decode_replay: mean distinct experts of a MoE layer by batch size (Figure 13)",
-        out=out and out.with_name(f"{out.stem}_active_experts.json"),
-    )  # fmt: skip
-    lines(steps, "batch_from", [f"{label}: active_experts" for label in shown], path.with_suffix(".png"))
-
-
 def _share(rows: list[dict[str, Any]]) -> str:
     """How much of the gain of perfect prediction the prefill signature gives."""
     found = {(r["workload"], r["workers"], r["arm"]): r["p50_change_pct"] for r in rows}
@@ -95,6 +38,28 @@ def _share(rows: list[dict[str, Any]]) -> str:
     ]
     return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)
 
+
+def report(run: Replayed) -> None:
+    """The policies against the load balancers, and active experts by batch size (Figure 13)."""
+    against(BASELINES, _share)(run)
+    shown = ["round-robin", "shortest-queue", "locality-band", "marginal-cost"]
+    steps = [row for case in run.cases for row in experts_by_batch(case, shown)]
+    path = publish(
+        "active_experts", steps, inputs=run.inputs, seed=run.seed,
+        notes="the steps of decode_replay: mean distinct experts of a MoE layer by batch size (Figure 13)",
+        out=run.out and run.out.with_name(f"{run.out.stem}_active_experts.json"),
+    )  # fmt: skip
+    lines(steps, "batch_from", [f"{label}: active_experts" for label in shown], path.with_suffix(".png"))
+
+
+decode_replay = replay_command(
+    "decode_replay",
+    ARMS,
+    report,
+    default_workers="8,16",
+    default_groups="all,language,task",
+    default_per_worker=48,
+)
 
 if __name__ == "__main__":
     run(decode_replay)

@@ -8,7 +8,7 @@ What is measured and what is simulated: see benchmarks/rig/replay.py.
 from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import replay_command
+from benchmarks.rig.replay_command import against, replay_command
 from offline.cli import run
 
 ARMS = [
@@ -18,7 +18,7 @@ ARMS = [
 ]
 
 expert_weight = replay_command(
-    "expert_weight", ARMS, baselines=["shortest-queue"], default_groups="all,language,task"
+    "expert_weight", ARMS, against(["shortest-queue"]), default_groups="all,language,task"
 )
 
 if __name__ == "__main__":

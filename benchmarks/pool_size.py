@@ -8,7 +8,7 @@ What is measured and what is simulated: see benchmarks/rig/replay.py.
 from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import replay_command
+from benchmarks.rig.replay_command import against, replay_command
 from offline.cli import run
 
 ARMS = [
@@ -17,7 +17,7 @@ ARMS = [
     Arm("marginal-cost", "marginal-cost"),
 ]
 
-pool_size = replay_command("pool_size", ARMS, baselines=["round-robin"], default_workers="4,8,16")
+pool_size = replay_command("pool_size", ARMS, against(["round-robin"]), default_workers="4,8,16")
 
 if __name__ == "__main__":
     run(pool_size)

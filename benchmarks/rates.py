@@ -10,13 +10,13 @@ from the hand-over to the end of the first decode step.
 from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import replay_command
+from benchmarks.rig.replay_command import against, replay_command
 from loadgen.figures import BASELINES
 from offline.cli import run
 
 ARMS = [Arm(name, name) for name in (*BASELINES, "domain", "locality-band", "marginal-cost")]
 
-rates = replay_command("rates", ARMS, baselines=BASELINES, default_batch="4,8,16,24")
+rates = replay_command("rates", ARMS, against(BASELINES), default_batch="4,8,16,24")
 
 if __name__ == "__main__":
     run(rates)

@@ -8,7 +8,7 @@ What is measured and what is simulated: see benchmarks/rig/replay.py.
 from __future__ import annotations
 
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import replay_command
+from benchmarks.rig.replay_command import against, replay_command
 from offline.cli import run
 
 ARMS = [
@@ -20,7 +20,7 @@ ARMS = [
 ]
 
 signature_transforms = replay_command(
-    "signature_transforms", ARMS, baselines=["round-robin"], default_workers="8"
+    "signature_transforms", ARMS, against(["round-robin"]), default_workers="8"
 )
 
 if __name__ == "__main__":

@@ -14,31 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    BatchOption,
-    CapturedOption,
-    GroupsOption,
-    IntermediateOption,
-    OutOption,
-    OutputOption,
-    PerWorkerOption,
-    PromptsOption,
-    SeedOption,
-    WorkersOption,
-    WorkOption,
-)
-from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, loads_of
-from eldr_serve.files import write_whole
+from benchmarks.rig.replay import LAYERS, Arm, Case
+from benchmarks.rig.replay_command import Replayed, replay_command
 from loadgen.figures import BASELINES
 from offline.cli import run
 from offline.plots import save
@@ -52,42 +36,15 @@ ARMS = [
 ]
 
 
-def simulator_validation(
-    prompts: PromptsOption = PROMPTS,
-    workers: WorkersOption = "4",
-    groups: GroupsOption = "all,language,task",
-    per_worker: PerWorkerOption = 56,
-    batch: BatchOption = "16",
-    output_tokens: OutputOption = 64,
-    intermediate: IntermediateOption = 1024,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    steps_out: Annotated[
-        Path | None, typer.Option(help="Write the engine's steps, for offline.simulate --calibrate-from.")
-    ] = None,
-    out: OutOption = None,
-) -> None:
+def report(run: Replayed) -> None:
     """Simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
-    bench = Bench(
-        prompts,
-        requests=requests,
-        output_tokens=output_tokens,
-        intermediate=intermediate,
-        work=work,
-        seed=seed,
-    )
-    cases = bench.compare(loads_of(groups, workers, batch, per_worker), ARMS)
-    rows = [row for case in cases for row in rows_of(case, bench.regret(case))]
+    rows = [row for case in run.cases for row in rows_of(case, run.bench.regret(case))]
     path = publish(
-        "simulator_validation", rows, seed=seed, out=out,
-        inputs=bench.inputs | {"per_worker": per_worker, "batch": batch},
+        run.name, rows, seed=run.seed, out=run.out, inputs=run.inputs,
         notes="error: simulated against measured; mape and pearson over requests; the ranking compares the "
-        f"policies' medians. {'; '.join(_ranking(case) for case in cases)}",
+        f"policies' medians. {'; '.join(_ranking(case) for case in run.cases)}",
     )  # fmt: skip
-    _draw(cases, path.with_suffix(".png"))
-    if steps_out is not None:
-        write_whole(steps_out, bench.step_lines())
+    _draw(run.cases, path.with_suffix(".png"))
 
 
 def rows_of(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
@@ -148,6 +105,15 @@ def _draw(cases: Sequence[Case], path: Path) -> None:
         axes.legend(fontsize=7)
     save(figure, path)
 
+
+simulator_validation = replay_command(
+    "simulator_validation",
+    ARMS,
+    report,
+    default_workers="4",
+    default_groups="all,language,task",
+    default_per_worker=56,
+)
 
 if __name__ == "__main__":
     run(simulator_validation)

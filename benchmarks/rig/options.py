@@ -22,3 +22,9 @@ WorkOption = Annotated[Path, typer.Option(help="Folder for the capture and the w
 SeedOption = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
 OutOption = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
+StepsOutOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the engine's steps that the cost was fitted to, for offline.simulate --calibrate-from."
+    ),
+]

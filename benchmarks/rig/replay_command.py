@@ -1,8 +1,11 @@
-"""A benchmark that is a comparison by replay and nothing else."""
+"""The command of a benchmark by replay: its options, the replay, and then its own report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from benchmarks.rig.options import (
     PROMPTS,
@@ -16,36 +19,72 @@ from benchmarks.rig.options import (
     PerWorkerOption,
     PromptsOption,
     SeedOption,
+    StepsOutOption,
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.replay import Arm, Bench, loads_of, rows_of
+from benchmarks.rig.replay import Arm, Bench, Case, loads_of, rows_of
+from eldr_serve.files import write_whole
 from offline.plots import bars
 from offline.results import publish
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a report is made from."""
+
+    name: str
+    bench: Bench
+    cases: list[Case]
+    inputs: dict[str, Any]
+    seed: int
+    out: Path | None
+
+
+def against(
+    baselines: Sequence[str], note: Callable[[list[dict[str, Any]]], str] | None = None
+) -> Callable[[Replayed], None]:
+    """The report of changes against the best of `baselines`; `note` adds a remark on the rows."""
+
+    def report(run: Replayed) -> None:
+        rows = [row for case in run.cases for row in rows_of(case, baselines, run.seed)]
+        notes = (
+            "placed in simulation, steps measured on one real engine, a worker at a time; changes against "
+            f"the best of {', '.join(baselines)} at that percentile, 95 % intervals by bootstrap over requests"
+        )
+        notes += f"; {note(rows)}" if note is not None else ""
+        path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)
+        bars(
+            rows, "arm", "p50_change_pct", path.with_suffix(".png"), interval=("p50_low_pct", "p50_high_pct")
+        )
+
+    return report
 
 
 def replay_command(
     name: str,
     arms: Sequence[Arm],
+    report: Callable[[Replayed], None],
     *,
-    baselines: Sequence[str],
     default_workers: str = "8",
     default_groups: str = "language,task",
     default_batch: str = "16",
+    default_per_worker: int = 40,
 ) -> Callable[..., None]:
-    """The command `name`: `arms` on each load, against the best of `baselines`."""
+    """The command `name`: `arms` on each load, and `report` on what came of it."""
 
     def command(
         prompts: PromptsOption = PROMPTS,
         workers: WorkersOption = default_workers,
         groups: GroupsOption = default_groups,
-        per_worker: PerWorkerOption = 40,
+        per_worker: PerWorkerOption = default_per_worker,
         batch: BatchOption = default_batch,
         output_tokens: OutputOption = 64,
         intermediate: IntermediateOption = 1024,
         requests: CapturedOption = 2400,
         work: WorkOption = WORK,
         seed: SeedOption = 0,
+        steps_out: StepsOutOption = None,
         out: OutOption = None,
     ) -> None:
         """Place requests in each arm and replay every worker's schedule on one engine."""
@@ -58,14 +97,9 @@ def replay_command(
             work=work,
             seed=seed,
         )
-        rows = [row for case in bench.compare(loads, arms) for row in rows_of(case, baselines, seed)]
-        path = publish(
-            name, rows, inputs=bench.inputs | {"per_worker": per_worker, "batch": batch}, seed=seed, out=out,
-            notes="placed in simulation, steps measured on one real engine, one worker at a time; changes "
-            f"against {' or '.join(baselines)}, 95 % intervals by bootstrap over requests",
-        )  # fmt: skip
-        bars(
-            rows, "arm", "p50_change_pct", path.with_suffix(".png"), interval=("p50_low_pct", "p50_high_pct")
-        )
+        inputs = bench.inputs | {"per_worker": per_worker, "batch": batch}
+        report(Replayed(name, bench, bench.compare(loads, arms), inputs, seed, out))
+        if steps_out is not None:
+            write_whole(steps_out, bench.step_lines())
 
     return command

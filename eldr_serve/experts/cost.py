@@ -1,0 +1,129 @@
+"""What a MoE layer costs under expert parallelism (EP): one model for placement, routing and simulation.
+
+A layer ends when its slowest rank does. A rank pays for each expert replica that it activates (weights to
+read), for each token that it computes, and for each byte that reaches it from other ranks, more from other
+nodes (METRO, section III; GRACE-MoE, section 3; DIRECTOR, section VI).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Topology(BaseModel):
+    """EP ranks (GPUs) on nodes, equally many each; rank r is on node r // (ranks / nodes)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ranks: int = Field(ge=1, description="EP ranks")
+    nodes: int = Field(default=1, ge=1, description="machines that hold them")
+
+    @model_validator(mode="after")
+    def _divides(self) -> Topology:
+        if self.ranks % self.nodes:
+            raise ValueError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
+        return self
+
+    @property
+    def node_of(self) -> Ints:
+        """int[G], the node of each rank."""
+        return np.arange(self.ranks) // (self.ranks // self.nodes)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a batch makes each rank do in a layer; leading axes (batches, layers) are independent.
+
+    Attributes:
+        activated: [..., G] expert replicas that have tokens.
+        tokens: [..., G] pairs of a token and an expert, computed on the rank.
+        near_bytes: [..., G] bytes that reach the rank from other ranks of its node.
+        far_bytes: [..., G] the same from other nodes.
+    """
+
+    activated: Floats
+    tokens: Floats
+    near_bytes: Floats
+    far_bytes: Floats
+
+    @classmethod
+    def gathered(cls, served: ArrayLike) -> LayerWork:
+        """Of `served` [..., E, G] tokens of each expert on each rank, where all tokens are on all ranks
+        before the layer (all-gather dispatch): what moves does not depend on the choice of replicas."""
+        pairs = np.asarray(served, np.float64)
+        nothing = np.zeros((*pairs.shape[:-2], pairs.shape[-1]))
+        return cls((pairs > 0).sum(axis=-2).astype(np.float64), pairs.sum(axis=-2), nothing, nothing)
+
+    @classmethod
+    def dispatched(
+        cls,
+        experts: ArrayLike,
+        ranks: ArrayLike,
+        source: ArrayLike,
+        topology: Topology,
+        *,
+        num_experts: int,
+        token_bytes: float,
+    ) -> LayerWork:
+        """Of a batch in which token t, at home on rank source[t], sends its hidden state to ranks[t, :].
+
+        A token goes once to each rank that serves it, however many of its experts are there (all-to-all
+        dispatch), and comes back as often; bytes here are those of the dispatch alone.
+
+        Args:
+            experts: int[T, k] of one layer.
+            ranks: int[T, k], the rank that serves each.
+            source: int[T].
+            num_experts: E.
+            token_bytes: of a hidden state.
+        """
+        chosen, served = np.asarray(experts), np.asarray(ranks)
+        home = np.asarray(source)
+        size = topology.ranks
+        pairs = np.bincount((chosen * size + served).reshape(-1), minlength=num_experts * size)
+        pairs = pairs.reshape(num_experts, size)
+        visits = np.zeros((len(home), size), bool)
+        visits[np.arange(len(home))[:, None], served] = True
+        visits[np.arange(len(home)), home] = False
+        same = topology.node_of[home][:, None] == topology.node_of[None, :]
+        return cls(
+            (pairs > 0).sum(axis=0).astype(np.float64),
+            pairs.sum(axis=0).astype(np.float64),
+            token_bytes * (visits & same).sum(axis=0),
+            token_bytes * (visits & ~same).sum(axis=0),
+        )
+
+
+class LayerCost(BaseModel):
+    """Time of a MoE layer under EP, s: the slowest rank's sum."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fixed_s: Seconds = Field(description="every layer, s")
+    per_expert_s: Seconds = Field(description="each activated expert replica of the rank, s")
+    per_token_s: Seconds = Field(description="each pair of token and expert on the rank, s")
+    near_byte_s: Seconds = Field(default=0.0, description="each byte from another rank of the node, s")
+    far_byte_s: Seconds = Field(default=0.0, description="each byte from another node, s")
+
+    def rank_s(self, work: LayerWork) -> Floats:
+        """float[..., G], s of each rank without the fixed part."""
+        return (
+            self.per_expert_s * work.activated
+            + self.per_token_s * work.tokens
+            + self.near_byte_s * work.near_bytes
+            + self.far_byte_s * work.far_bytes
+        )
+
+    def layer_s(self, work: LayerWork) -> Floats:
+        """float[...], s of the layer."""
+        slowest: Floats = self.fixed_s + self.rank_s(work).max(axis=-1)
+        return slowest
