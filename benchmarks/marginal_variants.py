@@ -30,7 +30,7 @@ from benchmarks.rig.options import (
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Handoff, MarginalCost, Policy, make_policy
-from eldr_serve.routing.marginal import UNIT, levels_of
+from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
@@ -43,22 +43,19 @@ COST = Cost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_exper
 TRUE = "marginal-cost, true decode"
 
 
-class _Sharper(MarginalCost):
+class _Sharper(ExpectedActivation):
     """Probabilities raised to a power: above 1, weak experts count less."""
 
     def __init__(self, power: float) -> None:
         super().__init__()
         self._power = power
 
-    def _levels(self, handoff: Handoff) -> NDArray[np.uint8] | None:
-        levels = super()._levels(handoff)
-        if levels is None:
-            return None
-        p = -np.expm1(-UNIT * levels.astype(np.float64) ** 2)
-        return levels_of(np.minimum(p**self._power, 0.98))
+    def levels(self, handoff: Handoff) -> Levels | None:
+        levels = super().levels(handoff)
+        return None if levels is None else levels_of(np.minimum(probability(levels) ** self._power, 0.98))
 
 
-class _LookAhead(MarginalCost):
+class _LookAhead(ExpectedActivation):
     """Half of the weight on mates to come, who are expected to be like those placed there of late."""
 
     def __init__(self, memory: float) -> None:
@@ -66,16 +63,22 @@ class _LookAhead(MarginalCost):
         self._keep = 1 - 1 / memory
         self._past: dict[int, tuple[NDArray[np.float64], float]] = {}
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        super().placed(handoff, worker)
-        levels = self._held[handoff.request_id][1].astype(np.float64) ** 2
-        total, weight = self._past.get(worker, (np.zeros(len(levels)), 0.0))
-        self._past[worker] = (self._keep * total + levels, self._keep * weight + 1)
-        present = self._depth[worker].astype(np.float64)
-        batch = sum(w == worker for w, _ in self._held.values())
+    def placed(self, handoff: Handoff, worker: int, levels: Levels | None) -> None:
+        super().placed(handoff, worker, levels)
+        squares = self.held[handoff.request_id][1].astype(np.float64) ** 2
+        total, weight = self._past.get(worker, (np.zeros(len(squares)), 0.0))
+        self._past[worker] = (self._keep * total + squares, self._keep * weight + 1)
+        present = self.depth[worker].astype(np.float64)
+        batch = sum(w == worker for w, _ in self.held.values())
         total, weight = self._past[worker]
         expected = 0.5 * present + 0.5 * total / weight * batch
-        self._idle[worker] = np.exp(-UNIT * expected)
+        self.idle[worker] = np.exp(-UNIT * expected)
+
+
+def _with(active: ExpectedActivation) -> MarginalCost:
+    policy = MarginalCost()
+    policy.active = active
+    return policy
 
 
 def _variants() -> dict[str, Policy]:
@@ -88,9 +91,9 @@ def _variants() -> dict[str, Policy]:
         "experts count 4 times": MarginalCost(expert_weight=4),
         "prior of 8 tokens": MarginalCost(prior_tokens=8),
         "prior of 32 tokens": MarginalCost(prior_tokens=32),
-        "p to the power 0.7": _Sharper(0.7),
-        "p to the power 1.5": _Sharper(1.5),
-        "look-ahead, 64 requests": _LookAhead(64),
+        "p to the power 0.7": _with(_Sharper(0.7)),
+        "p to the power 1.5": _with(_Sharper(1.5)),
+        "look-ahead, 64 requests": _with(_LookAhead(64)),
     }
 
 

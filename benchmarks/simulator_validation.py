@@ -4,15 +4,16 @@
 
 Requests arrive at K workers by a Poisson process and are placed by a policy. The simulator runs the
 whole; the engine then serves each worker's requests at the same times, one worker after the other, and
-samples the captured text again, so that both have the same routes (see benchmarks/rig/replay.py). The
-step cost comes from other requests on the same engine, run before. `regret` is what the decision cost
-against the best worker in hindsight: added decode time a step, with the activations that the requests
-really had.
+samples the captured text again, so that both have the same routes (see benchmarks/rig/replay.py). A
+policy's step cost is fitted to the engine's steps under the other policies, whose replays take turns with
+its own, so that the machine is in the same mood. `regret` is what a decision cost against the best worker
+in hindsight: added decode time a step, with the activations that the requests really had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from benchmarks.rig.replay import LAYERS, Arm, Case
+from benchmarks.rig.replay import LAYERS, Arm, Bench, Case
 from benchmarks.rig.replay_command import Replayed, replay_command
+from eldr_serve.routing import StepSums
 from loadgen.figures import BASELINES
-from offline.cli import run
+from offline.cli import BadInput, run
 from offline.plots import save
 from offline.results import publish
 
@@ -38,13 +40,29 @@ ARMS = [
 
 def report(run: Replayed) -> None:
     """Simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
-    rows = [row for case in run.cases for row in rows_of(case, run.bench.regret(case))]
+    cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
+    rows = [row for case in cases for row in rows_of(case, run.bench.regret(case))]
     path = publish(
         run.name, rows, seed=run.seed, out=run.out, inputs=run.inputs,
         notes="error: simulated against measured; mape and pearson over requests; the ranking compares the "
-        f"policies' medians. {'; '.join(_ranking(case) for case in run.cases)}",
+        f"policies' medians. {'; '.join(_ranking(case) for case in cases)}",
     )  # fmt: skip
-    _draw(run.cases, path.with_suffix(".png"))
+    _draw(cases, path.with_suffix(".png"))
+
+
+def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
+    """The same placements, simulated with step costs that have not seen the policy's own steps."""
+    sums = {
+        label: StepSums.of(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
+        for label, steps in case.steps.items()
+    }
+    outcomes = {}
+    for label in sums:
+        cost = sum((theirs for other, theirs in sums.items() if other != label), StepSums()).fit()
+        if cost is None:
+            raise BadInput("too few steps to fit a cost; raise --per-worker or --output-tokens")
+        outcomes[label] = bench.simulated_again(case, label, cost)
+    return replace(case, outcomes=outcomes)
 
 
 def rows_of(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
@@ -113,6 +131,7 @@ simulator_validation = replay_command(
     default_workers="4",
     default_groups="all,language,task",
     default_per_worker=56,
+    default_repeats=3,
 )
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ CapturedOption = Annotated[int, typer.Option(min=16, help="Prompts captured, hal
 WorkersOption = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
 GroupsOption = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]
 WorkOption = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
+RepeatsOption = Annotated[
+    int, typer.Option(min=1, help="Replays of each schedule; a request's time is the median of them.")
+]
 SeedOption = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
 OutOption = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")

@@ -10,6 +10,7 @@ to leave the CPU's caches (widened demo model, same function).
 
 from __future__ import annotations
 
+import copy
 import heapq
 import json
 import os
@@ -30,7 +31,17 @@ from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Step
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import kmeans
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Handoff, LoadLedger, MarginalCost, StepCost, StepSums, make_policy
+from eldr_serve.routing import (
+    Decision,
+    Handoff,
+    LoadLedger,
+    MarginalCost,
+    Policy,
+    StepCost,
+    StepSums,
+    WorkerLoad,
+    make_policy,
+)
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Experts, Requests
@@ -73,9 +84,30 @@ class Case:
     requests: NDArray[np.int64]  # index into the capture, by job
     arrival_s: NDArray[np.float64]
     outcomes: dict[str, Outcome]
-    tpot_s: dict[str, NDArray[np.float64]]  # by arm and job
-    first_s: dict[str, NDArray[np.float64]]  # arrival to the end of the first decode step
+    replayed_tpot_s: dict[str, NDArray[np.float64]]  # by arm, [repeats, jobs]
+    replayed_first_s: dict[str, NDArray[np.float64]]  # arrival to the end of the first decode step
     steps: dict[str, Steps]
+
+    @property
+    def tpot_s(self) -> dict[str, NDArray[np.float64]]:
+        """By arm and job, the median of its replays."""
+        return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
+
+    @property
+    def first_s(self) -> dict[str, NDArray[np.float64]]:
+        """The same, of the first decode step."""
+        return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
+
+
+class _Placed(Policy):
+    """Placements that were made before; request ids are numbers, as the simulator gives them."""
+
+    def __init__(self, worker: NDArray[np.int64]) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+        return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
 
 
 class Bench:
@@ -102,18 +134,26 @@ class Bench:
             "step_cost_relative_error": self.cost_error,
         }
 
-    def compare(self, loads: Sequence[Load], arms: Sequence[Arm]) -> list[Case]:
-        """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all."""
-        cases = [self._plan(load, arms) for load in loads]
-        schedule = [(case, worker) for case in cases for worker in range(case.load.workers)]
+    def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
+        """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all.
+
+        A request's times are the medians of its `repeats` replays; steps are those of all of them.
+        """
+        cases = [self._plan(load, arms, repeats) for load in loads]
+        schedule = [
+            (case, worker, repeat)
+            for repeat in range(repeats)
+            for case in cases
+            for worker in range(case.load.workers)
+        ]
         with progress_bar() as progress:
             bar = progress.add_task("replaying", total=len(schedule) * len(arms))
-            for case, worker in schedule:
+            for case, worker, repeat in schedule:
                 for n in self._rng.permutation(len(arms)):
                     progress.update(
                         bar, description=f"{case.load.group}, K={case.load.workers}, worker {worker}"
                     )
-                    self._replay(case, worker, arms[n].label)
+                    self._replay(case, worker, arms[n].label, repeat)
                     progress.advance(bar)
         return cases
 
@@ -148,10 +188,15 @@ class Bench:
             found[label] = regret
         return found
 
+    def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
+        """The arm's run with its placements as they were, and steps of another cost."""
+        policy = _Placed(case.outcomes[label].worker)
+        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost, self._experts(False))
+
     def step_lines(self) -> str:
         """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
         s = self._fitted_on
-        records = zip(s.requests, s.kv_tokens, s.experts, s.wall_s, strict=True)
+        records = zip(s.requests, s.kv_tokens, s.experts, s.seconds, strict=True)
         names = ("requests", "kv_tokens", "experts", "seconds")
         return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
 
@@ -170,14 +215,14 @@ class Bench:
                 ]
                 self._engine.warm([arrival.tokens for arrival in arrivals])
                 seen.extend(self._engine.run(arrivals)[1])
-        sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.wall_s)
+        sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.seconds)
         cost = sums.fit()
         if cost is None:
             raise BadInput("the engine's steps do not depend on active experts; widen the model")
         self._fitted_on = seen
         return cost, sums.error(cost)
 
-    def _plan(self, load: Load, arms: Sequence[Arm]) -> Case:
+    def _plan(self, load: Load, arms: Sequence[Arm], repeats: int) -> Case:
         fit, rest = self.data.split(load.group, 0.4, self._seed)
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
@@ -200,11 +245,10 @@ class Bench:
             arm.label: self._place(load, chosen, arrival_s, arm, tables[arm.balanced, arm.transform])
             for arm in arms
         }
-        labels = [arm.label for arm in arms]
+        empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
         return Case(
-            load, rate, chosen, arrival_s, outcomes,
-            {label: np.zeros(number) for label in labels}, {label: np.zeros(number) for label in labels},
-            {label: Steps() for label in labels},
+            load, rate, chosen, arrival_s, outcomes, empty, copy.deepcopy(empty),
+            {arm.label: Steps() for arm in arms},
         )  # fmt: skip
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
@@ -225,11 +269,21 @@ class Bench:
     ) -> Outcome:
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
         policy.follow_cost(self.cost)
-        experts = self._experts(arm.true_decode)
+        return self._simulated(load, chosen, arrival_s, policy, self.cost, self._experts(arm.true_decode))
+
+    def _simulated(
+        self,
+        load: Load,
+        chosen: NDArray[np.int64],
+        arrival_s: NDArray[np.float64],
+        policy: Policy,
+        cost: StepCost,
+        experts: Experts,
+    ) -> Outcome:
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
         )
-        cluster = Cluster(decode=Decode(workers=load.workers, cost=Cost(**self.cost.as_dict())))
+        cluster = Cluster(decode=Decode(workers=load.workers, cost=Cost(**cost.as_dict())))
         return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
 
     def _experts(self, true_decode: bool) -> Experts:
@@ -239,7 +293,7 @@ class Bench:
             )
         return self._made[true_decode]
 
-    def _replay(self, case: Case, worker: int, label: str) -> None:
+    def _replay(self, case: Case, worker: int, label: str, repeat: int) -> None:
         jobs = np.flatnonzero(case.outcomes[label].worker == worker)
         arrivals = [
             Arrival(
@@ -255,8 +309,8 @@ class Bench:
         times, steps = self._engine.run(arrivals)
         for j, arrival in zip(jobs, arrivals, strict=True):
             at = times[arrival.request_id]
-            case.tpot_s[label][j] = (at[-1] - at[0]) / (len(at) - 1)
-            case.first_s[label][j] = at[0] - arrival.arrival_s
+            case.replayed_tpot_s[label][repeat, j] = (at[-1] - at[0]) / (len(at) - 1)
+            case.replayed_first_s[label][repeat, j] = at[0] - arrival.arrival_s
         case.steps[label].extend(steps)
 
 
@@ -319,7 +373,7 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
                 "first_token_p50_ms": 1e3 * float(np.median(case.first_s[label])),
                 "active_experts": float(np.mean(steps.experts)) / LAYERS,
                 "batch_size": float(np.mean(steps.requests)),
-                "step_ms": 1e3 * float(np.mean(steps.wall_s)),
+                "step_ms": 1e3 * float(np.mean(steps.seconds)),
                 "simulated_p50_ms": 1e3 * float(np.percentile(outcome.tpot_s, 50)),
                 "simulated_p99_ms": 1e3 * float(np.percentile(outcome.tpot_s, 99)),
             }

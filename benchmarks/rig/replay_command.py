@@ -18,6 +18,7 @@ from benchmarks.rig.options import (
     OutputOption,
     PerWorkerOption,
     PromptsOption,
+    RepeatsOption,
     SeedOption,
     StepsOutOption,
     WorkersOption,
@@ -50,7 +51,7 @@ def against(
         rows = [row for case in run.cases for row in rows_of(case, baselines, run.seed)]
         notes = (
             "placed in simulation, steps measured on one real engine, a worker at a time; changes against "
-            f"the best of {', '.join(baselines)} at that percentile, 95 % intervals by bootstrap over requests"
+            f"the best of {', '.join(baselines)} at that percentile, 95 % intervals by bootstrap"
         )
         notes += f"; {note(rows)}" if note is not None else ""
         path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)
@@ -70,6 +71,7 @@ def replay_command(
     default_groups: str = "language,task",
     default_batch: str = "16",
     default_per_worker: int = 40,
+    default_repeats: int = 1,
 ) -> Callable[..., None]:
     """The command `name`: `arms` on each load, and `report` on what came of it."""
 
@@ -83,6 +85,7 @@ def replay_command(
         intermediate: IntermediateOption = 1024,
         requests: CapturedOption = 2400,
         work: WorkOption = WORK,
+        repeats: RepeatsOption = default_repeats,
         seed: SeedOption = 0,
         steps_out: StepsOutOption = None,
         out: OutOption = None,
@@ -97,8 +100,8 @@ def replay_command(
             work=work,
             seed=seed,
         )
-        inputs = bench.inputs | {"per_worker": per_worker, "batch": batch}
-        report(Replayed(name, bench, bench.compare(loads, arms), inputs, seed, out))
+        inputs = bench.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
+        report(Replayed(name, bench, bench.compare(loads, arms, repeats), inputs, seed, out))
         if steps_out is not None:
             write_whole(steps_out, bench.step_lines())
 

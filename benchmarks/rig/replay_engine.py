@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,9 @@ class Arrival:
 
 @dataclass
 class Steps:
-    """One entry a decode step: wall time of the whole step, of the forward, and what it touched."""
+    """One entry a decode step: its time, and what it touched."""
 
-    wall_s: list[float] = field(default_factory=list)
-    forward_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
@@ -116,8 +115,8 @@ class ReplayEngine:
     def run(self, arrivals: Sequence[Arrival]) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
 
-        The clock is the sum of the engine's own step times, so nothing else on the machine is in it
-        but interference with the step itself.
+        The clock is the sum of the steps' CPU times. An engine here is one thread that never sleeps, so
+        that is what a step takes on a core of its own; that others ran on the core is not in it.
         """
         from vllm import SamplingParams
 
@@ -137,15 +136,14 @@ class ReplayEngine:
                 )
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             self._records.clear()
-            start = perf_counter()
+            start = thread_time()
             outputs = self._engine.step()
-            wall = perf_counter() - start
-            now += wall
+            seconds = thread_time() - start
+            now += seconds
             for output in outputs:
                 times[output.request_id].append(now)
             for record in self._records:
-                steps.wall_s.append(wall)
-                steps.forward_s.append(record["seconds"])
+                steps.seconds.append(seconds)
                 steps.requests.append(record["requests"])
                 steps.kv_tokens.append(record["kv_tokens"])
                 steps.experts.append(sum(record["active_by_layer"]))

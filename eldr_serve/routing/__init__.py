@@ -1,6 +1,7 @@
 """Placement policies over a signature and worker loads. Needs numpy and scipy alone: no Ray, no vLLM."""
 
 from eldr_serve.routing.balance import BalanceRoute, BalanceRouteHorizon, LocalityBalance
+from eldr_serve.routing.balance_band import BalanceBand
 from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.marginal import MarginalCost
@@ -17,6 +18,7 @@ from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, Promp
 from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
 
 __all__ = [
+    "BalanceBand",
     "BalanceRoute",
     "BalanceRouteHorizon",
     "BoostedTrees",

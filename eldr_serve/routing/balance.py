@@ -116,21 +116,33 @@ class BalanceRoute(PooledPolicy):
         if not waiting or not free.any():
             return []
         overtaken = [self._overtaken.get(handoff.request_id, 0) for handoff in waiting]
-        given = dispatch(
-            self._newcomers(waiting),
-            Slots(free, self._project(loads)[workers]),
-            self._score(len(workers)),
-            threshold=len(workers) if self._threshold is None else self._threshold,
-            window=self._window,
-            reach=self._reach,
-            overdue=[index for index, times in enumerate(overtaken) if times >= self._patience],
-        )
+        overdue = [index for index, times in enumerate(overtaken) if times >= self._patience]
+        given = self._fill(waiting, loads, workers, free, overdue)
         admitted = sorted(index for index, _ in given)
         self._overtaken = {
             waiting[index].request_id: times + len(admitted) - bisect_right(admitted, index)
             for index, times in enumerate(overtaken)
         }
         return [(index, Decision(workers[row], len(workers), None, self.name)) for index, row in given]
+
+    def _fill(
+        self,
+        waiting: Sequence[Handoff],
+        loads: Sequence[WorkerLoad],
+        workers: list[int],
+        free: NDArray[np.int64],
+        overdue: list[int],
+    ) -> list[tuple[int, int]]:
+        """(index into `waiting`, index into `workers`) of those placed; `free` slots are used up."""
+        return dispatch(
+            self._newcomers(waiting),
+            Slots(free, self._project(loads)[workers]),
+            self._score(len(workers)),
+            threshold=len(workers) if self._threshold is None else self._threshold,
+            window=self._window,
+            reach=self._reach,
+            overdue=overdue,
+        )
 
 
 class _LooksAhead(Policy):

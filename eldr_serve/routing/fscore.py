@@ -30,7 +30,7 @@ class FScore:
     beta: float
 
     @cached_property
-    def _gain(self) -> float:
+    def gain(self) -> float:
         """Of one token that fits."""
         return self.beta * float(self.weights.sum())
 

@@ -8,26 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.routing.activation import ExpectedActivation, Levels, probability
 from eldr_serve.routing.cost import TERMS, StepCost
 from eldr_serve.routing.policies import Policy, available, in_range, shortest
 from eldr_serve.routing.types import Decision, Handoff, PolicyError, WorkerLoad
 
-# -log(1 - p) is kept as one byte a cell: level i stands for _DEEPEST * (i / 255)**2, fine where p is small.
-_DEEPEST = 4.0  # p = 0.98; an expert that is all but always active costs nothing more anyway
-UNIT = _DEEPEST / 255**2
-_SQUARES = np.arange(256, dtype=np.int32) ** 2
-# Above _MANY workers, every _COARSE-th layer alone picks the finalists, which are then weighed in full.
+# Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
 _FINALISTS = 32
-_COARSE = 8
-_ACTIVE = -np.expm1(-UNIT * _SQUARES).astype(np.float32)  # level -> p
-
-
-def levels_of(p: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """The level nearest to each probability; level i stands for 1 - exp(-UNIT * i**2)."""
-    depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_DEEPEST)))
-    levels: NDArray[np.uint8] = np.rint(np.sqrt(depth / UNIT)).astype(np.uint8)
-    return levels
 
 
 class MarginalCost(Policy):
@@ -71,15 +59,8 @@ class MarginalCost(Policy):
         self._expert_weight = expert_weight
         self._fixed = cost
         self.cost = StepCost(**(cost or {}))
-        self._shape: tuple[int, ...] = ()
-        self._layers = np.zeros(0, np.int64)  # cells are kept in this order of layers
-        self._coarse_cells = 0  # cells of every _COARSE-th layer, which come first
-        self._prior: NDArray[np.float32] | None = None  # [L*E]
-        self._asked: tuple[Handoff, NDArray[np.uint8]] | None = None  # by choose, for placed
-        self._held: dict[str, tuple[int, NDArray[np.uint8]]] = {}  # id -> worker, levels
-        self._depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
-        self._idle = np.ones((0, 0), np.float32)  # [W, L*E]
-        self._union = np.zeros(0)  # [W], expected active experts
+        self.active = ExpectedActivation(prior_tokens)
+        self._asked: tuple[Handoff, Levels] | None = None  # by choose, for placed
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -95,19 +76,19 @@ class MarginalCost(Policy):
 
     def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        levels = self._levels(handoff)
+        levels = self.active.levels(handoff)
         if levels is None:
             return shortest(workers, loads, "no-signature")
         self._asked = (handoff, levels)
-        self._grow(len(loads))
-        p = _ACTIVE[levels]
+        self.active.grow(len(loads))
+        idle, p = self.active.idle, probability(levels)
         candidates = np.array(workers)
         if len(workers) > _MANY:
-            coarse = self._coarse_cells
-            added = self._idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
+            coarse = self.active.coarse_cells
+            added = idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
             marginal = self._marginal(candidates, loads, added[candidates], handoff.prompt_tokens)
             candidates = candidates[np.argpartition(marginal, _FINALISTS)[:_FINALISTS]]
-        added = (self._idle if len(candidates) == len(self._idle) else self._idle[candidates]) @ p
+        added = (idle if len(candidates) == len(idle) else idle[candidates]) @ p
         marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
         return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
 
@@ -116,11 +97,11 @@ class MarginalCost(Policy):
 
         Zeros where nothing is known of the request.
         """
-        levels = self._levels(handoff)
+        levels = self.active.levels(handoff)
         if levels is None:
             return np.zeros(len(loads))
-        self._grow(len(loads))
-        added = self._idle[: len(loads)] @ _ACTIVE[levels]
+        self.active.grow(len(loads))
+        added = self.active.idle[: len(loads)] @ probability(levels)
         return self._marginal(np.arange(len(loads)), loads, added, handoff.prompt_tokens)
 
     def _marginal(
@@ -129,73 +110,15 @@ class MarginalCost(Policy):
         """Seconds that each of `workers` would lose a step, over all its requests, by the newcomer."""
         batch = np.array([loads[w].in_flight for w in workers], np.float64)
         kv_tokens = np.array([loads[w].kv_tokens for w in workers], np.float64)
-        union = self._expert_weight * self._union[workers]
+        union = self._expert_weight * self.active.union[workers]
         now = self.cost.seconds(batch, kv_tokens, union)
         with_it = self.cost.seconds(batch + 1, kv_tokens + tokens, union + self._expert_weight * added)
         return np.asarray((batch + 1) * with_it - batch * now)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
-        self.released(handoff.request_id)
         asked, self._asked = self._asked, None  # what is learnt below may change the levels of others
-        levels = asked[1] if asked is not None and asked[0] is handoff else self._levels(handoff)
-        if levels is None:
-            return
-        self._grow(worker + 1)
-        self._held[handoff.request_id] = (worker, levels)
-        self._depth[worker] += _SQUARES[levels]
-        self._refresh(worker)
-        if handoff.signature is not None:
-            self._learn(_ACTIVE[levels])
+        levels = asked[1] if asked is not None and asked[0] is handoff else self.active.levels(handoff)
+        self.active.placed(handoff, worker, levels)
 
     def released(self, request_id: str) -> None:
-        worker, levels = self._held.pop(request_id, (-1, None))
-        if levels is not None:
-            self._depth[worker] -= _SQUARES[levels]
-            self._refresh(worker)
-
-    def _levels(self, handoff: Handoff) -> NDArray[np.uint8] | None:
-        """uint8[L*E]; the prior's where the request has no usable counts; None without either."""
-        prior = self._prior
-        counts = handoff.signature
-        usable = (
-            counts is not None
-            and counts.ndim == 2
-            and handoff.prompt_tokens > 0
-            and self._shape in ((), counts.shape)
-        )
-        if usable:
-            assert counts is not None
-            if not self._shape:
-                self._shape = counts.shape
-                order = np.arange(len(counts))
-                self._layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
-                self._coarse_cells = len(order[::_COARSE]) * counts.shape[1]
-            p = counts[self._layers].reshape(-1).astype(np.float32)
-            if prior is not None:
-                p += self._prior_tokens * prior
-                p /= handoff.prompt_tokens + self._prior_tokens
-            else:
-                p /= handoff.prompt_tokens
-        elif prior is not None:
-            p = prior
-        else:
-            return None
-        return levels_of(p)
-
-    def _learn(self, p: NDArray[np.float32]) -> None:
-        if self._prior is None:
-            self._prior = p.copy()
-        else:
-            self._prior += (p - self._prior) / np.float32(64)
-
-    def _grow(self, workers: int) -> None:
-        have, cells = len(self._depth), int(np.prod(self._shape))
-        if workers > have:
-            more = workers - have
-            self._depth = np.vstack([self._depth.reshape(have, cells), np.zeros((more, cells), np.int32)])
-            self._idle = np.vstack([self._idle.reshape(have, cells), np.ones((more, cells), np.float32)])
-            self._union = np.append(self._union, np.zeros(more))
-
-    def _refresh(self, worker: int) -> None:
-        np.exp(-UNIT * self._depth[worker], out=self._idle[worker], casting="same_kind")
-        self._union[worker] = self._idle.shape[1] - self._idle[worker].sum(dtype=np.float64)
+        self.active.released(request_id)

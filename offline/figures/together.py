@@ -1,8 +1,9 @@
 """Expert locality and balance of KV together: every policy on mixed traffic, with and without the barrier.
 
 16 decode workers; requests use the experts of observed ones, all domains mixed, and have the lengths and
-arrival times of a recorded trace. With the barrier (data-parallel attention under expert parallelism) a
-step of all workers takes as long as the slowest one's.
+arrival times of a recorded trace, at a load that leaves slots free and at one that leaves requests waiting.
+With the barrier (data-parallel attention under expert parallelism) a step of all workers takes as long as
+the slowest one's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from offline.scenario import observed, routes_of
 
 WORKERS = 16
 SLOTS = 32
-LOAD = 0.85  # of what the slots take
+LOADS = (0.85, 1.2)  # of what the slots take
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("shortest-queue", {}),
     ("least-tokens", {}),
@@ -36,19 +37,22 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("balance-route", {"slots": SLOTS}),
     ("balance-route-horizon", {"slots": SLOTS}),
     ("locality-balance", {}),
+    ("balance-band", {"slots": SLOTS}),
 )
 BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbalance_tokens": 1}
 
 
 def policies(options: Options) -> Rows:
-    """Each policy without and with the barrier; `dominated_by` names those that are better in all four."""
+    """Each policy by load and barrier; `dominated_by` names those that are better in all four."""
     experts_path, trace_path = _two(options)
     trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)
     experts = Experts.replayed(trace)
     rows: Rows = []
-    with Steps(2 * len(POLICIES) * len(options.seeds)) as steps:
-        for barrier in (False, True):
+    cases = [(load, barrier) for load in LOADS for barrier in (False, True)]
+    with Steps(len(cases) * len(POLICIES) * len(options.seeds)) as steps:
+        for load, barrier in cases:
+            name_of_case = f"load {load:g}, {'barrier' if barrier else 'no barrier'}"
             cluster = Cluster(
                 decode=Decode(workers=WORKERS, max_batch=SLOTS, barrier=barrier, cost=options.cost or COST)
             )
@@ -58,7 +62,7 @@ def policies(options: Options) -> Rows:
                 order = rng.permutation(len(trace.ids))
                 fit, run = np.split(order, [round(0.4 * len(order))])
                 table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
-                requests = _requests(traffic, experts, options, seed)
+                requests = _requests(traffic, experts, options, load, seed)
                 requests = replace(requests, kind=rng.choice(run, len(requests)))
                 for name, parameters in POLICIES:
                     policy: Any = make_policy(name, **parameters).with_table(table)
@@ -67,16 +71,16 @@ def policies(options: Options) -> Rows:
                         traffic.teach(policy.predictor)
                     outcome = simulate(requests, policy, cluster, experts=experts, seed=seed)
                     found[name].append(outcome.summary())
-                    steps.done(f"{'barrier' if barrier else 'no barrier'}, {name}")
-            rows += _rows(barrier, found)
+                    steps.done(f"{name_of_case}, {name}")
+            rows += _rows(name_of_case, found)
     return rows
 
 
-def _rows(barrier: bool, found: dict[str, list[dict[str, Any]]]) -> Rows:
+def _rows(workload: str, found: dict[str, list[dict[str, Any]]]) -> Rows:
     keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
     mean = {name: {k: float(np.mean([s[k] for s in made])) for k in keys} for name, made in found.items()}
     return [
-        {"workload": "barrier" if barrier else "no barrier", "policy": name}
+        {"workload": workload, "policy": name}
         | values
         | {
             "dominated_by": ", ".join(
@@ -90,14 +94,14 @@ def _rows(barrier: bool, found: dict[str, list[dict[str, Any]]]) -> Rows:
     ]
 
 
-def _requests(traffic: Traffic, experts: Experts, options: Options, seed: int) -> Any:
+def _requests(traffic: Traffic, experts: Experts, options: Options, load: float, seed: int) -> Any:
     cost = (options.cost or COST).step()
     rng = np.random.default_rng(0)
     first = experts.offset[:-1]
     unions = [np.bitwise_or.reduce(experts.bits[rng.choice(first, SLOTS)]) for _ in range(32)]
     active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
     step_s = float(cost.seconds(SLOTS, SLOTS * traffic.running_kv_tokens, active))
-    rate = LOAD * WORKERS * SLOTS / (traffic.mean_output_tokens * step_s)
+    rate = load * WORKERS * SLOTS / (traffic.mean_output_tokens * step_s)
     number = options.requests or 16 * WORKERS * SLOTS
     return traffic.requests(number, rate, start=seed / len(options.seeds))
 
@@ -110,7 +114,7 @@ def _two(options: Options) -> tuple[Path, Path]:
 
 FIGURES = {
     "policies": Figure(
-        "TPOT, throughput and imbalance of every policy, with and without the step barrier",
+        "TPOT, throughput and imbalance of every policy, by load, with and without the step barrier",
         "not in the papers",
         policies,
         lambda rows, path: bars(rows, "policy", "tpot_p50_ms", path),

@@ -56,6 +56,7 @@ async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.T
     [
         ("balance-route-horizon", {"slots": 2}, True),
         ("balance-route", {"slots": 3}, True),
+        ("balance-band", {"slots": 2}, True),
         ("locality-balance", {}, False),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_replay_measures_every_request_of_every_arm(work: Path, tmp_path: Path
 def test_the_engine_samples_the_captured_text_again(work: Path, tmp_path: Path) -> None:
     """So that simulator and engine have the same routes, and differ in time alone."""
     steps = tmp_path / "steps.jsonl"
-    options = {"steps-out": steps, "batch": 1, "per-worker": 6}
+    options = {"steps-out": steps, "batch": 1, "per-worker": 6, "repeats": 2}
     result = replayed("simulator_validation", work, tmp_path / "validation.json", **options)
     assert len(result["rows"]) == 8
     for row in result["rows"]:

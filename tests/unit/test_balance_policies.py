@@ -22,7 +22,7 @@ from eldr_serve.routing import (
 )
 
 RNG = np.random.default_rng(0)
-POOLED = ["balance-route", "balance-route-horizon"]
+POOLED = ["balance-route", "balance-route-horizon", "balance-band"]
 ALL = [*POOLED, "locality-balance"]
 
 
@@ -54,8 +54,12 @@ def test_every_slot_is_filled_and_none_twice(
     threshold: int | None,
     seed: int,
 ) -> None:
-    parameters: dict[str, Any] = {"horizon": 5} if name == "balance-route-horizon" else {}
-    policy = make_policy(name, slots=4, window=window, threshold=threshold, patience=3, **parameters)
+    parameters: dict[str, Any] = {
+        "balance-route": {"window": window, "threshold": threshold},
+        "balance-route-horizon": {"window": window, "threshold": threshold, "horizon": 5},
+        "balance-band": {"reach": window, "horizon": 5},
+    }[name]
+    policy = make_policy(name, slots=4, patience=3, **parameters)
     assert isinstance(policy, PooledPolicy)
     rng = np.random.default_rng(seed)
     state = [WorkerLoad(n, kv, available) for n, kv, available in workers]
@@ -151,6 +155,60 @@ def test_without_a_pool_requests_go_at_once_up_to_a_few_beyond_the_slots() -> No
     assert (decision.worker, decision.band) == (1, 2)
     full = [WorkerLoad(5, 10), WorkerLoad(5, 900)]
     assert policy.choose(Handoff("r", None, 50, 10), full, RNG).worker == 0
+
+
+def using(name: str, experts: list[int], tokens: int = 100) -> Handoff:
+    """A request whose every token uses these of 8 experts."""
+    counts = np.zeros((1, 8), np.uint32)
+    counts[0, experts] = tokens
+    return Handoff(name, counts, tokens, 100)
+
+
+def banded(band_tokens: float, **more: Any) -> Any:
+    """balance-band where worker 0 runs a user of experts 0 and 1, worker 1 of 2 and 3; 3 has most KV."""
+    policy: Any = make_policy("balance-band", slots=2, band_tokens=band_tokens, **more)
+    policy.placed(using("a", [0, 1]), 0)
+    policy.placed(using("b", [2, 3]), 1)
+    return policy
+
+
+def test_within_the_balance_band_the_request_goes_where_its_experts_are() -> None:
+    state = [WorkerLoad(1, 700), WorkerLoad(1, 700), WorkerLoad(2, 1000)]
+    pool = [using("x", [2, 3]), using("y", [0, 1])]
+    assert dispatched(banded(50), pool, state) == {0: 1, 1: 0}
+    assert dispatched(banded(50), pool[::-1], state) == {0: 0, 1: 1}
+
+
+def test_of_many_waiting_the_one_at_home_is_taken_and_only_if_it_balances_as_well() -> None:
+    """One slot on worker 0, which lacks 300 tokens: the stranger fills the margin, the friend does not."""
+    state = [WorkerLoad(1, 700), WorkerLoad(2, 900), WorkerLoad(2, 1000)]
+    pool = [using("stranger", [2, 3], 300), using("friend", [0, 1], 220)]
+    assert dispatched(banded(100), pool, state) == {1: 0}
+    assert dispatched(banded(10), pool, state) == {0: 0}
+
+
+def test_what_a_request_would_add_anywhere_does_not_count_against_it() -> None:
+    """`wide` adds two experts to worker 0 and three to worker 1; `narrow` one and none."""
+    state = [WorkerLoad(1, 700), WorkerLoad(2, 700), WorkerLoad(2, 1000)]
+    pool = [using("narrow", [2]), using("wide", [0, 5, 6])]
+    assert dispatched(banded(50), pool, state) == {1: 0}
+
+
+def test_the_overdue_go_first_within_the_balance_band_too() -> None:
+    policy = banded(1e6, patience=2, reach=3)
+    state = [WorkerLoad(1, 700), WorkerLoad(2, 900)]
+    pool = [using("stranger", [2, 3]), *(using(f"friend{n}", [0, 1]) for n in range(6))]
+    order = []
+    for _ in range(4):
+        ((index, _),) = policy.dispatch(pool, state, RNG)
+        order.append(pool.pop(index).request_id)
+    assert order.index("stranger") == 2
+
+
+def test_a_balance_band_without_counts_goes_by_balance_alone() -> None:
+    policy: Any = make_policy("balance-band", slots=2, band_tokens=0)
+    assert dispatched(policy, waiting(900, 290), [WorkerLoad(1, 700), WorkerLoad(2, 1000)]) == {1: 0}
+    assert policy.parameters == make_policy("balance-band", **policy.parameters).parameters
 
 
 @pytest.mark.parametrize("name", POOLED)
@@ -258,6 +316,7 @@ def test_parameters_make_the_same_policy_again(name: str) -> None:
         *[("locality-balance", "refresh", v) for v in (0, "5")],
         *[("locality-balance", "gate", v) for v in (-0.1, 1.1)],
         ("locality-balance", "band", 3),
+        *[("balance-band", "band_tokens", v) for v in (-1, "wide", float("nan"))],
     ],
 )
 def test_a_wrong_parameter_is_refused_in_one_sentence(name: str, parameter: str, value: Any) -> None:

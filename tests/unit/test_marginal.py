@@ -97,11 +97,11 @@ class Coming(RuleBasedStateMachine):
 
     @invariant()
     def unions_are_those_of_the_requests_held(self) -> None:
-        for worker in range(len(self.policy._union)):
+        for worker in range(len(self.policy.active.union)):
             mine = [h for h, w in self.held.values() if w == worker]
-            assert self.policy._union[worker] == pytest.approx(expected_union(mine), rel=0.02, abs=1e-6)
+            assert self.policy.active.union[worker] == pytest.approx(expected_union(mine), rel=0.02, abs=1e-6)
         if not self.held:
-            assert not self.policy._depth.any()
+            assert not self.policy.active.depth.any()
 
 
 TestComing = Coming.TestCase
@@ -137,10 +137,12 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
     for n in range(20):
         newcomer = request(f"new{n}", n % 6)
         worker = policy.choose(newcomer, loads(placement), rng).worker
-        added = policy._idle @ np.minimum(newcomer.signature[policy._layers].reshape(-1) / 100, 0.98)
+        added = policy.active.idle @ np.minimum(
+            newcomer.signature[policy.active.layers].reshape(-1) / 100, 0.98
+        )
         marginal = policy._marginal(np.arange(700), loads(placement), added, 100)
         regret.append(marginal[worker] / marginal.min() - 1)
-    assert policy._idle.shape == (700, shape[0] * shape[1])
+    assert policy.active.idle.shape == (700, shape[0] * shape[1])
     assert float(np.mean(regret)) < 0.02
     assert max(regret) < 0.1
 

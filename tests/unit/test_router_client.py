@@ -122,10 +122,10 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
         assert away.reason == "router-away"
         actor.restart()
         await settled(lambda: not client.router_away and len(actor.state._running) == 2)
-        assert set(actor.state._policy._held) == {"a", "b"}  # type: ignore[attr-defined]
+        assert set(actor.state._policy.active.held) == {"a", "b"}  # type: ignore[attr-defined]
         client.release("a")
         client.release("b")
-        await settled(lambda: not actor.state._policy._held)  # type: ignore[attr-defined]
+        await settled(lambda: not actor.state._policy.active.held)  # type: ignore[attr-defined]
         assert not client._counts
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))

@@ -232,7 +232,7 @@ TestAccounting.settings = hypothesis_settings(max_examples=40, stateful_step_cou
 
 
 def held(state: RouterState) -> dict[str, int]:
-    return {name: worker for name, (worker, _) in state._policy._held.items()}  # type: ignore[attr-defined]
+    return {name: worker for name, (worker, _) in state._policy.active.held.items()}  # type: ignore[attr-defined]
 
 
 def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_workers() -> None:

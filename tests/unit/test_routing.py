@@ -209,6 +209,7 @@ def test_the_names_are_those_that_are_documented() -> None:
             "domain",
             "locality-band",
             "marginal-cost",
+            "balance-band",
             "balance-route",
             "balance-route-horizon",
             "locality-balance",

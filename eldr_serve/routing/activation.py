@@ -1,0 +1,127 @@
+"""Which experts each worker's requests are expected to activate in a decode step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.types import Handoff
+
+# -log(1 - p) is kept as one byte a cell: level i stands for _DEEPEST * (i / 255)**2, fine where p is small.
+_DEEPEST = 4.0  # p = 0.98; an expert that is all but always active costs nothing more anyway
+UNIT = _DEEPEST / 255**2
+_SQUARES = np.arange(256, dtype=np.int32) ** 2
+_COARSE = 8  # cells of every _COARSE-th layer come first
+_ACTIVE = -np.expm1(-UNIT * _SQUARES).astype(np.float32)  # level -> p
+
+Levels = NDArray[np.uint8]
+
+
+def levels_of(p: NDArray[np.floating[Any]]) -> Levels:
+    """The level nearest to each probability; level i stands for 1 - exp(-UNIT * i**2)."""
+    depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_DEEPEST)))
+    levels: Levels = np.rint(np.sqrt(depth / UNIT)).astype(np.uint8)
+    return levels
+
+
+def probability(levels: Levels) -> NDArray[np.float32]:
+    """float32, p of each level."""
+    active: NDArray[np.float32] = _ACTIVE[levels]
+    return active
+
+
+class ExpectedActivation:
+    """A request activates expert e of layer l in a step with probability p[l,e], estimated by its
+    prefill counts / prompt tokens; a worker's batch leaves the expert idle with probability
+    prod(1 - p). Cells (l, e) are in one row, every eighth layer's first.
+
+    Args:
+        prior_tokens: the mean of recent requests counts as so many tokens beside the prompt's own.
+
+    Attributes:
+        idle: float32[W, L*E], probability that a step of the worker does not activate the expert.
+        union: float64[W], experts that a step is expected to activate.
+        held: worker and levels of each request.
+        layers: int64[L], the order of layers in a row.
+        coarse_cells: cells of every eighth layer, which come first.
+    """
+
+    def __init__(self, prior_tokens: float = 0.0) -> None:
+        self.idle = np.ones((0, 0), np.float32)
+        self.union = np.zeros(0)
+        self.held: dict[str, tuple[int, Levels]] = {}
+        self.layers = np.zeros(0, np.int64)
+        self.coarse_cells = 0
+        self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
+        self._prior_tokens = prior_tokens
+        self._shape: tuple[int, ...] = ()
+        self._prior: NDArray[np.float32] | None = None  # [L*E]
+
+    def levels(self, handoff: Handoff) -> Levels | None:
+        """uint8[L*E]; the prior's where the request has no usable counts; None without either."""
+        prior = self._prior
+        counts = handoff.signature
+        usable = (
+            counts is not None
+            and counts.ndim == 2
+            and handoff.prompt_tokens > 0
+            and self._shape in ((), counts.shape)
+        )
+        if usable:
+            assert counts is not None
+            if not self._shape:
+                self._shape = counts.shape
+                order = np.arange(len(counts))
+                self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
+                self.coarse_cells = len(order[::_COARSE]) * counts.shape[1]
+            p = counts[self.layers].reshape(-1).astype(np.float32)
+            if prior is not None:
+                p += self._prior_tokens * prior
+                p /= handoff.prompt_tokens + self._prior_tokens
+            else:
+                p /= handoff.prompt_tokens
+        elif prior is not None:
+            p = prior
+        else:
+            return None
+        return levels_of(p)
+
+    def placed(self, handoff: Handoff, worker: int, levels: Levels | None) -> None:
+        """The request runs on `worker` from now on; `levels` are those that it had."""
+        self.released(handoff.request_id)
+        if levels is None:
+            return
+        self.grow(worker + 1)
+        self.held[handoff.request_id] = (worker, levels)
+        self.depth[worker] += _SQUARES[levels]
+        self._refresh(worker)
+        if handoff.signature is not None:
+            self._learn(probability(levels))
+
+    def released(self, request_id: str) -> None:
+        """The request no longer runs; unknown ones are ignored."""
+        worker, levels = self.held.pop(request_id, (-1, None))
+        if levels is not None:
+            self.depth[worker] -= _SQUARES[levels]
+            self._refresh(worker)
+
+    def grow(self, workers: int) -> None:
+        """There are at least so many workers."""
+        have, cells = len(self.depth), int(np.prod(self._shape))
+        if workers > have:
+            more = workers - have
+            self.depth = np.vstack([self.depth.reshape(have, cells), np.zeros((more, cells), np.int32)])
+            self.idle = np.vstack([self.idle.reshape(have, cells), np.ones((more, cells), np.float32)])
+            self.union = np.append(self.union, np.zeros(more))
+
+    def _learn(self, p: NDArray[np.float32]) -> None:
+        if self._prior is None:
+            self._prior = p.copy()
+        else:
+            self._prior += (p - self._prior) / np.float32(64)
+
+    def _refresh(self, worker: int) -> None:
+        np.exp(-UNIT * self.depth[worker], out=self.idle[worker], casting="same_kind")
+        self.union[worker] = self.idle.shape[1] - self.idle[worker].sum(dtype=np.float64)
