@@ -7,6 +7,7 @@ python -m offline.simulate --calibrate-from steps.jsonl --out cost.json
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Callable
@@ -121,18 +122,31 @@ def _in_parallel(
     import ray
 
     if not ray.is_initialized():
-        ray.init(num_cpus=processes, log_to_driver=False, logging_level="warning")
+        where: dict[str, Any] = {"address": "local", "num_cpus": processes}
+        if "RAY_ADDRESS" in os.environ:
+            where = {"address": os.environ["RAY_ADDRESS"]}
+        ray.init(**where, log_to_driver=False, logging_level="warning")
     task = ray.remote(num_cpus=1)(one_run)
-    references = [
-        task.remote(scenario, choice, seed) for seed in scenario.seeds for choice in scenario.policies
-    ]
-    left = list(references)
-    while left:
-        ready, left = ray.wait(left)
-        for _ in ready:
-            on_row(len(references))
-    rows: list[dict[str, Any]] = ray.get(references)
-    return rows
+    todo = [(choice, seed) for seed in scenario.seeds for choice in scenario.policies]
+    rows: dict[int, dict[str, Any]] = {}
+    running: dict[Any, int] = {}
+    for number, (choice, seed) in enumerate(todo):
+        if len(running) == processes:
+            _take_one(running, rows)
+            on_row(len(todo))
+        running[task.remote(scenario, choice, seed)] = number
+    while running:
+        _take_one(running, rows)
+        on_row(len(todo))
+    return [rows[number] for number in range(len(todo))]
+
+
+def _take_one(running: dict[Any, int], rows: dict[int, dict[str, Any]]) -> None:
+    """Wait for one task and keep its row."""
+    import ray
+
+    (done,), _ = ray.wait(list(running))
+    rows[running.pop(done)] = ray.get(done)
 
 
 def _calibrate(source: str, out: Path) -> None:

@@ -12,6 +12,8 @@ from tables import counts_for, unit_table
 
 from eldr_serve.serving.decode_router import actor_name, find
 from eldr_serve.signature import pack_counts
+from offline.scenario import Scenario
+from offline.simulate import simulated
 
 
 @pytest.fixture
@@ -63,3 +65,19 @@ async def test_a_signature_leads_to_its_replica_and_the_lease_ends_with_the_call
     status = ray.get(router.status.remote())
     assert status["counters"]["reason:locality-band"] >= 4
     wait_for(lambda: ray.get(router.status.remote())["leases"] == 0, "leases end with their calls")
+
+
+def test_simulations_run_in_parallel_as_they_do_one_by_one(ray_cluster: str) -> None:
+    scenario = Scenario.model_validate(
+        {
+            "cluster": {"decode": {"workers": 3}},
+            "arrivals": {"kind": "poisson", "rate_per_s": 30, "requests": 60, "prompt_tokens": 50},
+            "policies": [{"name": "shortest-queue"}, {"name": "random"}, {"name": "least-tokens"}],
+            "seeds": [0, 1],
+        }
+    )
+    one_by_one, parallel = (simulated(scenario, 360, processes) for processes in (1, 2))
+    for row in (*one_by_one, *parallel):
+        row.pop("simulated_steps_per_s")
+    assert parallel == one_by_one
+    assert [row["seed"] for row in parallel] == [0, 0, 0, 1, 1, 1]
