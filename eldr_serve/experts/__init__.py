@@ -1,6 +1,7 @@
 """Experts under expert parallelism: which rank holds which, and which replica serves. No Ray, no vLLM."""
 
-from eldr_serve.experts.placement import activation_placement, eplb_placement, hosts_of
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.placement import activation_placement, eplb_placement
 from eldr_serve.experts.replica_routing import route_even, route_metro, route_optimal
 
 __all__ = [
