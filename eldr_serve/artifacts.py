@@ -118,6 +118,20 @@ class CalibrationTrace:
         """Names the content, for what is made from it."""
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
+    def decode_routes(self, requests: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
+        """[steps, L, k], the experts of all decode steps of these requests.
+
+        Raises:
+            ValueError: the trace holds no routes, or these requests have no decode step.
+        """
+        if self.routes is None or self.route_offsets is None:
+            raise ValueError("the trace holds no routes: capture it with offline.calibrate --routes")
+        steps = [np.arange(*self.route_offsets[[r, r + 1]]) for r in requests]
+        if not sum(map(len, steps)):
+            raise ValueError("none of the requests has a decode step")
+        routes: NDArray[np.unsignedinteger[Any]] = self.routes[np.concatenate(steps)]
+        return routes
+
     def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
         """The requests at `index`, without routes."""
         return CalibrationTrace(

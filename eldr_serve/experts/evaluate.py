@@ -5,11 +5,12 @@ A batch is one decode step of a data-parallel engine: its tokens are at home on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.cost import LayerCost, LayerWork, Topology
 from eldr_serve.experts.replica_routing import route_metro
 
@@ -19,36 +20,24 @@ Rule = Callable[[int, Ints, Ints, Bools], Ints]
 """(layer, experts int[T,k], source int[T], hosts bool[E,G]) -> int[T,k], the rank that serves each pair."""
 
 
-def sample_batches(
-    routes: ArrayLike,
-    offsets: ArrayLike,
-    requests: Sequence[int] | Ints,
-    tokens: int,
-    batches: int,
-    *,
-    seed: int,
-) -> Ints:
+def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches: int, *, seed: int) -> Ints:
     """Decode steps of `tokens` requests each: a random step of each of as many random requests.
 
     Args:
-        routes: [steps, L, k], offsets: [N+1], of a `CalibrationTrace`.
-        requests: those to draw from, with replacement.
+        requests: those of the trace to draw from, with replacement.
 
     Returns:
         int[batches, tokens, L, k].
 
     Raises:
-        ValueError: none of the requests has a decode step.
+        ValueError: the trace holds no routes, or these requests have no decode step.
     """
-    start = np.asarray(offsets)
-    chosen = np.asarray(requests, np.int64)
-    chosen = chosen[start[chosen + 1] > start[chosen]]
-    if not len(chosen):
-        raise ValueError("no request has a decode step to evaluate on")
     rng = np.random.default_rng(seed)
-    drawn = rng.choice(chosen, (batches, tokens))
-    batch: Ints = np.asarray(routes)[rng.integers(start[drawn], start[drawn + 1])].astype(np.int64)
-    return batch
+    chosen = requests[trace.decode_steps[requests] > 0]
+    ends = np.cumsum(trace.decode_steps[chosen], dtype=np.int64)
+    routes = trace.decode_routes(chosen)
+    drawn = rng.integers(len(chosen), size=(batches, tokens))
+    return routes[rng.integers(ends[drawn] - trace.decode_steps[chosen[drawn]], ends[drawn])].astype(np.int64)
 
 
 def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
