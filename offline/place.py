@@ -226,7 +226,11 @@ def _parts(
         fitted = RoutingTable.load(table)
         sizes = (fitted.num_layers, fitted.num_experts)
         if (fitted.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
-            raise BadInput(f"{table} is a table of {fitted.model}, the trace is of {trace.model}")
+            shape = trace.prefill_counts.shape
+            raise BadInput(
+                f"{table} is a table of {fitted.model} with {sizes[0]} x {sizes[1]} experts, the trace is of "
+                f"{trace.model} with {shape[1]} x {shape[2]}"
+            )
         if workers not in (None, len(fitted.centroids)):
             raise BadInput(f"{table} has {len(fitted.centroids)} clusters, not {workers}")
     cluster = np.array([int(fitted.similarity(counts).argmax()) for counts in trace.prefill_counts])
