@@ -155,15 +155,11 @@ def place(
         problem = Problem(loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, seed)
         placed, report = METHODS[method](problem)
         batches = sample_batches(loaded, others, batch, BATCHES, seed=seed + 1)
-        found = []
-        for label, tried in (("linear", _linear(problem)), (method, placed)):
-            memory: Report = {}
-            if expert_bytes is not None:
-                memory["gib_a_rank"] = tried.size / ranks * expert_bytes / 2**30
-            hosts = hosts_of(tried, num_experts, ranks)
-            for rule_name, rule in _rules(problem, hosts):
-                judged = evaluate(batches, hosts, topology, rule, token_bytes=token_bytes, cost=layer_cost)
-                found.append({"worker": name, "placement": label, "replicas_by": rule_name} | judged | memory)
+        found = [
+            {"worker": name, "placement": label} | row
+            for label, tried in (("linear", _linear(problem)), (method, placed))
+            for row in _judged(problem, tried, batches, layer_cost, token_bytes, expert_bytes)
+        ]
         rows += found
         placement = ExpertPlacement(
             placed, ranks, num_experts, loaded.model, method, nodes, fingerprint,
@@ -241,6 +237,28 @@ def _parts(
             raise BadInput(f"too few requests are nearest to worker {worker} to fit on and to judge by")
         parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), mine, others))
     return parts
+
+
+def _judged(
+    problem: Problem,
+    placed: Ints,
+    batches: Ints,
+    cost: LayerCost | None,
+    token_bytes: float,
+    expert_bytes: float | None,
+) -> list[Report]:
+    """A row for each way to choose replicas."""
+    topology = problem.topology
+    hosts = hosts_of(placed, problem.num_experts, topology.ranks)
+    memory: Report = {}
+    if expert_bytes is not None:
+        memory["gib_a_rank"] = placed.size / topology.ranks * expert_bytes / 2**30
+    return [
+        {"replicas_by": name}
+        | evaluate(batches, hosts, topology, rule, token_bytes=token_bytes, cost=cost)
+        | memory
+        for name, rule in _rules(problem, hosts)
+    ]
 
 
 def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
