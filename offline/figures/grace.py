@@ -22,9 +22,9 @@ from eldr_serve.experts.grace import knee_ratio
 from eldr_serve.experts.grouping import (
     bounded_groups,
     hierarchical_groups,
-    ratio_curve,
     size_bounds,
     spectral_groups,
+    utilisation,
 )
 from eldr_serve.experts.locality import local_rule, weighted_rule
 from eldr_serve.experts.replication import hot_experts, load_skew, num_replicas, with_replicas
@@ -169,9 +169,11 @@ def ratios(options: Options) -> Rows:
         for topology in TOPOLOGIES:
             fit = Fit.on(trace, fit_on, topology)
             chosen = knee_ratio(fit.affinity, topology)
-            whole = ratio_curve(list(fit.affinity), topology.ranks, ratios=RATIOS)
-            for ratio, (use, deviation) in zip(RATIOS, whole, strict=True):
-                judged = _judged(evaluate(batches, fit.hosts(fit.grouped(ratio)), topology, serve_even))
+            for ratio in RATIOS:
+                grouped = fit.grouped(ratio)
+                judged = _judged(evaluate(batches, fit.hosts(grouped), topology, serve_even))
+                layers = zip(fit.affinity, grouped, strict=True)
+                use, deviation = np.mean([utilisation(a, g, topology.ranks) for a, g in layers], axis=0)
                 found.append(
                     {"ranks": _shown(topology), "ratio": ratio, "affinity_within_pct": 100 * float(use),
                      "size_deviation_experts": float(deviation), "knee_ratio": chosen} | judged
@@ -240,16 +242,17 @@ def generalisation(options: Options) -> Rows:
         found: Rows = []
         for domain, (_, held_out) in parts.items():
             batches = _batches(trace, held_out, options, seed)
-            copies = {
-                name: _judged(evaluate(batches, hosts, topology, _local(fits[name], hosts, seed)))["copies"]
+            judged = {
+                name: _judged(evaluate(batches, hosts, topology, _local(fits[name], hosts, seed)))
                 for name, hosts in placed.items()
             }
             linear = _judged(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
-            for name, mine in copies.items():
+            for name, mine in judged.items():
                 found.append(
-                    {"evaluated_on": domain, "fitted_on": name, "copies": mine,
-                     "against_own_domain_pct": change_pct(mine, copies[domain]),
-                     "against_linear_pct": change_pct(mine, linear)}
+                    {"evaluated_on": domain, "fitted_on": name, "copies": mine["copies"],
+                     "load_std_pct": mine["load_std_pct"],
+                     "against_own_domain_pct": change_pct(mine["copies"], judged[domain]["copies"]),
+                     "against_linear_pct": change_pct(mine["copies"], linear)}
                 )  # fmt: skip
         others = [row for row in found if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
         for name, group in (
@@ -258,7 +261,7 @@ def generalisation(options: Options) -> Rows:
         ):
             worst = {
                 key: max(row[key] for row in group)
-                for key in ("copies", "against_own_domain_pct", "against_linear_pct")
+                for key in ("copies", "load_std_pct", "against_own_domain_pct", "against_linear_pct")
             }
             found.append({"evaluated_on": "all", "fitted_on": name} | worst)
         return found
