@@ -1,5 +1,7 @@
 """The files that pass between capture, fit and router: safetensors with a JSON record inside.
 
+(`ExpertPlacement`, which engines read too, is JSON and has a module of its own.)
+
 Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. What
 does not fit raises ArtifactError, with one sentence that names the file.
 """
@@ -8,48 +10,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.files import write_whole
+from eldr_serve.records import ArtifactError, R, Record, build, parse_record, read_file, require
 from eldr_serve.signature import Element, SignatureSpec
 
+__all__ = ["ArtifactError", "CalibrationTrace", "ExpertPlacement", "RoutingTable"]
+
 _RECORD = "eldr"
-A = TypeVar("A")
-R = TypeVar("R", bound="_Record")
 _UNIT_TOLERANCE = 1e-3
 
 
-class ArtifactError(ValueError):
-    """A file is not what it should be; one sentence."""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    model: str
-    package: str = Field(default_factory=lambda: _package_version())
-    fingerprint: str = ""  # of the data that this was made from
-
-
-class _TraceRecord(_Record):
+class _TraceRecord(Record):
     schema_: Literal["eldr.calibration-trace/1"] = Field(default="eldr.calibration-trace/1", alias="schema")
     top_k: int = Field(ge=1)
     domains: list[str]
     ids: list[str]
 
 
-class _TableRecord(_Record):
+class _TableRecord(Record):
     schema_: Literal["eldr.routing-table/1"] = Field(default="eldr.routing-table/1", alias="schema")
     element: Element
     transform: str
@@ -88,33 +79,33 @@ class CalibrationTrace:
 
     def __post_init__(self) -> None:
         shape = self.prefill_counts.shape
-        _require(len(shape) == 3 and min(shape) > 0, f"prefill counts have shape {shape}, not [N, L, E]")
-        _require(self.decode_counts.shape == shape, f"decode counts have shape {self.decode_counts.shape}")
+        require(len(shape) == 3 and min(shape) > 0, f"prefill counts have shape {shape}, not [N, L, E]")
+        require(self.decode_counts.shape == shape, f"decode counts have shape {self.decode_counts.shape}")
         for name in ("decode_steps", "prompt_tokens", "domains", "ids"):
-            _require(np.shape(getattr(self, name)) == shape[:1], f"{name} does not have {shape[0]} entries")
+            require(np.shape(getattr(self, name)) == shape[:1], f"{name} does not have {shape[0]} entries")
         for name in ("prefill_counts", "decode_counts", "decode_steps", "prompt_tokens"):
-            _require(getattr(self, name).dtype == np.uint32, f"{name} is not uint32")
-        _require(1 <= self.top_k <= shape[2], f"top_k is {self.top_k} of {shape[2]} experts")
-        _require(len(set(self.ids)) == len(self.ids), "two requests have the same id")
+            require(getattr(self, name).dtype == np.uint32, f"{name} is not uint32")
+        require(1 <= self.top_k <= shape[2], f"top_k is {self.top_k} of {shape[2]} experts")
+        require(len(set(self.ids)) == len(self.ids), "two requests have the same id")
         for name, tokens in (("prefill_counts", self.prompt_tokens), ("decode_counts", self.decode_steps)):
             sums = getattr(self, name).sum(axis=2, dtype=np.int64)
-            _require(
+            require(
                 bool((sums == self.top_k * tokens.astype(np.int64)[:, None]).all()),
                 f"{name} do not add up to top_k experts a token in every layer",
             )
         self._check_routes(shape)
 
     def _check_routes(self, shape: tuple[int, ...]) -> None:
-        _require((self.routes is None) == (self.route_offsets is None), "routes and offsets go together")
+        require((self.routes is None) == (self.route_offsets is None), "routes and offsets go together")
         if self.routes is None or self.route_offsets is None:
             return
         offsets = np.concatenate([[0], np.cumsum(self.decode_steps, dtype=np.int64)])
-        _require(
+        require(
             np.array_equal(self.route_offsets, offsets), "route offsets are not those of the decode steps"
         )
         expected = (int(offsets[-1]), shape[1], self.top_k)
-        _require(self.routes.shape == expected, f"routes have shape {self.routes.shape}, not {expected}")
-        _require(not self.routes.size or int(self.routes.max()) < shape[2], "a route names an unknown expert")
+        require(self.routes.shape == expected, f"routes have shape {self.routes.shape}, not {expected}")
+        require(not self.routes.size or int(self.routes.max()) < shape[2], "a route names an unknown expert")
 
     @property
     def decode_probability(self) -> NDArray[np.float32]:
@@ -126,6 +117,20 @@ class CalibrationTrace:
     def fingerprint(self) -> str:
         """Names the content, for what is made from it."""
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
+
+    def decode_routes(self, requests: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
+        """[steps, L, k], the experts of all decode steps of these requests.
+
+        Raises:
+            ValueError: the trace holds no routes, or these requests have no decode step.
+        """
+        if self.routes is None or self.route_offsets is None:
+            raise ValueError("the trace holds no routes: capture it with offline.calibrate --routes")
+        steps = [np.arange(*self.route_offsets[[r, r + 1]]) for r in requests]
+        if not sum(map(len, steps)):
+            raise ValueError("none of the requests has a decode step")
+        routes: NDArray[np.unsignedinteger[Any]] = self.routes[np.concatenate(steps)]
+        return routes
 
     def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
         """The requests at `index`, without routes."""
@@ -156,7 +161,7 @@ class CalibrationTrace:
     def from_bytes(cls, data: bytes, *, name: str = "the trace") -> Self:
         """Parse a file's content; ArtifactError if it is not one."""
         arrays, record = _unpack(data, _TraceRecord, name)
-        return _build(
+        return build(
             name,
             lambda: cls(
                 model=record.model,
@@ -179,7 +184,7 @@ class CalibrationTrace:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a file; ArtifactError if it is missing or is not one."""
-        return cls.from_bytes(_read(path), name=str(path))
+        return cls.from_bytes(read_file(path), name=str(path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,15 +217,15 @@ class RoutingTable:
 
     def __post_init__(self) -> None:
         shape = self.centroids.shape
-        _require(len(shape) == 2 and shape[0] > 0, f"centroids have shape {shape}, not [K, n*E]")
-        _require(shape[1] == self.spec.dim, f"centroids have {shape[1]} columns, signatures {self.spec.dim}")
-        _require(self.centroids.dtype == np.float32, "centroids are not float32")
-        _require(bool(np.isfinite(self.centroids).all()), "centroids are not finite")
+        require(len(shape) == 2 and shape[0] > 0, f"centroids have shape {shape}, not [K, n*E]")
+        require(shape[1] == self.spec.dim, f"centroids have {shape[1]} columns, signatures {self.spec.dim}")
+        require(self.centroids.dtype == np.float32, "centroids are not float32")
+        require(bool(np.isfinite(self.centroids).all()), "centroids are not finite")
         norms = np.linalg.norm(self.centroids, axis=1)
-        _require(bool((abs(norms - 1) < _UNIT_TOLERANCE).all()), "centroids are not of unit norm")
-        _require(self.cluster_sizes.shape == shape[:1], f"cluster sizes are not {shape[0]} numbers")
-        _require(len(self.domains) == shape[0], f"domains are not {shape[0]} names")
-        _require(0 <= self.band <= 2, f"band is {self.band}, it must be from 0 to 2")
+        require(bool((abs(norms - 1) < _UNIT_TOLERANCE).all()), "centroids are not of unit norm")
+        require(self.cluster_sizes.shape == shape[:1], f"cluster sizes are not {shape[0]} numbers")
+        require(len(self.domains) == shape[0], f"domains are not {shape[0]} names")
+        require(0 <= self.band <= 2, f"band is {self.band}, it must be from 0 to 2")
 
     @property
     def num_layers(self) -> int:
@@ -268,7 +273,7 @@ class RoutingTable:
     def from_bytes(cls, data: bytes, *, name: str = "the table") -> Self:
         """Parse a file's content; ArtifactError if it is not one."""
         arrays, record = _unpack(data, _TableRecord, name)
-        return _build(
+        return build(
             name,
             lambda: cls(
                 model=record.model,
@@ -291,29 +296,10 @@ class RoutingTable:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a file; ArtifactError if it is missing or is not one."""
-        return cls.from_bytes(_read(path), name=str(path))
+        return cls.from_bytes(read_file(path), name=str(path))
 
 
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ArtifactError(sentence)
-
-
-def _package_version() -> str:
-    try:
-        return version("eldr-serve")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _read(path: Path | str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _pack(arrays: Mapping[str, NDArray[Any]], record: _Record) -> bytes:
+def _pack(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:
     contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
     data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
     return data
@@ -323,19 +309,7 @@ def _unpack(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[
     try:
         arrays = load_tensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return arrays, record.model_validate_json(header["__metadata__"][_RECORD])
+        text = header["__metadata__"][_RECORD]
     except (SafetensorError, KeyError) as error:
         raise ArtifactError(f"{name} is not an eldr-serve file, or is cut: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ArtifactError(f"{name} has a record that does not fit, {where}: {first['msg']}") from error
-
-
-def _build(name: str, make: Callable[[], A]) -> A:
-    try:
-        return make()
-    except KeyError as error:
-        raise ArtifactError(f"{name} lacks the array {error}") from error
-    except ValueError as error:
-        raise ArtifactError(f"{name}: {error}") from error
+    return arrays, parse_record(record, text, name)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write to a temporary name beside `path`, then rename; OSError leaves the old file as it was."""
-    data = content.encode() if isinstance(content, str) else content
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    write_all({path: content})
+
+
+def write_all(contents: Mapping[Path, bytes | str]) -> None:
+    """The same of files that belong together: none is renamed before all are on the disk."""
+    temporaries: dict[Path, str] = {}
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        for path, content in contents.items():
+            data = content.encode() if isinstance(content, str) else content
+            descriptor, temporaries[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporaries[path], 0o644)
+        for path, temporary in temporaries.items():
+            os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            Path(temporary).unlink(missing_ok=True)
         raise

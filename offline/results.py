@@ -17,7 +17,7 @@ from rich.table import Table
 from eldr_serve.files import write_whole
 from loadgen.stats import median_ci
 
-__all__ = ["RESULTS", "environment", "median_ci", "publish", "time_calls", "write_result"]
+__all__ = ["RESULTS", "environment", "median_ci", "print_table", "publish", "time_calls", "write_result"]
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -37,7 +37,16 @@ def publish(
     out: Path | None = None,
 ) -> Path:
     """Print the rows as a table and write them as JSON; returns the file's path."""
-    table = Table(title=name)
+    print_table(name, rows)
+    path = out or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_result(path, name, rows, inputs=inputs, seed=seed, notes=notes)
+    return path
+
+
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """The rows on the terminal, as wide as they are."""
+    table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, no_wrap=True)
     cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
@@ -46,10 +55,6 @@ def publish(
     # Rows are wide, and a terminal's 80 columns would cut them short.
     needed = 1 + sum(3 + max(map(len, column)) for column in zip(rows[0], *cells, strict=True))
     Console(width=max(Console().width, needed)).print(table)
-    path = out or RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_result(path, name, rows, inputs=inputs, seed=seed, notes=notes)
-    return path
 
 
 def write_result(

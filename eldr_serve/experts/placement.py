@@ -62,26 +62,6 @@ def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
     return np.stack([np.concatenate(_packed(row, ranks)) for row in activity])
 
 
-def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.bool_]:
-    """bool[L, E, G]: which ranks hold a replica of the expert.
-
-    Raises:
-        ValueError: an expert that is nowhere, an unknown id, or slots that do not divide by the ranks.
-    """
-    slots = np.asarray(placement)
-    if slots.ndim != 2 or slots.shape[1] % ranks:
-        raise ValueError(f"a placement of shape {slots.shape} does not divide by {ranks} ranks")
-    if slots.min() < 0 or slots.max() >= num_experts:
-        raise ValueError(f"the placement names an expert outside 0 to {num_experts - 1}")
-    hosts = np.zeros((len(slots), num_experts, ranks), bool)
-    rank = np.arange(slots.shape[1]) // (slots.shape[1] // ranks)
-    hosts[np.arange(len(slots))[:, None], slots, rank[None, :]] = True
-    missing = np.argwhere(~hosts.any(axis=2))
-    if len(missing):
-        raise ValueError(f"expert {missing[0][1]} of layer {missing[0][0]} has no slot")
-    return hosts
-
-
 def _activity(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.ndim != 2 or not array.size or not np.isfinite(array).all() or array.min() < 0:

@@ -1,0 +1,199 @@
+"""Which rank holds which expert: what a placement is, and its file, which engines load.
+
+The file is SGLang's (`--init-expert-location`): JSON with the one key `physical_to_logical_map`. What
+SGLang has no key for is in a sidecar, `NAME.meta.json` beside `NAME.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
+
+from eldr_serve.files import write_all
+from eldr_serve.records import ArtifactError, Record, build, parse_record, read_file
+
+Ints = NDArray[np.int64]
+_KEY = "physical_to_logical_map"
+
+
+class _PlacementRecord(Record):
+    schema_: Literal["eldr.expert-placement/1"] = Field(default="eldr.expert-placement/1", alias="schema")
+    layers: int = Field(ge=1)
+    slots: int = Field(ge=1)
+    num_experts: int = Field(ge=1)
+    ranks: int = Field(ge=1)
+    nodes: int = Field(ge=1)
+    method: str
+    map_sha256: str
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlacement:
+    """Physical expert slots of one engine's ranks, layer by layer.
+
+    Attributes:
+        physical_to_logical: int64[L, P], the logical expert in each slot; slots are rank-major.
+        ranks: G, EP ranks (GPUs) with P / G slots each.
+        nodes: machines with G / nodes ranks each.
+        num_experts: E, logical experts a layer.
+        model: id of the model.
+        method: what made it.
+        fingerprint: of the trace that it was made from.
+        report: what its maker says about it, JSON-able.
+
+    Raises:
+        ValueError: an expert without a slot, an unknown expert, slots or ranks that do not divide.
+    """
+
+    physical_to_logical: Ints
+    ranks: int
+    num_experts: int
+    model: str
+    method: str
+    nodes: int = 1
+    fingerprint: str = ""
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        hosts_of(self.physical_to_logical, self.num_experts, self.ranks)
+        if self.nodes < 1 or self.ranks % self.nodes:
+            raise ValueError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
+
+    @property
+    def hosts(self) -> NDArray[np.bool_]:
+        """bool[L, E, G]: which ranks hold a replica of the expert."""
+        return hosts_of(self.physical_to_logical, self.num_experts, self.ranks)
+
+    @property
+    def num_redundant(self) -> int:
+        """Slots of a layer beyond one an expert; what engines are told as redundant experts."""
+        return int(self.physical_to_logical.shape[1]) - self.num_experts
+
+    def require_model(self, model: str, num_layers: int, num_experts: int) -> None:
+        """Raises ValueError, naming the first difference, unless it is a placement of this model."""
+        for what, mine, theirs in (
+            ("model", self.model, model),
+            ("number of MoE layers", len(self.physical_to_logical), num_layers),
+            ("number of experts", self.num_experts, num_experts),
+        ):
+            if mine != theirs:
+                raise ValueError(f"the placement's {what} is {mine}, the model's {theirs}")
+
+    def to_json(self) -> bytes:
+        """The canonical file's content."""
+        return json.dumps({_KEY: self.physical_to_logical.tolist()}).encode() + b"\n"
+
+    def to_vllm(self) -> bytes:
+        """JSON lines as vllm#41141 reads them from `--eplb-config '{"initial_mapping_path": ...}'`."""
+        layers, slots = self.physical_to_logical.shape
+        record = {
+            "record_type": "eplb_initial_mapping",
+            "version": 1,
+            "num_redundant_experts": self.num_redundant,
+            "num_slots": slots,
+            "initial_global_assignments": {
+                str(layer): self.physical_to_logical[layer].tolist() for layer in range(layers)
+            },
+        }
+        return json.dumps(record).encode() + b"\n"
+
+    def files(self, path: Path) -> dict[Path, bytes]:
+        """Content of the file and of its sidecar.
+
+        Raises:
+            ValueError: a name that SGLang would not take for a file.
+        """
+        content = self.to_json()
+        layers, slots = self.physical_to_logical.shape
+        record = _PlacementRecord(
+            model=self.model,
+            fingerprint=self.fingerprint,
+            layers=layers,
+            slots=slots,
+            num_experts=self.num_experts,
+            ranks=self.ranks,
+            nodes=self.nodes,
+            method=self.method,
+            map_sha256=hashlib.sha256(content).hexdigest(),
+            report=self.report,
+        )
+        return {
+            path: content,
+            _sidecar(path): record.model_dump_json(by_alias=True, indent=1).encode() + b"\n",
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write the file and its sidecar, whole or not at all."""
+        write_all(self.files(Path(path)))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a file and its sidecar; ArtifactError names the first thing that is wrong."""
+        name = str(path)
+        content, beside = read_file(path), _sidecar(Path(path))
+        record = parse_record(_PlacementRecord, read_file(beside), str(beside))
+        slots = build(name, lambda: _map(content, record.layers, record.slots))
+        if hashlib.sha256(content).hexdigest() != record.map_sha256:
+            raise ArtifactError(f"{name} is not the placement that {beside.name} describes")
+        return build(
+            name,
+            lambda: cls(
+                slots, record.ranks, record.num_experts, record.model, record.method, record.nodes,
+                record.fingerprint, record.report,
+            ),
+        )  # fmt: skip
+
+
+def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.bool_]:
+    """bool[L, E, G]: which ranks hold a replica of the expert.
+
+    Raises:
+        ValueError: an expert that is nowhere, an unknown id, or slots that do not divide by the ranks.
+    """
+    slots = np.asarray(placement)
+    if slots.ndim != 2 or not slots.size or ranks < 1 or slots.shape[1] % ranks:
+        raise ValueError(f"a placement of shape {slots.shape} does not divide by {ranks} ranks")
+    if not np.issubdtype(slots.dtype, np.integer):
+        raise ValueError(f"the placement holds {slots.dtype}, not the numbers of experts")
+    if slots.min() < 0 or slots.max() >= num_experts:
+        raise ValueError(f"the placement names an expert outside 0 to {num_experts - 1}")
+    hosts = np.zeros((len(slots), num_experts, ranks), bool)
+    rank = np.arange(slots.shape[1]) // (slots.shape[1] // ranks)
+    hosts[np.arange(len(slots))[:, None], slots, rank[None, :]] = True
+    missing = np.argwhere(~hosts.any(axis=2))
+    if len(missing):
+        raise ValueError(f"expert {missing[0][1]} of layer {missing[0][0]} has no slot")
+    return hosts
+
+
+def _sidecar(path: Path) -> Path:
+    if path.suffix != ".json":
+        raise ValueError(f"{path.name} must end in .json: SGLang knows a placement's file by that")
+    return path.with_suffix(".meta.json")
+
+
+def _map(content: bytes, layers: int, slots: int) -> Ints:
+    """int64[layers, slots] of the canonical file."""
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(parsed, dict) or list(parsed) != [_KEY]:
+        raise ValueError(f"not a placement: it must have the one key {_KEY}")
+    rows = parsed[_KEY]
+    if not isinstance(rows, list) or len(rows) != layers:
+        raise ValueError(f"the placement does not have {layers} layers")
+    for layer, row in enumerate(rows):
+        if not isinstance(row, list) or any(type(expert) is not int for expert in row):
+            raise ValueError(f"layer {layer} is not a list of experts")
+        if len(row) != slots:
+            raise ValueError(f"layer {layer} has {len(row)} slots, not {slots}")
+    return np.array(rows, np.int64)

@@ -1,0 +1,158 @@
+"""What a placement makes of observed routes: batches of tokens, served by a rule, as `LayerWork`.
+
+A batch is one decode step of a data-parallel engine: its tokens are at home on the ranks in equal blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.artifacts import CalibrationTrace
+from eldr_serve.experts.cost import LayerCost, LayerWork, Topology
+from eldr_serve.experts.replica_routing import route_metro
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Rule = Callable[[int, Ints, Ints, Bools], Ints]
+"""(layer, experts int[T,k], source int[T], hosts bool[E,G]) -> int[T,k], the rank that serves each pair."""
+
+
+def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches: int, *, seed: int) -> Ints:
+    """Decode steps of `tokens` requests each: a random step of each of as many random requests.
+
+    Args:
+        requests: those of the trace to draw from, with replacement.
+
+    Returns:
+        int[batches, tokens, L, k].
+
+    Raises:
+        ValueError: the trace holds no routes, or these requests have no decode step.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = requests[trace.decode_steps[requests] > 0]
+    ends = np.cumsum(trace.decode_steps[chosen], dtype=np.int64)
+    routes = trace.decode_routes(chosen)
+    drawn = rng.integers(len(chosen), size=(batches, tokens))
+    return routes[rng.integers(ends[drawn] - trace.decode_steps[chosen[drawn]], ends[drawn])].astype(np.int64)
+
+
+def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
+    """What vLLM's EPLB does: the tokens of an expert take its replicas in turn."""
+    replicas = hosts.sum(axis=1)
+    ordered = np.argsort(~hosts, axis=1, kind="stable")  # hosts first
+    turn = np.arange(len(experts))[:, None] % replicas[experts]
+    ranks: Ints = ordered[experts, turn]
+    return ranks
+
+
+def serve_metro(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
+    """METRO's: all tokens of an expert go to one replica, chosen for this batch."""
+    ranks: Ints = route_metro(np.bincount(experts.reshape(-1), minlength=len(hosts)), hosts)[experts]
+    return ranks
+
+
+def served(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:
+    """int[B, T, L, k], the rank that serves each pair of batches [B, T, L, k] by the rule.
+
+    Args:
+        hosts: bool[L, E, G].
+    """
+    held, source = np.asarray(hosts, bool), home_ranks(batches.shape[1], topology)
+    ranks = np.empty_like(batches)
+    for batch, experts in enumerate(batches):
+        for layer in range(experts.shape[1]):
+            ranks[batch, :, layer] = rule(layer, experts[:, layer], source, held[layer])
+    return ranks
+
+
+def home_ranks(tokens: int, topology: Topology) -> Ints:
+    """int[T], the rank of each token of a batch before the layer: equal blocks."""
+    return np.arange(tokens) * topology.ranks // tokens
+
+
+def work_of(
+    batches: Ints, ranks: Ints, topology: Topology, *, num_experts: int, token_bytes: float = 1.0
+) -> LayerWork:
+    """The work of each batch in each layer, [B, L, G], with the ranks of `served`.
+
+    Args:
+        token_bytes: of a hidden state; 1 counts copies of tokens.
+    """
+    source = home_ranks(batches.shape[1], topology)
+    work = [
+        [
+            LayerWork.dispatched(
+                experts[:, layer], chosen[:, layer], source, topology,
+                num_experts=num_experts, token_bytes=token_bytes,
+            )
+            for layer in range(experts.shape[1])
+        ]
+        for experts, chosen in zip(batches, ranks, strict=True)
+    ]  # fmt: skip
+    return LayerWork(
+        *(
+            np.array([[getattr(layer, name) for layer in batch] for batch in work])
+            for name in ("activated", "tokens", "near_bytes", "far_bytes")
+        )
+    )
+
+
+def forwarded_copies(ranks: Ints, topology: Topology) -> tuple[float, float]:
+    """(near, far) copies a token and layer if another node gets a token once and hands it on within.
+
+    GRACE-MoE's dispatch (section 5.1); `work_of` counts one copy to every rank, wherever it is.
+    """
+    shape = ranks.shape[:3]
+    visited = np.zeros((*shape, topology.ranks), bool)
+    np.put_along_axis(visited, ranks, True, axis=-1)
+    home = home_ranks(shape[1], topology)
+    by_node = visited.reshape(*shape, topology.nodes, -1)
+    other = topology.node_of[home][:, None] != np.arange(topology.nodes)  # [T, nodes]
+    away = by_node.any(axis=-1) & other[:, None, :]
+    at_home = visited[:, np.arange(shape[1]), :, home]  # [T, B, L]: the copy that nobody sends
+    near = visited.sum() - at_home.sum() - away.sum()
+    return float(near / np.prod(shape)), float(away.sum() / np.prod(shape))
+
+
+def evaluate(
+    batches: Ints,
+    hosts: ArrayLike,
+    topology: Topology,
+    rule: Rule,
+    *,
+    token_bytes: float = 1.0,
+    cost: LayerCost | None = None,
+) -> dict[str, float]:
+    """Means over batches [B, T, L, k] and layers, where experts are on `hosts` bool[L, E, G].
+
+    Keys: `experts_worst_rank` and `experts_mean_rank`, activated expert replicas; `token_skew`, pairs of
+    token and expert on the busiest rank over the mean; `idle_pct`, share of the ranks' time that passes in
+    waiting if time follows pairs; `load_std_pct`, standard deviation over ranks of all batches' pairs, of
+    their mean; `near_copies` and `far_copies`, of hidden states to other ranks of the node and to other
+    nodes, a token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`; with a
+    cost `layer_us`.
+    """
+    held = np.asarray(hosts, bool)
+    ranks = served(batches, held, topology, rule)
+    work = work_of(batches, ranks, topology, num_experts=held.shape[1], token_bytes=token_bytes)
+    copies = batches.shape[1] * token_bytes
+    total = work.tokens.sum(axis=0)
+    near, far = forwarded_copies(ranks, topology)
+    found = {
+        "experts_worst_rank": work.activated.max(axis=-1).mean(),
+        "experts_mean_rank": work.activated.mean(),
+        "token_skew": (work.tokens.max(axis=-1) / work.tokens.mean(axis=-1)).mean(),
+        "idle_pct": 100 * (1 - work.tokens.mean(axis=-1) / work.tokens.max(axis=-1)).mean(),
+        "load_std_pct": 100 * (total.std(axis=-1) / total.mean(axis=-1)).mean(),
+        "near_copies": work.near_bytes.sum(axis=-1).mean() / copies,
+        "far_copies": work.far_bytes.sum(axis=-1).mean() / copies,
+        "near_forwarded": near,
+        "far_forwarded": far,
+    }
+    if cost is not None:
+        found["layer_us"] = 1e6 * cost.layer_s(work).mean()
+    return {key: float(value) for key, value in found.items()}

@@ -1,0 +1,101 @@
+"""GRACE-MoE's placement in the form that engines load: equally many slots a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.experts.cost import Topology
+from eldr_serve.experts.grouping import (
+    RATIOS,
+    hierarchical_groups,
+    knee,
+    node_groups,
+    ratio_curve,
+    utilisation,
+)
+from eldr_serve.experts.replication import fill_slots, load_skew, with_replicas
+
+Ints = NDArray[np.int64]
+
+
+def grace_placement(
+    affinity: ArrayLike,
+    load: ArrayLike,
+    num_physical: int,
+    topology: Topology,
+    *,
+    ratio: float | None = None,
+    seed: int = 0,
+) -> tuple[Ints, dict[str, Any]]:
+    """Hierarchical groups, replicas of what overloads the heaviest, spare slots by load (sections 4.1, 4.2).
+
+    The paper's ranks hold unequally many experts; an engine's hold the same number of slots. So a group is
+    at most as large as a rank's slots, a replica needs a free one, and what is left is filled with the
+    experts of most load a copy (`fill_slots`). Without redundant slots groups are uniform.
+
+    Args:
+        affinity: [L, E, E], of `co_activation`.
+        load: [L, E], of `expert_load`.
+        num_physical: slots in all, P.
+        ratio: non-uniformity within a node; None: at the knee of U over S, over all layers and nodes.
+
+    Returns:
+        int[L, P], and a report: ratio, U and S (Eq. 1, means over layers), mean and largest load skew
+        before replicas, replicas by skew and by filling (means a layer).
+
+    Raises:
+        ValueError: shapes that do not agree, or slots that cannot hold the experts.
+    """
+    together, tokens = np.asarray(affinity, np.float64), np.asarray(load, np.float64)
+    layers, experts = tokens.shape
+    if together.shape != (layers, experts, experts):
+        raise ValueError(f"affinity of shape {together.shape} does not go with load of shape {tokens.shape}")
+    capacity = slots_a_rank(experts, num_physical, topology.ranks)
+    if ratio is None:
+        ratio = knee_ratio(together, topology, capacity=capacity, seed=seed)
+    rows, reports = [], []
+    for matrix, counts in zip(together, tokens, strict=True):
+        primary = hierarchical_groups(matrix, topology, ratio=ratio, capacity=capacity, seed=seed)
+        replicated = with_replicas(counts, primary, topology.ranks, capacity=capacity)
+        hosts = fill_slots(counts, replicated, capacity)
+        rows.append(np.concatenate([np.flatnonzero(column) for column in hosts.T]))
+        use, deviation = utilisation(matrix, primary, topology.ranks)
+        reports.append(
+            (use, deviation, load_skew(counts, primary, topology.ranks),
+             int(replicated.sum()) - experts, int(hosts.sum() - replicated.sum()))
+        )  # fmt: skip
+    names = ("affinity_within_ranks", "size_deviation", "load_skew", "skew_replicas", "spare_replicas")
+    means = dict(zip(names, np.mean(reports, axis=0).tolist(), strict=True))
+    return np.stack(rows), {"ratio": ratio, **means, "load_skew_max": max(r[2] for r in reports)}
+
+
+def knee_ratio(
+    affinity: NDArray[np.float64], topology: Topology, *, capacity: int | None = None, seed: int = 0
+) -> float:
+    """The non-uniformity ratio at the knee of U over S (Eq. 1), over all layers and nodes."""
+    inner = [
+        matrix[np.ix_(members, members)]
+        for matrix in affinity
+        for members in node_groups(matrix, topology, capacity=capacity, seed=seed)
+    ]
+    curve = ratio_curve(inner, topology.ranks // topology.nodes, capacity=capacity, seed=seed)
+    return RATIOS[knee(curve)]
+
+
+def slots_a_rank(num_experts: int, num_physical: int, ranks: int) -> int:
+    """P / G.
+
+    Raises:
+        ValueError: slots that do not divide by the ranks, fewer than experts, or more a rank than experts.
+    """
+    if num_physical % ranks:
+        raise ValueError(f"{num_physical} slots do not divide by {ranks} ranks")
+    if not num_experts <= num_physical <= num_experts * ranks:
+        raise ValueError(
+            f"{num_physical} slots are not from {num_experts} (each expert once) to {num_experts * ranks} "
+            "(each expert on every rank)"
+        )
+    return num_physical // ranks

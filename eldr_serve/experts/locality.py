@@ -1,0 +1,69 @@
+"""Which replica serves each pair of a token and an expert: by weights, or the nearest (GRACE-MoE, 4.3).
+
+For one layer: `experts` int[T, k], `source` int[T] home rank of each token, `hosts` bool[E, G], `weights`
+float[G] more than 0. Both return int[T, k], the rank that serves each pair.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.experts.cost import Topology
+from eldr_serve.experts.evaluate import Rule
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+def polling_weights(load: ArrayLike, hosts: ArrayLike) -> Floats:
+    """float[..., G]: one over each rank's predicted load, an expert's load split evenly over its replicas.
+
+    Eq. 3 for any number of replicated experts, with W_p = W_r / (1 + n), the share of what is
+    replicated, as the text around it says; the formula in the paper divides W_max.
+    """
+    held = np.asarray(hosts, bool)
+    share = np.asarray(load, np.float64) / np.maximum(held.sum(axis=-1), 1)
+    predicted: Floats = (share[..., None] * held).sum(axis=-2)
+    weights: Floats = 1 / np.maximum(predicted, 1.0)
+    return weights
+
+
+def route_weighted(experts: Ints, hosts: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
+    """Weighted random choice among all replicas (Algorithm 3)."""
+    return _drawn(hosts[experts], weights, rng)
+
+
+def route_local(
+    experts: Ints, source: Ints, hosts: Bools, weights: Floats, topology: Topology, rng: np.random.Generator
+) -> Ints:
+    """The replica on the token's rank, else by weights one on its node, else anywhere (Algorithm 4)."""
+    held = hosts[experts]  # [T, k, G]
+    node = topology.node_of
+    for near in (source[:, None] == np.arange(topology.ranks), node[source][:, None] == node):
+        nearer = held & near[:, None, :]
+        held = np.where(nearer.any(axis=2, keepdims=True), nearer, held)
+    return _drawn(held, weights, rng)
+
+
+def weighted_rule(load: ArrayLike, hosts: ArrayLike, *, seed: int = 0) -> Rule:
+    """`route_weighted` with the polling weights of load [L, E] on hosts [L, E, G]."""
+    weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
+    return lambda layer, experts, source, held: route_weighted(experts, held, weights[layer], rng)
+
+
+def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: int = 0) -> Rule:
+    """`route_local` with the same."""
+    weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
+    return lambda layer, experts, source, held: route_local(
+        experts, source, held, weights[layer], topology, rng
+    )
+
+
+def _drawn(candidates: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
+    """One of the candidates [T, k, G] of each pair, in proportion to the ranks' weights."""
+    # Of exponential waiting times the shortest is each rank's in proportion to its weight.
+    race = rng.exponential(size=candidates.shape) / weights
+    ranks: Ints = np.where(candidates, race, np.inf).argmin(axis=2)
+    return ranks

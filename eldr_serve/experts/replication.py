@@ -1,0 +1,86 @@
+"""Replicas of the experts that overload a rank (GRACE-MoE, section 4.2); one layer at a time.
+
+`load` is float[E], tokens of each expert; `primary` int[E], the rank of its first copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+def load_skew(load: Floats, primary: Ints, ranks: int) -> float:
+    """rho: load of the heaviest rank over the mean; 1 if there is no load."""
+    by_rank = np.bincount(primary, load, minlength=ranks)
+    return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
+
+
+def num_replicas(skew: float, ranks: int) -> int:
+    """Replicas of a hot expert beside its first copy (Eq. 2)."""
+    return min(max(1, int(skew)), ranks - 1)
+
+
+def hot_experts(load: Floats, members: Ints, replicas: int) -> Ints:
+    """The busiest of a group that together have more than replicas / (1 + replicas) of its load."""
+    ordered = members[np.argsort(-load[members], kind="stable")]
+    enough = load[members].sum() * replicas / (1 + replicas)
+    return ordered[: 1 + int(np.searchsorted(np.cumsum(load[ordered]), enough, side="right"))]
+
+
+def with_replicas(
+    load: Floats,
+    primary: Ints,
+    ranks: int,
+    *,
+    replicas: int | None = None,
+    capacity: int | None = None,
+) -> Bools:
+    """bool[E, G]: the first copies, and those of the heaviest rank's hot experts on the lightest ranks.
+
+    Args:
+        replicas: copies of each; None: by the load skew (Eq. 2). The paper's fixed count is 1.
+        capacity: most experts a rank; the hottest come first. None: any number.
+    """
+    hosts: Bools = primary[:, None] == np.arange(ranks)
+    if ranks == 1:
+        return hosts
+    count = num_replicas(load_skew(load, primary, ranks), ranks) if replicas is None else replicas
+    by_rank = np.bincount(primary, load, minlength=ranks)
+    heaviest = int(by_rank.argmax())
+    room = np.full(ranks, len(load) if capacity is None else capacity) - hosts.sum(axis=0)
+    lightest = [rank for rank in np.argsort(by_rank, kind="stable") if rank != heaviest and room[rank] > 0]
+    for expert in hot_experts(load, np.flatnonzero(primary == heaviest), count):
+        for rank in lightest[:count]:
+            if room[rank] > 0:
+                hosts[expert, rank] = True
+                room[rank] -= 1
+    return hosts
+
+
+def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
+    """`hosts` with `capacity` experts on every rank: engines need equally many slots.
+
+    The rank with the least predicted load that has room takes the expert with the most load a copy that
+    it does not have; what balances tokens also puts a copy at home for more of them.
+
+    Raises:
+        ValueError: more slots than experts, or a rank that holds more than its slots.
+    """
+    filled = hosts.copy()
+    held = filled.sum(axis=0)
+    if capacity > len(load) or held.max() > capacity:
+        raise ValueError(
+            f"{capacity} slots a rank do not fit {len(load)} experts, {held.max()} of them on one rank"
+        )
+    while (held < capacity).any():
+        share = load / filled.sum(axis=1)
+        predicted = np.where(held < capacity, share @ filled, np.inf)
+        rank = int(predicted.argmin())
+        expert = int(np.where(filled[:, rank], -np.inf, share).argmax())
+        filled[expert, rank] = True
+        held[rank] += 1
+    return filled

@@ -1,0 +1,68 @@
+"""What all files of this package have in common: a checked record, and one sentence for what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+A = TypeVar("A")
+R = TypeVar("R", bound="Record")
+
+
+class ArtifactError(ValueError):
+    """A file is not what it should be; one sentence."""
+
+
+class Record(BaseModel):
+    """Metadata that a file carries."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    package: str = Field(default_factory=lambda: _package_version())
+    fingerprint: str = ""  # of the data that this was made from
+
+
+def require(condition: bool, sentence: str) -> None:
+    """ArtifactError with the sentence unless the condition holds."""
+    if not condition:
+        raise ArtifactError(sentence)
+
+
+def read_file(path: Path | str) -> bytes:
+    """The file's content; ArtifactError if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_record(record: type[R], text: str | bytes, name: str) -> R:
+    """The record of the file `name`; ArtifactError names the first field that does not fit."""
+    try:
+        return record.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ArtifactError(f"{name} has a record that does not fit, {where}: {first['msg']}") from error
+
+
+def build(name: str, make: Callable[[], A]) -> A:
+    """What `make` gives; its complaints name the file."""
+    try:
+        return make()
+    except KeyError as error:
+        raise ArtifactError(f"{name} lacks the array {error}") from error
+    except ValueError as error:
+        raise ArtifactError(f"{name}: {error}") from error
+
+
+def _package_version() -> str:
+    try:
+        return version("eldr-serve")
+    except PackageNotFoundError:
+        return "unknown"

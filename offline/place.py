@@ -1,0 +1,273 @@
+"""Place experts on the ranks of an expert-parallel engine, on CPU, from observed routes.
+
+python -m offline.place --trace trace.safetensors --method grace --ranks 8 --nodes 2 --redundant 8 \\
+    --out placement.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement, RoutingTable
+from eldr_serve.experts import (
+    activation_placement,
+    co_activation,
+    eplb_placement,
+    expert_load,
+    grace_placement,
+    hosts_of,
+)
+from eldr_serve.experts.cost import LayerCost, Topology
+from eldr_serve.experts.evaluate import Rule, evaluate, sample_batches, serve_even, serve_metro
+from eldr_serve.experts.grace import slots_a_rank
+from eldr_serve.experts.locality import local_rule
+from eldr_serve.files import write_all
+from eldr_serve.fitting import fit_table
+from offline.cli import BadInput, run
+from offline.results import print_table
+from offline.scenario import observed, routes_of
+
+Ints = NDArray[np.int64]
+Report = dict[str, Any]
+BATCHES = 64  # held-out decode steps that a placement is judged on
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a method is given: the routes to fit on, and where experts may go.
+
+    Attributes:
+        routes: [steps, L, k], decode steps of the requests to fit on.
+        num_experts: E.
+        slots: P, in all.
+        topology: ranks and nodes.
+        batch: tokens of a decode step.
+        groups: expert groups of the model.
+        seed: of clustering.
+    """
+
+    routes: NDArray[np.unsignedinteger[Any]]
+    num_experts: int
+    slots: int
+    topology: Topology
+    batch: int
+    groups: int
+    seed: int
+
+    @cached_property
+    def load(self) -> NDArray[np.float64]:
+        """[L, E] tokens of each expert."""
+        return expert_load(self.routes, self.num_experts)
+
+    @property
+    def activation(self) -> NDArray[np.float64]:
+        """[L, E] probability that a step of `batch` tokens activates the expert."""
+        activation: NDArray[np.float64] = 1 - (1 - self.load / len(self.routes)) ** self.batch
+        return activation
+
+
+def _eplb(problem: Problem) -> tuple[Ints, Report]:
+    placed = eplb_placement(
+        problem.load, problem.slots, groups=problem.groups, nodes=problem.topology.nodes,
+        ranks=problem.topology.ranks,
+    )  # fmt: skip
+    return placed, {"groups": problem.groups}
+
+
+def _activation(problem: Problem) -> tuple[Ints, Report]:
+    if problem.slots != problem.num_experts:
+        raise BadInput("method activation places every expert once: leave out --redundant and --slots")
+    return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
+
+
+def _grace(problem: Problem) -> tuple[Ints, Report]:
+    affinity = co_activation(problem.routes, problem.num_experts)
+    return grace_placement(affinity, problem.load, problem.slots, problem.topology, seed=problem.seed)
+
+
+METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
+    "eplb": _eplb,
+    "activation": _activation,
+    "grace": _grace,
+}
+
+
+def place(
+    trace: Annotated[
+        Path, typer.Option(help="Routes: a CalibrationTrace (offline.calibrate --routes) or GPT-OSS records.")
+    ],
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")],
+    ranks: Annotated[int, typer.Option(min=1, help="EP ranks (GPUs) of the engine.")],
+    out: Annotated[Path, typer.Option(help="Placement to write (.json), with its sidecar (.meta.json).")],
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that hold the ranks, equally many each.")] = 1,
+    redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one an expert.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots in all; or --redundant.")] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Expert groups of the model (eplb).")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="A placement a decode worker, from its cluster's decode steps.")
+    ] = None,
+    cluster_of: Annotated[
+        Path | None,
+        typer.Option(help="RoutingTable that says whose requests are whose; default: fitted here."),
+    ] = None,
+    export: Annotated[
+        Literal["vllm"] | None, typer.Option(help="Write vLLM's form too (NAME.vllm.jsonl).")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, over all ranks.")] = 64,
+    cost: Annotated[Path | None, typer.Option(help="LayerCost (JSON, s): report layer times too.")] = None,
+    token_bytes: Annotated[
+        float, typer.Option(min=1, help="Bytes of a token's hidden state, for --cost.")
+    ] = 4096,
+    expert_bytes: Annotated[
+        float | None, typer.Option(min=1, help="Bytes of an expert's weights: report memory too.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the halves, of clustering and of batches.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
+) -> None:
+    """Fit a placement on half of the requests, report on the other half, and write it."""
+    if method not in METHODS:
+        raise BadInput(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+    if groups != 1 and method != "eplb":
+        raise BadInput(f"--groups is of method eplb, not of {method}")
+    if not out.parent.is_dir():
+        raise BadInput(f"the folder {out.parent} is not there")
+    topology = _topology(ranks, nodes)
+    layer_cost = None if cost is None else _layer_cost(cost)
+    loaded = observed(routes_of(trace))
+    num_experts = loaded.prefill_counts.shape[2]
+    num_slots = _slots(num_experts, slots, redundant)
+    slots_a_rank(num_experts, num_slots, ranks)
+    order = np.random.default_rng(seed).permutation(len(loaded.ids))
+    fit, held_out = np.split(order, [len(order) // 2])
+    fingerprint = loaded.fingerprint
+    rows: list[Report] = []
+    files: dict[Path, bytes] = {}
+    for name, path, mine, others in _parts(loaded, fit, held_out, workers, cluster_of, out, seed):
+        problem = Problem(loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, seed)
+        placed, report = METHODS[method](problem)
+        batches = sample_batches(loaded, others, batch, BATCHES, seed=seed + 1)
+        found = [
+            {"worker": name, "placement": label} | row
+            for label, tried in (("linear", _linear(problem)), (method, placed))
+            for row in _judged(problem, tried, batches, layer_cost, token_bytes, expert_bytes)
+        ]
+        rows += found
+        placement = ExpertPlacement(
+            placed, ranks, num_experts, loaded.model, method, nodes, fingerprint,
+            report | {"held_out": found},
+        )  # fmt: skip
+        files |= placement.files(path)
+        if export == "vllm":
+            files[path.with_suffix(".vllm.jsonl")] = placement.to_vllm()
+    print_table(f"{method}, {num_slots} slots on {ranks} ranks, held-out half", rows)
+    if dry_run:
+        typer.echo(f"dry run: {', '.join(path.name for path in files)} not written")
+        return
+    write_all(files)
+    typer.echo(f"wrote {', '.join(str(path) for path in files)}")
+
+
+def _linear(problem: Problem) -> Ints:
+    """What engines start with: equal blocks, no replicas (the first experts again, to fill the ranks)."""
+    ranks = problem.topology.ranks
+    slots = -(-problem.num_experts // ranks) * ranks
+    return np.tile(np.arange(slots) % problem.num_experts, (len(problem.load), 1))
+
+
+def _topology(ranks: int, nodes: int) -> Topology:
+    if ranks % nodes:
+        raise BadInput(f"{ranks} ranks do not divide by {nodes} nodes")
+    return Topology(ranks=ranks, nodes=nodes)
+
+
+def _layer_cost(path: Path) -> LayerCost:
+    try:
+        return LayerCost.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _slots(num_experts: int, slots: int | None, redundant: int | None) -> int:
+    if slots is not None and redundant is not None:
+        raise BadInput("give --slots or --redundant, not both")
+    return slots if slots is not None else num_experts + (redundant or 0)
+
+
+def _parts(
+    trace: CalibrationTrace,
+    fit: Ints,
+    held_out: Ints,
+    workers: int | None,
+    table: Path | None,
+    out: Path,
+    seed: int,
+) -> list[tuple[str, Path, Ints, Ints]]:
+    """(worker, file, its requests to fit on, its requests to judge by) of each placement to make."""
+    if workers is None and table is None:
+        return [("all", out, fit, held_out)]
+    if table is None:
+        assert workers is not None
+        fitted, _ = fit_table(trace.subset(fit), workers, seed=seed)
+    else:
+        fitted = RoutingTable.load(table)
+        sizes = (fitted.num_layers, fitted.num_experts)
+        if (fitted.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
+            shape = trace.prefill_counts.shape
+            raise BadInput(
+                f"{table} is a table of {fitted.model} with {sizes[0]} x {sizes[1]} experts, the trace is of "
+                f"{trace.model} with {shape[1]} x {shape[2]}"
+            )
+        if workers not in (None, len(fitted.centroids)):
+            raise BadInput(f"{table} has {len(fitted.centroids)} clusters, not {workers}")
+    cluster = np.array([int(fitted.similarity(counts).argmax()) for counts in trace.prefill_counts])
+    parts = []
+    for worker in range(len(fitted.centroids)):
+        mine, others = (part[cluster[part] == worker] for part in (fit, held_out))
+        if not len(mine) or not len(others):
+            raise BadInput(f"too few requests are nearest to worker {worker} to fit on and to judge by")
+        parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), mine, others))
+    return parts
+
+
+def _judged(
+    problem: Problem,
+    placed: Ints,
+    batches: Ints,
+    cost: LayerCost | None,
+    token_bytes: float,
+    expert_bytes: float | None,
+) -> list[Report]:
+    """A row for each way to choose replicas."""
+    topology = problem.topology
+    hosts = hosts_of(placed, problem.num_experts, topology.ranks)
+    memory: Report = {}
+    if expert_bytes is not None:
+        memory["gib_a_rank"] = placed.size / topology.ranks * expert_bytes / 2**30
+    return [
+        {"replicas_by": name}
+        | evaluate(batches, hosts, topology, rule, token_bytes=token_bytes, cost=cost)
+        | memory
+        for name, rule in _rules(problem, hosts)
+    ]
+
+
+def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
+    """How a replica can be chosen; one rule where there is nothing to choose."""
+    if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
+        return [("-", serve_even)]
+    local = local_rule(problem.load, hosts, problem.topology, seed=problem.seed)
+    return [("turn", serve_even), ("metro", serve_metro), ("local", local)]
+
+
+if __name__ == "__main__":
+    run(place)

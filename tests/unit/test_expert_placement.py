@@ -1,0 +1,166 @@
+"""Placement files: round trips, what engines read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eldr_serve.artifacts import ArtifactError, ExpertPlacement
+from eldr_serve.experts import eplb_placement
+
+MAP = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 3]]
+
+
+def placement(slots: Any = MAP, **changes: Any) -> ExpertPlacement:
+    known = {"ranks": 2, "num_experts": 4, "model": "m", "method": "eplb", "fingerprint": "f"}
+    return ExpertPlacement(np.array(slots), **{**known, **changes})
+
+
+def edited(path: Path, **changes: Any) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(seed=st.integers(0, 999), ranks=st.sampled_from([1, 2, 4]), spare=st.integers(0, 2))
+def test_what_is_saved_is_loaded(seed: int, ranks: int, spare: int, tmp_path: Path) -> None:
+    load = np.random.default_rng(seed).exponential(size=(3, 8))
+    slots = eplb_placement(load, 8 + spare * ranks, groups=1, nodes=1, ranks=ranks)
+    saved = ExpertPlacement(slots, ranks, 8, "model", "eplb", ranks, "fingerprint", {"x": [1.5, None]})
+    saved.save(tmp_path / "p.json")
+    loaded = ExpertPlacement.load(tmp_path / "p.json")
+    assert np.array_equal(loaded.physical_to_logical, slots)
+    assert loaded.to_json() == saved.to_json()
+    for name in ("ranks", "num_experts", "model", "method", "nodes", "fingerprint", "report"):
+        assert getattr(loaded, name) == getattr(saved, name)
+    assert loaded.num_redundant == spare * ranks
+
+
+def test_sglang_reads_the_file_by_its_rules(tmp_path: Path) -> None:
+    placement().save(tmp_path / "p.json")
+    content = json.loads((tmp_path / "p.json").read_text())
+    assert list(content) == ["physical_to_logical_map"]  # it refuses any other key
+    physical = np.array(content["physical_to_logical_map"])
+    num_layers, num_physical = physical.shape
+    assert (num_layers, num_physical) == (2, 4 + placement().num_redundant)
+    per_rank = num_physical // 2
+    for layer in range(num_layers):
+        for slot in range(num_physical):
+            assert placement().hosts[layer, physical[layer, slot], slot // per_rank]
+
+
+def test_vllm_reads_one_record_with_a_list_a_layer() -> None:
+    lines = placement().to_vllm().decode().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "record_type": "eplb_initial_mapping", "version": 1, "num_redundant_experts": 2, "num_slots": 6,
+            "initial_global_assignments": {"0": MAP[0], "1": MAP[1]},
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("slots", "changes", "sentence"),
+    [
+        ([[0, 1, 2, 2]], {}, "expert 3 of layer 0 has no slot"),
+        ([[0, 1, 2, 3], [0, 1, 1, 3]], {}, "expert 2 of layer 1 has no slot"),
+        ([[0, 1, 2, 4]], {}, "outside 0 to 3"),
+        ([[0, 1, 2, -1]], {}, "outside 0 to 3"),
+        ([[0.0, 1.0, 2.0, 3.0]], {}, "not the numbers of experts"),
+        ([[0, 1, 2, 3]], {"ranks": 3}, "does not divide by 3 ranks"),
+        ([[0, 1, 2, 3]], {"ranks": 0}, "does not divide by 0 ranks"),
+        ([[0, 1, 2, 3]], {"nodes": 3}, "2 ranks do not divide by 3 nodes"),
+        ([0, 1, 2, 3], {}, "shape"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_named(slots: Any, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        placement(slots, **changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (("other", 2, 4), "model is m, the model's other"),
+        (("m", 3, 4), "MoE layers is 2, the model's 3"),
+        (("m", 2, 8), "experts is 4, the model's 8"),
+    ],
+)
+def test_a_placement_of_another_model_is_refused(asked: tuple[str, int, int], sentence: str) -> None:
+    placement().require_model("m", 2, 4)
+    with pytest.raises(ValueError, match=sentence):
+        placement().require_model(*asked)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "not JSON"),
+        ('{"physical_to_logical_map": [[0, 1]], "more": 1}', "one key"),
+        ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]]}', "does not have 2 layers"),
+        ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3]]}', "layer 1 has 4 slots, not 6"),
+        ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, "x"], 7]}', "layer 0 is not a list of experts"),
+        ('{"physical_to_logical_map": [[0,1,2,3,0,1],[3,2,1,0,3,2]]}', "not the placement that p.meta.json"),
+    ],
+)
+def test_a_file_that_is_not_the_placement_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "p.json"
+    placement().save(path)
+    path.write_text(content)
+    with pytest.raises(ArtifactError, match=sentence) as said:
+        ExpertPlacement.load(path)
+    assert str(path) in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ranks": 4}, "does not divide by 4 ranks"),
+        ({"num_experts": 3}, "outside 0 to 2"),
+        ({"nodes": 0}, "nodes: "),
+        ({"schema": "eldr.routing-table/1"}, "schema: "),
+        ({"colour": 1}, "colour: "),
+    ],
+)
+def test_a_sidecar_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    placement().save(tmp_path / "p.json")
+    edited(tmp_path / "p.meta.json", **changes)
+    with pytest.raises(ArtifactError, match=sentence):
+        ExpertPlacement.load(tmp_path / "p.json")
+
+
+def test_missing_files_and_names_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"p\.json cannot be read"):
+        ExpertPlacement.load(tmp_path / "p.json")
+    placement().save(tmp_path / "p.json")
+    (tmp_path / "p.meta.json").unlink()
+    with pytest.raises(ArtifactError, match=r"p\.meta\.json cannot be read"):
+        ExpertPlacement.load(tmp_path / "p.json")
+    with pytest.raises(ValueError, match=r"must end in \.json"):
+        placement().save(tmp_path / "p.pt")
+
+
+def test_a_save_that_fails_leaves_both_files_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement().save(tmp_path / "p.json")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    written: list[int] = []
+
+    def disk_is_full(descriptor: int) -> None:
+        written.append(descriptor)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", disk_is_full)
+    with pytest.raises(OSError, match="No space"):
+        placement([[3, 2, 1, 0]]).save(tmp_path / "p.json")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -1,0 +1,174 @@
+"""`python -m offline.place`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from traces import synthetic_trace
+from typer.testing import CliRunner
+
+from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement
+from eldr_serve.experts.cost import LayerCost
+from eldr_serve.fitting import fit_table
+from offline.cli import bad_input_exits
+from offline.place import METHODS, place
+
+L, E = 4, 16
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
+    synthetic_trace(n=60, num_layers=L, num_experts=E).save(path)
+    return path
+
+
+def placed(trace: Path, out: Path, **options: Any) -> None:
+    place(trace=trace, out=out, **{"method": "grace", "ranks": 4, "batch": 16, **options})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_placement_is_written_with_its_report(
+    method: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redundant = 0 if method == "activation" else 4
+    placed(trace, tmp_path / "p.json", method=method, nodes=2, redundant=redundant)
+    made = ExpertPlacement.load(tmp_path / "p.json")
+    made.require_model("m", L, E)
+    assert (made.method, made.ranks, made.nodes, made.num_redundant) == (method, 4, 2, redundant)
+    assert made.fingerprint == CalibrationTrace.load(trace).fingerprint
+    rows = made.report["held_out"]
+    rules = ["-"] if method == "activation" else ["turn", "metro", "local"]
+    assert [(row["placement"], row["replicas_by"]) for row in rows] == [
+        ("linear", "-"),
+        *((method, rule) for rule in rules),
+    ]
+    said = capsys.readouterr().out
+    assert "experts_worst_rank" in said
+    assert "p.meta.json" in said
+
+
+def test_the_same_seed_gives_the_same_file(trace: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        placed(trace, tmp_path / f"{name}.json", redundant=4)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_placements_do_what_their_methods_are_for(trace: Path, tmp_path: Path) -> None:
+    """Experts that are active together spread, or meet; balanced tokens are balanced on the other half."""
+    found = {}
+    for method in METHODS:
+        placed(trace, tmp_path / "p.json", method=method, nodes=2)
+        found[method] = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
+    linear, grace = found["grace"]
+    copies = [row["near_copies"] + row["far_copies"] for row in (linear, grace)]
+    assert copies[1] < 0.95 * copies[0]
+    assert found["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
+    assert found["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
+
+
+def test_each_decode_worker_gets_a_placement_of_its_own(trace: Path, tmp_path: Path) -> None:
+    table, _ = fit_table(CalibrationTrace.load(trace), 3)
+    table.save(tmp_path / "table.safetensors")
+    placed(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
+    placed(trace, tmp_path / "w.json", method="activation", workers=3)
+    for name in ("t", "w"):
+        made = [ExpertPlacement.load(tmp_path / f"{name}.{worker}.json") for worker in range(3)]
+        assert [placement.report["held_out"][0]["worker"] for placement in made] == ["0", "1", "2"]
+        assert len({placement.to_json() for placement in made}) == 3
+        assert not (tmp_path / f"{name}.json").exists()
+
+
+def test_a_dry_run_writes_nothing(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placed(trace, tmp_path / "p.json", export="vllm", dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+    assert "p.json, p.meta.json, p.vllm.jsonl not written" in capsys.readouterr().out
+
+
+def test_cost_memory_and_vllm_s_form_are_added(trace: Path, tmp_path: Path) -> None:
+    cost = LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12)
+    (tmp_path / "cost.json").write_text(cost.model_dump_json())
+    placed(
+        trace, tmp_path / "p.json", redundant=8, cost=tmp_path / "cost.json", expert_bytes=2.0**30,
+        export="vllm",
+    )  # fmt: skip
+    linear, *ours = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
+    assert (linear["gib_a_rank"], ours[0]["gib_a_rank"]) == (L * 16 / 4, L * 24 / 4)
+    assert linear["layer_us"] >= 10 + linear["experts_worst_rank"]
+    record = json.loads((tmp_path / "p.vllm.jsonl").read_text())
+    slots = json.loads((tmp_path / "p.json").read_text())["physical_to_logical_map"]
+    assert list(record["initial_global_assignments"].values()) == slots
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"method": "nobody"}, "unknown method 'nobody'; there are eplb, activation, grace"),
+        ({"ranks": 4, "nodes": 3}, "4 ranks do not divide by 3 nodes"),
+        ({"ranks": 3}, "16 slots do not divide by 3 ranks"),
+        ({"slots": 12}, "12 slots are not from 16"),
+        ({"redundant": 52}, "68 slots are not from 16"),
+        ({"redundant": 4, "slots": 20}, "give --slots or --redundant, not both"),
+        ({"method": "activation", "redundant": 4}, "places every expert once"),
+        ({"groups": 2}, "--groups is of method eplb"),
+        ({"method": "eplb", "groups": 3}, "16 experts do not divide by 3"),
+        ({"workers": 31}, "cannot make 31 clusters"),
+        ({"cluster_of": Path("nowhere.safetensors")}, "nowhere.safetensors cannot be read"),
+        ({"cost": Path("nowhere.json")}, "nowhere.json"),
+        ({"trace": Path("nowhere.safetensors")}, "nowhere.safetensors cannot be read"),
+        ({"trace": Path("nowhere.jsonl.gz")}, "nowhere.jsonl.gz cannot be read"),
+        ({"out": Path("/nowhere/p.json")}, "the folder /nowhere is not there"),
+        ({"out": "p.pt"}, "must end in .json"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    options: dict[str, Any],
+    sentence: str,
+    trace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = options.get("out", "p.json")
+    with pytest.raises(typer.Exit) as exited:
+        bad_input_exits(place)(
+            **{"trace": trace, "method": "grace", "ranks": 4, "batch": 16, **options, "out": tmp_path / out}
+        )
+    assert exited.value.exit_code == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_without_routes_or_a_foreign_table_is_refused(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everything = CalibrationTrace.load(trace)
+    bare, foreign = tmp_path / "bare.safetensors", tmp_path / "foreign.safetensors"
+    everything.subset(np.arange(60)).save(bare)
+    fit_table(synthetic_trace(num_experts=8), 2)[0].save(foreign)
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"fixed_s": 1}')
+    for options, sentence in (
+        ({"trace": bare}, "the trace holds no routes"),
+        ({"trace": trace, "cluster_of": foreign}, "foreign.safetensors is a table of m with 4 x 8 experts"),
+        ({"trace": trace, "cost": cost}, "cost.json, per_expert_s: Field required"),
+    ):
+        with pytest.raises(typer.Exit):
+            bad_input_exits(place)(method="grace", ranks=4, out=tmp_path / "p.json", **options)
+        assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.glob("p*"))
+
+
+def test_help_gives_units_and_defaults() -> None:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(place)
+    said = re.sub(r"\s+", " ", CliRunner().invoke(app, ["--help"]).output)
+    for words in ("Tokens of a decode step", "[default: 64", "Bytes of a token's hidden state", "(JSON, s)"):
+        assert words in said
