@@ -93,7 +93,7 @@ class ParallelLayer:
         return out[: len(x)]
 
     def exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
-        """The layer by all-to-all dispatch and combine; a token visits a rank once, for all its experts there.
+        """The layer by all-to-all dispatch and combine; a token visits a rank once, for all its experts.
 
         Args and returns: as `gathered`; the stages are gate, route, dispatch, experts, combine.
         """
@@ -170,7 +170,7 @@ def one_replica(choose: Callable[[ArrayLike, ArrayLike], Ints], hosts: NDArray[n
 
 
 def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
-    """An expert's tokens spread evenly over its replicas: `route_even`, the first tokens to the first host."""
+    """An expert's tokens spread evenly over its replicas, as by `route_even`, first tokens to the first."""
 
     def route(experts: Ints, home: Ints) -> Ints:
         pairs = experts.reshape(-1)
@@ -204,7 +204,7 @@ def torch_products(w13: Tensor, w2: Tensor) -> Products:
 
     def products(rows: Tensor, slot: Tensor) -> Tensor:
         out = torch.empty_like(rows)
-        for number in slot.unique().tolist():
+        for number in np.unique(slot.cpu().numpy()).tolist():
             mine = slot == number
             gate, up = (rows[mine] @ w13[number].T).chunk(2, -1)
             out[mine] = (silu(gate) * up) @ w2[number].T

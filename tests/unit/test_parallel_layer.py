@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from eldr_serve.experts import (
 )
 from eldr_serve.experts.parallel_layer import (
     ParallelLayer,
+    Products,
     Routing,
     all_replicas,
     by_home,
@@ -79,11 +81,17 @@ class Case:
     dispatch: str
 
 
+@cache
+def products(placed: tuple[int, ...]) -> Products:
+    w13, w2 = read_experts(WEIGHTS, LAYER, placed)
+    return torch_products(w13.float(), w2.float())
+
+
 def layer_of(case: Case, rank: int, ranks: int) -> ParallelLayer:
     placed = placement(case.placement, ranks)
-    w13, w2 = read_experts(WEIGHTS, LAYER, placed.reshape(ranks, -1)[rank].tolist())
+    mine = tuple(placed.reshape(ranks, -1)[rank].tolist())
     return ParallelLayer(
-        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), torch_products(w13.float(), w2.float()), placed,
+        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), products(mine), placed,
         num_experts=E, route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
     )  # fmt: skip
 
@@ -118,9 +126,9 @@ def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
 
 def misrouted(rank: int) -> str:
     placed = placement("activation", 2)
-    w13, w2 = read_experts(WEIGHTS, LAYER, placed.reshape(2, -1)[rank].tolist())
+    mine = tuple(placed.reshape(2, -1)[rank].tolist())
     layer = ParallelLayer(
-        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), torch_products(w13.float(), w2.float()), placed,
+        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), products(mine), placed,
         num_experts=E, route=lambda experts, home: np.zeros_like(experts),
     )  # fmt: skip
     layer.exchanged(hidden(8, 0))
