@@ -22,7 +22,8 @@ T = TypeVar("T")
 def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
     """work(rank, *arguments) in `ranks` fresh processes with a process group; what each returned.
 
-    A process has one thread of compute and the rank-th of the cores that this process may use.
+    A process has one thread of compute and, on a CPU, one of the cores that this process may use: the last
+    for rank 0, and so on.
 
     Raises:
         Whatever a rank raised; the others then end too, as their collectives fail.
@@ -70,7 +71,7 @@ def _rank(
         torch.cuda.set_device(rank)
     else:
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        os.sched_setaffinity(0, {cores[-1 - rank % len(cores)]})
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", init_method=rendezvous, rank=rank, world_size=ranks,
         timeout=timedelta(seconds=timeout_s),

@@ -14,6 +14,7 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from scipy.optimize import nnls
 
 from eldr_serve.files import write_whole
 
@@ -147,6 +148,20 @@ class LayerCost(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             raise ValueError(f"{path} is no layer cost: {where}: {first['msg']}") from error
+
+    @classmethod
+    def fitted(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:
+        """Of ranks timed alone, without messages: least squares of relative errors, no cost below 0.
+
+        Args:
+            activated: [N] expert replicas that had tokens.
+            tokens: [N] pairs of a token and an expert.
+            seconds: [N], above 0.
+        """
+        measured = np.asarray(seconds, np.float64)
+        work = np.stack([np.ones_like(measured), activated, tokens], axis=1)
+        fixed, per_expert, per_token = nnls(work / measured[:, None], np.ones_like(measured))[0].tolist()
+        return cls(fixed_s=fixed, per_expert_s=per_expert, per_token_s=per_token)
 
     def rank_s(self, work: LayerWork) -> Floats:
         """float[..., G], s of each rank without the fixed part."""

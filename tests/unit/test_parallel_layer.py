@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rig.engines import WEIGHTS
@@ -124,20 +125,18 @@ def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
         np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-4, err_msg=str(case))
 
 
-def misrouted(rank: int) -> str:
-    placed = placement("activation", 2)
-    mine = tuple(placed.reshape(2, -1)[rank].tolist())
-    layer = ParallelLayer(
-        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), products(mine), placed,
-        num_experts=E, route=lambda experts, home: np.zeros_like(experts),
-    )  # fmt: skip
-    layer.exchanged(hidden(8, 0))
-    return "went on"
-
-
 def test_a_rank_that_is_sent_an_expert_it_lacks_says_which() -> None:
-    with pytest.raises(ValueError, match="routed to rank 0, which does not hold it"):
-        on_ranks(2, misrouted)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = ParallelLayer(
+            lambda x: (torch.ones(len(x), 1), torch.full((len(x), 1), 7)), products((3, 5)), [3, 5],
+            num_experts=E, route=lambda experts, home: np.zeros_like(experts),
+        )  # fmt: skip
+        for compute in (layer.exchanged, lambda x: layer.gathered(x, [len(x)])):
+            with pytest.raises(ValueError, match="expert 7 was routed to rank 0, which does not hold it"):
+                compute(hidden(2, 0))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
