@@ -90,7 +90,7 @@ def ep_layer(
         held_out_median_relative_error=float(np.median(np.abs(error))),
         held_out_mean_relative_error=float(error.mean()),
         source=f"benchmarks.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
-        f"slowest of {many_ranks} ranks on real batches; no second node was there: a far byte is as a near one",
+        f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one",
     )
     cost = _with_messages(compute, moved).model_copy(update={"fit": fit})
     if cost_out is not None:

@@ -13,11 +13,15 @@ import typer
 
 from eldr_serve.simulation.calibration import FittedCost
 from offline.cli import BadInput, run
-from offline.figures import balanceroute, eldr, together
+from offline.figures import balanceroute, eldr, eldr_parallel, together
 from offline.figures.common import Options
 from offline.results import publish
 
-PAPERS = {"eldr": eldr.FIGURES, "balanceroute": balanceroute.FIGURES, "together": together.FIGURES}
+PAPERS = {
+    "eldr": eldr.FIGURES | eldr_parallel.FIGURES,
+    "balanceroute": balanceroute.FIGURES,
+    "together": together.FIGURES,
+}
 
 
 def reproduce(
