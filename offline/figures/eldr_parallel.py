@@ -26,7 +26,7 @@ from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, ro
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
 RATES = (24, 40, 56)  # requests/s; the paper's range
 OUTPUT_TOKENS = 512  # as in the paper
-SECONDS = 30.0  # of arrivals in a run
+SECONDS = 20.0  # of arrivals in a run
 BATCH = 16  # requests whose steps a placement has in mind; from 8 to 25 it makes no difference
 ARMS = (
     *((balancer, "linear") for balancer in BALANCERS),
@@ -83,7 +83,8 @@ def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int
 
 
 def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
-    """The rank of each expert, [L, E] or [K, L, E]: in order of ids, by all activations, by the cluster's."""
+    """The rank of each expert, [L, E] or [K, L, E]: in order of ids, by all activations, and for
+    each worker by the requests in whose locality band it is."""
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
         raise BadInput(f"{experts} experts do not divide by {RANKS} ranks")
@@ -91,11 +92,12 @@ def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int
         raise BadInput(f"too few requests to make {WORKERS} clusters")
     linear = np.broadcast_to(np.arange(experts) // (experts // RANKS), (layers, experts))
     probability = trace.decode_probability[work.fitted_on]
-    cluster = np.array([work.table.similarity(trace.prefill_counts[i]).argmax() for i in work.fitted_on])
+    similarity = np.stack([work.table.similarity(trace.prefill_counts[i]) for i in work.fitted_on])
+    served = similarity >= similarity.max(axis=1, keepdims=True) - work.table.band  # [n, K]
     return {
         "linear": linear,
         "one for all": _ranks(probability),
-        "own": np.stack([_ranks(probability[cluster == worker]) for worker in range(WORKERS)]),
+        "own": np.stack([_ranks(probability[mine] if mine.any() else probability) for mine in served.T]),
     }
 
 
