@@ -84,7 +84,9 @@ def ep_layer(
 
     alone_work = _work(points)
     compute = LayerCost.fitted(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
-    error = np.concatenate([(_told(compute, many, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone])
+    error = np.concatenate(
+        [(_predicted(compute, many, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
+    )
     fit = LayerFit(
         measurements=len(points),
         held_out_median_relative_error=float(np.median(np.abs(error))),
@@ -116,9 +118,9 @@ def ep_layer(
             "activated_experts": point["activated"],
             "tokens_per_expert": point["pairs"] // point["activated"],
             "latency_p50_ms": 1e3 * point["s"],
-            "told_ms": 1e3 * float(told),
+            "predicted_ms": 1e3 * float(predicted),
         }
-        for point, told in zip(points, compute.fixed_s + compute.rank_s(alone_work), strict=True)
+        for point, predicted in zip(points, compute.fixed_s + compute.rank_s(alone_work), strict=True)
     ]
     by_rank = path.with_name(f"{path.stem}_rank.json")
     publish(
@@ -172,8 +174,8 @@ def _slowest_share(found: dict[Arm, Floats]) -> dict[Arm, dict[str, Floats]]:
     return {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in found.items()}
 
 
-def _told(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
-    """s[B, L] that the cost tells for the slowest rank's experts."""
+def _predicted(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
+    """s[B, L] that the cost predicts for the slowest rank's experts."""
     return compute.layer_s(LayerWork.gathered(plan.served(arm)))
 
 
@@ -218,7 +220,7 @@ def _rows(
             "dispatch": arm[2],
             "worst_rank_experts": float((served > 0).sum(axis=2).max(axis=-1).mean()),
             "worst_rank_tokens": float(served.sum(axis=2).max(axis=-1).mean()),
-            "told_experts_ms": 1e3 * float(_told(compute, plan, arm).mean()),
+            "predicted_experts_ms": 1e3 * float(_predicted(compute, plan, arm).mean()),
         }  # fmt: skip
         for stage in ("experts", "layer"):
             change: list[float | None] = [None] * 3

@@ -108,13 +108,13 @@ class LayerWork:
 
 
 class LayerFit(BaseModel):
-    """What a cost was fitted to, and how well it then foretells layers that the fit has not seen."""
+    """What a cost was fitted to, and how well it predicts layers that the fit has not seen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     measurements: int = Field(ge=1, description="timed calls behind the fit")
-    held_out_median_relative_error: float = Field(description="median of |told - measured| / measured")
-    held_out_mean_relative_error: float = Field(description="mean of (told - measured) / measured")
+    held_out_median_relative_error: float = Field(description="median of |predicted - measured| / measured")
+    held_out_mean_relative_error: float = Field(description="mean of (predicted - measured) / measured")
     source: str = Field(description="what was measured, and where")
 
 
