@@ -33,7 +33,7 @@ ARMS = (
     ("shortest-queue", "one for all"),
     *((p, placed) for p in ("locality-band", "marginal-cost") for placed in ("linear", "one for all", "own")),
 )  # fmt: skip
-PAPER_P50_PCT, PAPER_P99_PCT = "-2.7 to -4.3", "-0.6 to -2.0"  # of the locality band with own placements
+PAPER_P50_PCT, PAPER_P99_PCT = "-2.7 to -4.3", "-0.6 to -2.0"  # language, own placements
 
 
 def expert_parallel(options: Options) -> Rows:
@@ -122,7 +122,7 @@ def _compared(group: str, rate: float, runs: dict[tuple[str, str], list[dict[str
     best = {key: min(mean[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
     rows = []
     for (policy, placement), row in mean.items():
-        papers = (policy, placement) == ("locality-band", "own")
+        papers = group != "task" and (policy, placement) == ("locality-band", "own")
         change = {
             f"{key.removesuffix('_ms')}_change_pct": change_pct(row[key], best[key])
             for key in ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
