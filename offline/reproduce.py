@@ -13,12 +13,12 @@ import typer
 
 from eldr_serve.simulation.calibration import FittedCost
 from offline.cli import BadInput, run
-from offline.figures import balanceroute, eldr, grace, together
+from offline.figures import balanceroute, eldr, eldr_parallel, grace, together
 from offline.figures.common import Options
 from offline.results import publish
 
 PAPERS = {
-    "eldr": eldr.FIGURES,
+    "eldr": eldr.FIGURES | eldr_parallel.FIGURES,
     "balanceroute": balanceroute.FIGURES,
     "grace": grace.FIGURES,
     "together": together.FIGURES,

@@ -95,6 +95,7 @@ class Work:
         self.rng = np.random.default_rng(seed)
         self.experts: Experts | None = None
         self.table: RoutingTable | None = None
+        self.fitted_on = np.zeros(0, np.int64)  # observed requests behind the table; none of them runs
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
             trace = observed(scenario.experts)
@@ -105,10 +106,13 @@ class Work:
                 )
             order = self.rng.permutation(np.flatnonzero(chosen))
             cut = max(1, round(scenario.experts.fit_share * len(order)))
-            fit, kinds = order[:cut], order[cut:]
-            if len(fit) >= scenario.cluster.decode.workers:
+            self.fitted_on, kinds = order[:cut], order[cut:]
+            if len(self.fitted_on) >= scenario.cluster.decode.workers:
                 self.table, _ = fit_table(
-                    trace.subset(fit), scenario.cluster.decode.workers, band=scenario.band, seed=seed
+                    trace.subset(self.fitted_on),
+                    scenario.cluster.decode.workers,
+                    band=scenario.band,
+                    seed=seed,
                 )
             self.experts = (
                 Experts.sampled(

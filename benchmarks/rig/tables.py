@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/evidence.md and docs/reproduced.md, made from benchmarks/results.
+"""The tables of README.md and of pages in docs, made from benchmarks/results.
 
     python -m benchmarks.rig.tables
 
@@ -18,7 +18,10 @@ from eldr_serve.files import write_whole
 from offline.results import RESULTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "evidence.md", ROOT / "docs" / "reproduced.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("evidence", "reproduced", "expert_parallel_testbed")),
+)
 _BLOCK = re.compile(r"(<!-- (table|summary) ?(.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 

@@ -8,11 +8,15 @@ nodes (METRO, section III; GRACE-MoE, section 3; DIRECTOR, section VI).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from scipy.optimize import nnls
+
+from eldr_serve.files import write_whole
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -103,6 +107,17 @@ class LayerWork:
         )
 
 
+class LayerFit(BaseModel):
+    """What a cost was fitted to, and how well it predicts layers that the fit has not seen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measurements: int = Field(ge=1, description="timed calls behind the fit")
+    held_out_median_relative_error: float = Field(description="median of |predicted - measured| / measured")
+    held_out_mean_relative_error: float = Field(description="mean of (predicted - measured) / measured")
+    source: str = Field(description="what was measured, and where")
+
+
 class LayerCost(BaseModel):
     """Time of a MoE layer under EP, s: the slowest rank's sum."""
 
@@ -113,6 +128,40 @@ class LayerCost(BaseModel):
     per_token_s: Seconds = Field(description="each pair of token and expert on the rank, s")
     near_byte_s: Seconds = Field(default=0.0, description="each byte from another rank of the node, s")
     far_byte_s: Seconds = Field(default=0.0, description="each byte from another node, s")
+    fit: LayerFit | None = Field(default=None, description="None: assumed, not measured")
+
+    def save(self, path: Path | str) -> None:
+        """Write the file (JSON) whole, or not at all."""
+        write_whole(Path(path), self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> LayerCost:
+        """Read a file.
+
+        Raises:
+            ValueError: it is no such file; the first field that does not fit is named.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise ValueError(f"{path} is no layer cost: {where}: {first['msg']}") from error
+
+    @classmethod
+    def fitted(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:
+        """Of ranks timed alone, without messages: least squares of relative errors, no cost below 0.
+
+        Args:
+            activated: [N] expert replicas that had tokens.
+            tokens: [N] pairs of a token and an expert.
+            seconds: [N], above 0.
+        """
+        measured = np.asarray(seconds, np.float64)
+        work = np.stack([np.ones_like(measured), activated, tokens], axis=1)
+        fixed, per_expert, per_token = nnls(work / measured[:, None], np.ones_like(measured))[0].tolist()
+        return cls(fixed_s=fixed, per_expert_s=per_expert, per_token_s=per_token)
 
     def rank_s(self, work: LayerWork) -> Floats:
         """float[..., G], s of each rank without the fixed part."""

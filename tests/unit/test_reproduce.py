@@ -12,9 +12,10 @@ import typer
 
 from eldr_serve.artifacts import CalibrationTrace
 from offline.cli import bad_input_exits
-from offline.figures import balanceroute, eldr
+from offline.figures import balanceroute, eldr, eldr_parallel
 from offline.figures.common import Options
 from offline.reproduce import reproduce
+from offline.scenario import Work
 
 L, E, TOP_K, STEPS = 3, 32, 2, 20
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
@@ -74,7 +75,7 @@ def of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
 def test_without_arguments_it_lists_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     reproduce()
     said = capsys.readouterr().out
-    for name in (*eldr.FIGURES, *balanceroute.FIGURES):
+    for name in (*eldr.FIGURES, *eldr_parallel.FIGURES, *balanceroute.FIGURES):
         assert f"  {name}" in said
 
 
@@ -111,6 +112,31 @@ def test_a_dispatch_and_the_imbalance_over_time_are_measured(arrivals: Path) -> 
     timed = balanceroute.dispatch(options)
     assert [row["workers"] for row in timed[::2]] == [8, 16, 32, 144]
     assert all(0 < row["dispatch_p50_ms"] <= row["dispatch_p99_ms"] for row in timed)
+
+
+def test_a_placement_of_its_own_lightens_a_worker_s_slowest_rank(
+    observed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A domain's favourites are neighbours, so that in order of ids one rank holds them all."""
+    monkeypatch.setattr(eldr_parallel, "RATES", (20,))
+    monkeypatch.setattr(eldr_parallel, "OUTPUT_TOKENS", 48)
+    rows = eldr_parallel.expert_parallel(Options((observed,), requests=200))
+    assert {row["workload"] for row in rows} == {"task", "language"}
+    for workload in ("task", "language"):
+        experts = {
+            placement: of(rows, workload=workload, policy="locality-band", placement=placement)[
+                "active_experts"
+            ]
+            for placement in ("linear", "one for all", "own")
+        }
+        assert experts["own"] < experts["one for all"] < experts["linear"]
+
+
+def test_what_a_placement_is_fitted_on_does_not_run(observed: Path) -> None:
+    scenario = eldr_parallel._scenario(Options((observed,), requests=200), (), 20, 0)
+    work = Work(scenario, 0)
+    assert len(work.fitted_on)
+    assert not set(work.fitted_on) & set(work.requests.kind)
 
 
 def test_locality_saves_experts_at_every_rate(observed: Path) -> None:

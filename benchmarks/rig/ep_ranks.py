@@ -1,0 +1,82 @@
+"""EP ranks as processes of this machine: one core and gloo each, or one GPU and nccl each."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
+    """work(rank, *arguments) in `ranks` fresh processes with a process group; what each returned.
+
+    A process has one thread of compute and, on a CPU, one of the cores that this process may use: the last
+    for rank 0, and so on.
+
+    Raises:
+        Whatever a rank raised; the others then end too, as their collectives fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
+            started = [
+                pool.submit(_rank, rank, ranks, rendezvous, timeout_s, work, arguments)
+                for rank in range(ranks)
+            ]
+            return [future.result() for future in started]
+
+
+def device() -> str:
+    """Where this process's rank computes."""
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def read_gate(model: Path, layer: int) -> Tensor:
+    """[E, H] of a Qwen3-MoE directory."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        weight: Tensor = file.get_tensor(f"model.layers.{layer}.mlp.gate.weight")
+    return weight
+
+
+def read_experts(model: Path, layer: int, experts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """w13 [S, 2I, H] and w2 [S, H, I] of S slots with these experts."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+
+        def part(expert: int, name: str) -> Tensor:
+            found: Tensor = file.get_tensor(f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight")
+            return found
+
+        w13 = torch.stack([torch.cat([part(e, "gate"), part(e, "up")]) for e in experts])
+        return w13, torch.stack([part(e, "down") for e in experts])
+
+
+def _rank(
+    rank: int, ranks: int, rendezvous: str, timeout_s: float, work: Callable[..., T], arguments: Sequence[Any]
+) -> T:
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[-1 - rank % len(cores)]})
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", init_method=rendezvous, rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    try:
+        return work(rank, *arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""A MoE layer on real gloo processes gives what one process gives, however it is placed and routed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.rig.engines import WEIGHTS
+from benchmarks.rig.ep_ranks import on_ranks, read_experts, read_gate
+from eldr_serve.experts import (
+    activation_placement,
+    eplb_placement,
+    hosts_of,
+    route_even,
+    route_metro,
+    route_optimal,
+)
+from eldr_serve.experts.parallel_layer import (
+    ParallelLayer,
+    Products,
+    Routing,
+    all_replicas,
+    by_home,
+    one_replica,
+    slots_of,
+    top_k_gate,
+    torch_products,
+    vllm_products,
+)
+
+E, TOP_K, LAYER = 64, 4, 2  # of the demo model; any layer
+SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens of each rank; 2 ranks: the first
+PLACEMENTS = ("eplb", "activation", "replicated")
+ROUTINGS = ("even", "metro", "optimal", "home")
+
+
+def placement(name: str, ranks: int) -> np.ndarray:
+    load = np.random.default_rng(0).exponential(size=(1, E))
+    if name == "activation":
+        return activation_placement(load, ranks)[0]
+    slots = E if name == "eplb" else 3 * E // 2
+    return eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)[0]
+
+
+def routing(name: str, hosts: np.ndarray) -> Routing:
+    if name == "even":
+        return all_replicas(hosts)
+    if name == "home":  # the rank itself where it holds the expert, or else the first that does
+        ranks = np.arange(hosts.shape[1])
+        return by_home(np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1)))
+    return one_replica({"metro": route_metro, "optimal": route_optimal}[name], hosts)
+
+
+def hidden(tokens: int, seed: int) -> Tensor:
+    return torch.randn(tokens, 160, generator=torch.Generator().manual_seed(seed))
+
+
+def alone(x: Tensor) -> Tensor:
+    """The layer by its definition: each token through each of its experts."""
+    weights, experts = top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K)(x)
+    w13, w2 = (w.float() for w in read_experts(WEIGHTS, LAYER, range(E)))
+    out = torch.zeros_like(x)
+    for token, choice in itertools.product(range(len(x)), range(TOP_K)):
+        expert = int(experts[token, choice])
+        gate, up = (w13[expert] @ x[token]).chunk(2)
+        out[token] += weights[token, choice] * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@dataclass(frozen=True)
+class Case:
+    placement: str
+    routing: str
+    sizes: tuple[int, ...]
+    dispatch: str
+
+
+@cache
+def products(placed: tuple[int, ...]) -> Products:
+    w13, w2 = read_experts(WEIGHTS, LAYER, placed)
+    return torch_products(w13.float(), w2.float())
+
+
+def layer_of(case: Case, rank: int, ranks: int) -> ParallelLayer:
+    placed = placement(case.placement, ranks)
+    mine = tuple(placed.reshape(ranks, -1)[rank].tolist())
+    return ParallelLayer(
+        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), products(mine), placed,
+        num_experts=E, route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
+    )  # fmt: skip
+
+
+def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
+    """This rank's outputs of each case."""
+    outputs = []
+    for seed, case in enumerate(cases):
+        layer = layer_of(case, rank, len(case.sizes))
+        start = sum(case.sizes[:rank])
+        x = hidden(sum(case.sizes), seed)[start : start + case.sizes[rank]]
+        gathered = case.dispatch == "gathered"
+        outputs.append((layer.gathered(x, case.sizes) if gathered else layer.exchanged(x)).numpy())
+    return outputs
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
+    cases = [
+        Case(placed, routed, tuple(sizes[:ranks]), dispatch)
+        for placed, routed, sizes, dispatch in itertools.product(
+            PLACEMENTS, ROUTINGS, SIZES, ("gathered", "exchanged")
+        )
+    ]
+    for seed, (case, parts) in enumerate(
+        zip(cases, zip(*on_ranks(ranks, computed, cases), strict=True), strict=True)
+    ):
+        assert [len(part) for part in parts] == list(case.sizes)
+        expected = alone(hidden(sum(case.sizes), seed)).numpy()
+        np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-4, err_msg=str(case))
+
+
+def test_a_rank_that_is_sent_an_expert_it_lacks_says_which() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = ParallelLayer(
+            lambda x: (torch.ones(len(x), 1), torch.full((len(x), 1), 7)), products((3, 5)), [3, 5],
+            num_experts=E, route=lambda experts, home: np.zeros_like(experts),
+        )  # fmt: skip
+        for compute in (layer.exchanged, lambda x: layer.gathered(x, [len(x)])):
+            with pytest.raises(ValueError, match="expert 7 was routed to rank 0, which does not hold it"):
+                compute(hidden(2, 0))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_routing_keeps_to_hosts_and_gives_the_counts_of_its_rule(name: str) -> None:
+    rng = np.random.default_rng(1)
+    placed = placement("replicated", 4)
+    hosts = hosts_of(placed[None], E, 4)[0]
+    experts = np.stack([rng.permutation(E)[:TOP_K] for _ in range(40)])
+    home = rng.integers(4, size=40)
+    ranks = routing(name, hosts)(experts, home)
+    assert hosts[experts, ranks].all()
+    tokens = np.bincount(experts.reshape(-1), minlength=E)
+    served = np.zeros((E, 4), int)
+    np.add.at(served, (experts, ranks), 1)
+    if name == "even":
+        assert np.array_equal(served, route_even(tokens, hosts))
+    elif name == "home":
+        local = hosts[experts, home[:, None]]
+        assert np.array_equal(ranks[local], np.broadcast_to(home[:, None], ranks.shape)[local])
+    else:
+        assert ((served > 0).sum(axis=1) == (tokens > 0)).all()
+
+
+def test_slots_are_where_the_placement_says() -> None:
+    assert slots_of([2, 0, 1, 0], 3, 2).tolist() == [[1, -1, 0], [1, 0, -1]]
+    with pytest.raises(ValueError, match="does not divide by 3 ranks"):
+        slots_of([0, 1], 2, 3)
+
+
+def test_the_kernel_that_serves_gives_what_plain_torch_gives() -> None:
+    w13, w2 = read_experts(WEIGHTS, LAYER, [3, 9, 9])
+    rows, slot = hidden(12, 0).bfloat16(), torch.tensor([0, 1, 2, 0] * 3)
+    expected = torch_products(w13.float(), w2.float())(rows.float(), slot)
+    found = vllm_products(w13, w2)(rows, slot).float()
+    torch.testing.assert_close(found, expected, atol=0.02 * float(expected.abs().max()), rtol=0.02)
+    assert vllm_products(w13, w2)(rows[:0], slot[:0]).shape == (0, 160)
