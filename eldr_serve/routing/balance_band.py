@@ -1,4 +1,4 @@
-"""Balance of KV first, expert locality within what balance leaves open."""
+"""Marginal cost while slots are free; above saturation, expert locality within what balance leaves open."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from numpy.typing import NDArray
 
 from eldr_serve.routing.activation import ExpectedActivation, probability
 from eldr_serve.routing.balance import BalanceRouteHorizon
+from eldr_serve.routing.cost import StepCost
+from eldr_serve.routing.dispatch import Newcomers
+from eldr_serve.routing.fscore import FScore
 from eldr_serve.routing.policies import in_range
 from eldr_serve.routing.types import Handoff, PolicyError, WorkerLoad
 
 
 class BalanceBand(BalanceRouteHorizon):
-    """Of the pairs of a waiting request and a free worker whose F is within a band of the best, the one
-    whose experts are most at home there.
+    """While every waiting request finds a slot, the worker where it adds the least decode time, as
+    marginal-cost. While more wait than slots are free, of the pairs of a request and a free worker whose F is
+    within a band of the best, the one whose experts are most at home there.
 
     ELDR's band turned round: it balances among like workers, this looks for the like among balanced
     placements. Of a batch that is full anyway, the choice is which request comes next; so what counts is
@@ -62,6 +66,7 @@ class BalanceBand(BalanceRouteHorizon):
         if not in_range(band_tokens, 0.0, float("inf")):
             raise PolicyError(f"band_tokens is {band_tokens!r}, it must be 0 or more")
         self._band_tokens = band_tokens
+        self._cost = StepCost()
         self._active = ExpectedActivation()
         self._p: dict[str, NDArray[np.float32]] = {}  # of those that wait
 
@@ -71,6 +76,9 @@ class BalanceBand(BalanceRouteHorizon):
         return {k: v for k, v in super().parameters.items() if k in known} | {
             "band_tokens": self._band_tokens
         }
+
+    def follow_cost(self, cost: StepCost) -> None:
+        self._cost = cost
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         super().placed(handoff, worker)
@@ -93,27 +101,26 @@ class BalanceBand(BalanceRouteHorizon):
         p = self._probabilities(waiting, reachable)
         if p is None:
             return super()._fill(waiting, loads, workers, free, overdue)
-        held = self._project(loads)[workers]
         self._active.grow(len(loads))
-        idle = self._active.idle[workers]
-        added = idle @ p.T  # experts that each request would add to each worker, [W, n]
-        newcomers = self._newcomers([waiting[i] for i in reachable])
+        batches = _Batches(
+            self._newcomers([waiting[i] for i in reachable]),
+            np.array([waiting[i].prompt_tokens for i in reachable], np.float64),
+            p,
+            free,
+            np.array([loads[w].in_flight for w in workers], np.float64),
+            self._project(loads)[workers],
+            self._active.idle[workers],
+            self._active.union[workers],
+        )
         band = self._band_tokens * self._discounted.gain
         given: list[tuple[int, int]] = []
-        first, rest = np.split(np.arange(len(reachable)), [len(overdue)])
-        for columns in (first, rest):
+        for columns in np.split(np.arange(len(reachable)), [len(overdue)]):
             while len(columns) and free.any():
-                head, rows = columns[: self._reach], np.flatnonzero(free)
-                margins = held.max(axis=0) - held[rows]
-                score = self._discounted(newcomers.added[head], margins[:, None])
-                excess = (added[:, head] - added[:, head].min(axis=0))[rows]
-                excess[score < score.max() - band] = np.inf
-                row, position = np.unravel_index(int(excess.argmin()), excess.shape)
-                worker, column = int(rows[row]), int(head[position])
-                free[worker] -= 1
-                held[worker] += newcomers.grown[column]
-                idle[worker] *= 1 - p[column]
-                added[worker] = idle[worker] @ p.T
+                if len(waiting) - len(given) <= free.sum():
+                    worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
+                else:
+                    worker, column = batches.most_at_home(columns[: self._reach], self._discounted, band)
+                batches.admit(worker, column)
                 columns = columns[columns != column]
                 given.append((reachable[column], worker))
         return given
@@ -133,3 +140,62 @@ class BalanceBand(BalanceRouteHorizon):
             return None
         nothing = np.zeros_like(next(iter(known.values())))
         return np.stack([known.get(waiting[i].request_id, nothing) for i in chosen])
+
+
+class _Batches:
+    """The workers' batches as they fill up during one dispatch, and n requests that may join them.
+
+    Args:
+        newcomers: the requests.
+        tokens: float64[n], of their prompts.
+        p: float32[n, L*E], probability that a step of the request activates the expert.
+        free: int64[W], slots; changed in place.
+        in_flight: float64[W].
+        held: float64[W, H+1], KV tokens h steps ahead.
+        idle, union: of ExpectedActivation.
+    """
+
+    def __init__(
+        self,
+        newcomers: Newcomers,
+        tokens: NDArray[np.float64],
+        p: NDArray[np.float32],
+        free: NDArray[np.int64],
+        in_flight: NDArray[np.float64],
+        held: NDArray[np.float64],
+        idle: NDArray[np.float32],
+        union: NDArray[np.float64],
+    ) -> None:
+        self._newcomers, self._tokens, self._p, self._free = newcomers, tokens, p, free
+        self._in_flight, self._held, self._idle, self._union = in_flight, held, idle, union
+        self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
+
+    def cheapest(self, request: int, cost: StepCost) -> int:
+        """The free worker where the request adds the least decode time for everybody."""
+        batch, kv_tokens = self._in_flight, self._held[:, 0]
+        now = batch * cost.seconds(batch, kv_tokens, self._union)
+        with_it = (batch + 1) * cost.seconds(
+            batch + 1, kv_tokens + self._tokens[request], self._union + self._added[:, request]
+        )
+        return int(np.where(self._free > 0, with_it - now, np.inf).argmin())
+
+    def most_at_home(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
+        """(worker, request): of the pairs with an F within `band` of the best, the one with the fewest
+        experts added beyond those at the request's best worker."""
+        open_ = np.flatnonzero(self._free)
+        margins = self._held.max(axis=0) - self._held[open_]
+        value = score(self._newcomers.added[requests], margins[:, None])
+        added = self._added[:, requests]
+        excess = (added - added.min(axis=0))[open_]
+        excess[value < value.max() - band] = np.inf
+        row, column = np.unravel_index(int(excess.argmin()), excess.shape)
+        return int(open_[row]), int(requests[column])
+
+    def admit(self, worker: int, request: int) -> None:
+        """The request runs there from now on."""
+        self._free[worker] -= 1
+        self._in_flight[worker] += 1
+        self._held[worker] += self._newcomers.grown[request]
+        self._union[worker] += self._added[worker, request]
+        self._idle[worker] *= 1 - self._p[request]
+        self._added[worker] = self._idle[worker] @ self._p.T

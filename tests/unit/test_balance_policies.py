@@ -17,6 +17,7 @@ from eldr_serve.routing import (
     Oracle,
     PolicyError,
     PooledPolicy,
+    StepCost,
     WorkerLoad,
     make_policy,
 )
@@ -170,6 +171,22 @@ def banded(band_tokens: float, **more: Any) -> Any:
     policy.placed(using("a", [0, 1]), 0)
     policy.placed(using("b", [2, 3]), 1)
     return policy
+
+
+def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
+    state = [WorkerLoad(1, 900), WorkerLoad(0, 0), WorkerLoad(1, 100)]
+    marginal: Any = make_policy("marginal-cost")
+    cost = StepCost(1e-3, 1e-5, 1e-9, 1e-3)
+    for experts in ([0, 1], [2, 3], [5, 6]):
+        policy = banded(0)
+        for chooser in (policy, marginal):
+            chooser.follow_cost(cost)
+            chooser.placed(using("a", [0, 1]), 0)
+            chooser.placed(using("b", [2, 3]), 2)
+        newcomer = using("new", experts)
+        expected = marginal.choose(newcomer, state, RNG).worker
+        assert dispatched(policy, [newcomer], state) == {0: expected}
+        policy.released("b")
 
 
 def test_within_the_balance_band_the_request_goes_where_its_experts_are() -> None:
