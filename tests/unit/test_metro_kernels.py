@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -67,3 +72,15 @@ def test_the_greedy_is_within_three_percent_of_the_optimum_on_average() -> None:
 def test_a_plan_too_large_for_its_integers_is_refused() -> None:
     with pytest.raises(ValueError, match="pairs"):
         MetroPlan.of(np.ones((LARGEST // 2 + 1, 2), bool))
+
+
+@pytest.mark.parametrize(("what", "interpreter"), [("interpret", "1"), ("compile", "0")])
+def test_the_triton_kernel_chooses_as_the_plan_and_compiles_for_gpus(what: str, interpreter: str) -> None:
+    script = Path(__file__).with_name("metro_interpreted.py")
+    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script, what],
+        env=os.environ | {"TRITON_INTERPRET": interpreter, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
