@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from eldr_serve.experts.replica_routing import UNIT, MetroPlan
@@ -23,9 +24,12 @@ class TorchMetro:
     Args:
         plan: of E experts on G ranks.
         device: where tokens will be.
+        stored: int[N, E, G], what stands for each choice, such as the rank's physical slot; None: the rank.
     """
 
-    def __init__(self, plan: MetroPlan, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, plan: MetroPlan, device: torch.device | str = "cpu", *, stored: ArrayLike | None = None
+    ) -> None:
         shares, order = torch.from_numpy(plan.shares), torch.from_numpy(plan.order.copy())
         ranks = shares.shape[2]
         # Load and rank in one number, so that the smallest is the first of the least loaded.
@@ -36,12 +40,16 @@ class TorchMetro:
         self._only_rank = torch.from_numpy(np.argmax(plan.shares, axis=2)).to(device)
         self._start = shares.clamp(min=0).double().to(device)  # [N, E, G]; products of doubles are exact
         self._expected = (self._scale * chosen.clamp(min=0)).int().to(device)  # [N, G, M]
+        self._stored = None if stored is None else torch.as_tensor(np.array(stored), device=device)
+        self.chosen = torch.full(shares.shape[:2], -1, dtype=torch.int32, device=device)
         self._key = torch.where(chosen < 0, _NEVER, rank[:, None]).int().to(device)
 
     def route(self, tokens: Tensor) -> Tensor:
-        """int64[N, E] rank of each expert of tokens int[N, E]; -1 where it has none.
+        """Fill and return `chosen`, int32[N, E]: what is stored for each expert's choice; -1 where inactive.
 
-        Experts without a host must have no tokens: nothing is checked, since nothing may wait for a device.
+        Args:
+            tokens: int[N, E], above 0 where the batch has tokens for the expert. One without a host must have
+                none: nothing is checked here, since nothing should wait for a device.
         """
         wanted = tokens > 0
         choosing = wanted.gather(1, self._order)[:, None].int()
@@ -57,4 +65,5 @@ class TorchMetro:
             if torch.equal(best, last):
                 break
         rank = self._only_rank.scatter(1, self._order, (best[:, 0] % self._scale).long())
-        return rank.masked_fill_(~wanted, -1)
+        choice = rank if self._stored is None else self._stored.gather(2, rank[..., None])[..., 0]
+        return self.chosen.copy_(choice).masked_fill_(~wanted, -1)

@@ -91,16 +91,16 @@ class TritonMetro:
         self._sizes = experts, ranks, plan.order.shape[1]
         self.chosen = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
 
-    def route(self, active: Tensor) -> Tensor:
+    def route(self, tokens: Tensor) -> Tensor:
         """Fill and return `chosen`, int32[N, E]: what is stored for each expert's choice; -1 where inactive.
 
         Args:
-            active: int32[N, E], contiguous; above 0 where the batch has tokens for the expert. One without
+            tokens: int32[N, E], contiguous; above 0 where the batch has tokens for the expert. One without
                 a host must have none.
         """
         experts, ranks, choosing = self._sizes
-        _metro[(len(active),)](
-            active, *self._tables, self.chosen, choosing, experts, ranks,
+        _metro[(len(tokens),)](
+            tokens, *self._tables, self.chosen, choosing, experts, ranks,
             triton.next_power_of_2(experts), triton.next_power_of_2(ranks), num_warps=1,
         )  # fmt: skip
         return self.chosen
