@@ -2,7 +2,7 @@
 
 Experts are replicated and placed by EPLB on the decode routes of one half of the requests, seed by seed;
 batches are drawn from the other half, each request at a random step. Nothing here ran on GPUs: times are
-those of a test bed's constants (`BEDS`), whose derivation stands beside each.
+those of a test bed's constants, whose derivation stands beside each (`A100`, `B200`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,44 @@ Ints = NDArray[np.int64]
 RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn a seed
-QWEN3_30B_EXPERT = 3 * 2048 * 768  # weights of an expert
-QWEN3_235B_EXPERT = 3 * 4096 * 1536
-BEDS = {
-    # 2 bytes a weight at 1.555 TB/s, and 2 FLOP a weight and token at 312 TFLOP/s, both at 40 %, which makes
-    # the FFN as long as in Figure 6 (281 to 370 us); the rest of a layer so that the 81 us of FFN that METRO
-    # saves in Figure 11, less its 29 us, are about 10 % of a layer.
-    "qwen3-30b on a100": LayerCost(
-        fixed_s=180e-6,
-        per_expert_s=2 * QWEN3_30B_EXPERT / (0.4 * 1.555e12),
-        per_token_s=2 * QWEN3_30B_EXPERT / (0.4 * 312e12),
-    ),
-    # 1 byte a weight at 8 TB/s, 4.5 PFLOP/s, both at 60 %; a layer's rest in proportion to bandwidth.
-    "qwen3-235b on b200": LayerCost(
-        fixed_s=35e-6,
-        per_expert_s=QWEN3_235B_EXPERT / (0.6 * 8e12),
-        per_token_s=2 * QWEN3_235B_EXPERT / (0.6 * 4.5e15),
-    ),
-    # The demo model's 6 layers on one core with experts of 1 MB, by benchmarks.decode_replay.
-    "demo on cpu": LayerCost(fixed_s=4.9e-3 / 6, per_expert_s=6.9e-5, per_token_s=2.9e-4 / (6 * 4)),
-}
+
+
+@dataclass(frozen=True)
+class Bed:
+    """A model on GPUs, as `LayerCost` sees it: the trace's experts share the weights of one of its layers.
+
+    Attributes:
+        experts, top_k: of the model.
+        weights: of one expert.
+        bytes_per_s, flop_per_s: of a GPU, as far as they are reached; a weight has 2 bytes.
+        rest_s: of a layer, whatever the batch: attention's launches, top-k, dispatch and combine, s.
+    """
+
+    experts: int
+    top_k: int
+    weights: int
+    bytes_per_s: float
+    flop_per_s: float
+    rest_s: float
+
+    def cost(self, trace: CalibrationTrace) -> LayerCost:
+        """As many bytes a layer and as many FLOP a token as the model has, with the trace's E and k."""
+        return LayerCost(
+            fixed_s=self.rest_s,
+            per_expert_s=2 * self.weights / self.bytes_per_s * self.experts / trace.decode_counts.shape[2],
+            per_token_s=2 * self.weights / self.flop_per_s * self.top_k / trace.top_k,
+        )
+
+
+# 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN as long as in Figure 6 (281 to 370 us); the rest so
+# that what METRO saves in Figure 11, 81 less 29 us, is about 10 % of a layer, attention in it.
+A100 = Bed(128, 8, 3 * 2048 * 768, 0.4 * 1.555e12, 0.4 * 312e12, rest_s=180e-6)
+# 8 TB/s and 2.25 PFLOP/s at 60 %; the rest in proportion to bandwidth.
+B200 = Bed(128, 8, 3 * 4096 * 1536, 0.6 * 8e12, 0.6 * 2.25e15, rest_s=35e-6)
 DECIDE_S = 26e-6  # the paper's kernel; ours was not timed on a GPU
-TP_S = 12e-6  # an all-reduce among the ranks that share an expert, over NVLink; twice a layer
+KV_S = 2048 * 2048 / (0.6 * 8e12)  # a request's attention in a layer, B200: 2 KB of KV a token, 2,048 tokens
+COLLECTIVE_S = 12e-6  # the least that one takes, over NVLink; two a layer
+TOKEN_S = 2 * 4096 / (0.6 * 900e9)  # a hidden state of Qwen3-235B to each of its GPUs
 
 
 @dataclass(frozen=True)
@@ -165,14 +182,12 @@ def figure_5(options: Options) -> Rows:
     sources, sizes = _sources(options), (8, 32, 256)
     with Steps(len(sources) * len(sizes)) as steps:
         for name, halves in sources.items():
+            cost = A100.cost(halves[0].trace)
             for size in sizes:
                 first: dict[str, float] = {}
                 for ratio in halves[0].ratios:
                     works = _works(options, halves, ratio, size, ("even",))["even"]
-                    found = _mean(
-                        {"activated": worst(w), "step_us": 1e6 * _step_s("qwen3-30b on a100", w)}
-                        for w in works
-                    )
+                    found = _mean({"activated": worst(w), "step_us": 1e6 * _step_s(cost, w)} for w in works)
                     first = first or found
                     last = ratio == halves[0].ratios[-1]
                     rows.append(
@@ -220,10 +235,10 @@ def figure_8(options: Options) -> Rows:
 def figure_9(options: Options) -> Rows:
     """Decode latency and total throughput by replication, prefill and decode on the same GPUs."""
     mixes = {"decode-heavy": (1024, 2048, -12.9, 15.9), "prefill-heavy": (8192, 512, None, 4.2)}
-    bed, batch = "qwen3-30b on a100", 256
-    cost = BEDS[bed]
+    batch = 256
     rows: Rows = []
     for name, halves in _sources(options).items():
+        cost = A100.cost(halves[0].trace)
         for mix, (prompt, output, paper_tpot, paper_rate) in mixes.items():
             for ratio in halves[0].ratios[1:]:
                 works = _works(options, halves, ratio, batch, ("even", "metro"))
@@ -231,7 +246,7 @@ def figure_9(options: Options) -> Rows:
                 skew = float(np.mean([half.prompt_imbalance(half.plan(ratio)) for half in halves]))
                 prefill_s = layers * cost.per_token_s * skew * batch * prompt * top_k / RANKS
                 step_s = {
-                    routing: float(np.mean([_step_s(bed, w) for w in works[routing]]))
+                    routing: float(np.mean([_step_s(cost, w) for w in works[routing]]))
                     + (layers * DECIDE_S if routing == "metro" else 0.0)
                     for routing in works
                 }
@@ -255,19 +270,19 @@ def figure_9(options: Options) -> Rows:
 
 def figure_11(options: Options) -> Rows:
     """A layer's time in parts, EPLB's routing against METRO, by replication."""
-    bed, batch = "qwen3-30b on a100", 256
+    batch = 256
     rows: Rows = []
     for name, halves in _sources(options).items():
+        cost = A100.cost(halves[0].trace)
         for ratio in halves[0].ratios[1:]:
             works = _works(options, halves, ratio, batch, ("even", "metro"))
             ffn = {
-                routing: 1e6
-                * float(np.mean([BEDS[bed].rank_s(w).max(axis=-1).mean() for w in works[routing]]))
+                routing: 1e6 * float(np.mean([cost.rank_s(w).max(axis=-1).mean() for w in works[routing]]))
                 for routing in works
             }
             for routing in works:
                 decide = 1e6 * DECIDE_S if routing == "metro" else 0.0
-                rest = 1e6 * BEDS[bed].fixed_s
+                rest = 1e6 * cost.fixed_s
                 total = rest + decide + ffn[routing]
                 rows.append(
                     {
@@ -289,34 +304,31 @@ def figure_11(options: Options) -> Rows:
 
 def figure_12(options: Options) -> Rows:
     """Decode throughput against TPOT over batch sizes and mappings of 8 GPUs; METRO's gain at equal TPOT."""
-    bed = BEDS["qwen3-235b on b200"]
     sizes = (64, 128, 256, 512, 1024)
     rows: Rows = []
     sources = _sources(options)
     with Steps(len(sources) * len(sizes)) as steps:
         for name, halves in sources.items():
+            cost = B200.cost(halves[0].trace)
             points: Rows = []
             for size in sizes:
-                for ep in (1, 2, 4, 8):
-                    for ratio in halves[0].ratios if ep > 1 else (1.0,):
-                        routings = ("even", "metro") if ratio > 1 else ("even",)
-                        works = _works(options, halves, ratio, size, routings, ranks=ep)
-                        for routing in routings:
-                            step_s = np.mean(
-                                [_mapped_s(bed, w, RANKS // ep, routing) for w in works[routing]]
-                            )
-                            points.append(
-                                {
-                                    "model": name,
-                                    "routing": routing,
-                                    "replication": ratio,
-                                    "batch_size": size,
-                                    "ep": ep,
-                                    "tp": RANKS // ep,
-                                    "tpot_ms": 1e3 * float(step_s),
-                                    "tokens_per_s": size / float(step_s),
-                                }
-                            )
+                for ep, ratio in [(1, 1.0), *product((2, 4, 8), halves[0].ratios[1:])]:
+                    routings = ("even", "metro") if ep > 1 else ("even",)
+                    works = _works(options, halves, ratio, size, routings, ranks=ep)
+                    for routing in routings:
+                        step_s = np.mean([_mapped_s(cost, w, size, ep, routing) for w in works[routing]])
+                        points.append(
+                            {
+                                "model": name,
+                                "routing": routing if ep > 1 else "no EP",
+                                "replication": ratio if ep > 1 else None,
+                                "batch_size": size,
+                                "ep": ep,
+                                "tp": RANKS // ep,
+                                "tpot_ms": 1e3 * float(step_s),
+                                "tokens_per_s": size / float(step_s),
+                            }
+                        )
                 steps.done(f"{name}, {size}")
             for ratio in halves[0].ratios[1:]:
                 rows += _gain(points, name, ratio)
@@ -324,28 +336,25 @@ def figure_12(options: Options) -> Rows:
 
 
 def _gain(points: Rows, name: str, ratio: float) -> Rows:
-    """Both frontiers at a replication, and METRO's throughput at the TPOT of each of EPLB's points."""
-    frontier: dict[str, Rows] = {}
-    for routing in ("even", "metro"):
-        mine = [p for p in points if p["routing"] == routing and p["replication"] == ratio]
-        mine += [p for p in points if p["ep"] == 1]  # no EP, nothing to route
-        frontier[routing] = sorted(
-            (p for p in mine if not any(_beats(q, p) for q in mine)), key=lambda p: p["tpot_ms"]
-        )
+    """The fronts at a replication, and each point's throughput over EPLB's best at no longer TPOT."""
+    fronts = {
+        routing: [p for p in points if p["routing"] == routing and p["replication"] in (ratio, None)]
+        for routing in ("even", "metro", "no EP")
+    }
+    fronts = {
+        routing: sorted((p for p in mine if not any(_beats(q, p) for q in mine)), key=lambda p: p["tpot_ms"])
+        for routing, mine in fronts.items()
+    }
     rows: Rows = []
-    for routing, found in frontier.items():
-        for point in found:
-            other = [
-                p["tokens_per_s"] for p in frontier["even"] if p["tpot_ms"] <= point["tpot_ms"] * (1 + 1e-9)
-            ]
+    for routing, front in fronts.items():
+        for point in front:
+            reached = [p["tokens_per_s"] for p in fronts["even"] if p["tpot_ms"] <= point["tpot_ms"]]
             rows.append(
-                point
+                {"workload": f"{name}, {ratio}x"}
+                | point
                 | {
-                    "workload": f"{name}, {ratio}x",
-                    "model": name,
-                    "routing": routing,
                     "replication": ratio,
-                    "times_eplb_at_this_tpot": point["tokens_per_s"] / max(other) if other else None,
+                    "times_eplb": point["tokens_per_s"] / max(reached) if reached else None,
                     "paper_times_eplb": "1.98 to 4.11" if routing == "metro" else None,
                 }
             )
@@ -356,16 +365,22 @@ def _beats(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a is not b and a["tpot_ms"] <= b["tpot_ms"] and a["tokens_per_s"] > b["tokens_per_s"]
 
 
-def _mapped_s(cost: LayerCost, work: LayerWork, tp: int, routing: str) -> float:
-    """A step's time with experts split among `tp` GPUs each, mean over batches."""
-    layer = cost.fixed_s + cost.rank_s(work).max(axis=-1) / tp
-    layer = layer + 2 * TP_S * (tp > 1) + DECIDE_S * (routing == "metro")
+def _mapped_s(cost: LayerCost, work: LayerWork, size: int, ep: int, routing: str) -> float:
+    """A step's time with `ep` ranks of RANKS / ep GPUs, which split their experts; mean over batches, s.
+
+    Hidden states pass twice for EP (dispatch, combine) and four times for TP (two all-reduces).
+    """
+    tp = RANKS // ep
+    ffn = cost.rank_s(work).max(axis=-1) / tp
+    passes = 2 * (ep > 1) + 4 * (tp > 1)
+    network = COLLECTIVE_S * 2 * ((ep > 1) + (tp > 1)) + TOKEN_S * size * passes
+    layer = cost.fixed_s + ffn + KV_S * size / RANKS + network + DECIDE_S * (routing == "metro")
     return float(layer.sum(axis=-1).mean())
 
 
-def _step_s(bed: str, work: LayerWork) -> float:
-    """A decode step's MoE layers, s, mean over batches."""
-    return float(BEDS[bed].layer_s(work).sum(axis=-1).mean())
+def _step_s(cost: LayerCost, work: LayerWork) -> float:
+    """A decode step, s, mean over batches."""
+    return float(cost.layer_s(work).sum(axis=-1).mean())
 
 
 def _sources(options: Options) -> dict[str, list[Source]]:
