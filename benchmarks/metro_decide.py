@@ -20,9 +20,8 @@ import torch
 import typer
 
 from benchmarks.rig.options import OutOption, SeedOption
-from eldr_serve.experts import eplb_placement, hosts_of
+from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
 from eldr_serve.experts.metro_torch import TorchMetro
-from eldr_serve.experts.replica_routing import MetroPlan
 from offline.cli import run
 from offline.results import publish, time_calls
 

@@ -27,8 +27,7 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from eldr_serve.experts import eplb_placement, hosts_of, route_even, route_optimal
-from eldr_serve.experts.replica_routing import MetroPlan
+from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of, route_even, route_optimal
 from offline.cli import run
 from offline.gptoss import read_records
 from offline.plots import bars

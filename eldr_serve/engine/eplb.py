@@ -35,10 +35,9 @@ from eldr_serve.engine.compat import (
     moe_layers,
     routes_own_tokens,
 )
+from eldr_serve.experts import MetroPlan, hosts_of
 from eldr_serve.experts.cost import Topology
 from eldr_serve.experts.metro_torch import TorchMetro
-from eldr_serve.experts.placement import hosts_of
-from eldr_serve.experts.replica_routing import MetroPlan
 
 Ints = NDArray[np.int64]
 CONFIG_KEY = "eldr_experts"

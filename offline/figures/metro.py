@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import eplb_placement, hosts_of, route_even, route_optimal
+from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of, route_even, route_optimal
 from eldr_serve.experts.cost import LayerCost, LayerWork
-from eldr_serve.experts.replica_routing import MetroPlan
 from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
 from offline.plots import bars, lines
@@ -59,8 +58,8 @@ class Bed:
         )
 
 
-# 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN as long as in Figure 6 (281 to 370 us); the rest so
-# that what METRO saves in Figure 11, 81 less 29 us, is about 10 % of a layer, attention in it.
+# 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to 370 us); the
+# rest so that what METRO saves in Figure 11, 81 less 29 us, is about 10 % of a layer, attention in it.
 A100 = Bed(128, 8, 3 * 2048 * 768, 0.4 * 1.555e12, 0.4 * 312e12, rest_s=180e-6)
 # 8 TB/s and 2.25 PFLOP/s at 60 %; the rest in proportion to bandwidth.
 B200 = Bed(128, 8, 3 * 4096 * 1536, 0.6 * 8e12, 0.6 * 2.25e15, rest_s=35e-6)

@@ -12,9 +12,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from eldr_serve.experts import eplb_placement, hosts_of
+from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
 from eldr_serve.experts.metro_triton import TritonMetro, _metro
-from eldr_serve.experts.replica_routing import MetroPlan
 
 
 def interpret() -> None:
