@@ -27,7 +27,7 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from eldr_serve.experts import eplb_placement, hosts_of, route_even, route_metro, route_optimal
+from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of, route_even, route_optimal
 from offline.cli import run
 from offline.gptoss import read_records
 from offline.plots import bars
@@ -86,12 +86,13 @@ def _measured(
     rng: np.random.Generator,
 ) -> dict[str, Any]:
     worst: dict[str, list[float]] = {"greedy": [], "optimum": [], "even": []}
+    plan = MetroPlan.of(hosts)
     seconds = []
     for _ in range(batches):
         chosen = [routes[i] for i in rng.choice(test, batch, replace=batch > len(test))]
         tokens = sum(_counts(r[[rng.integers(len(r))]], hosts.shape[1]) for r in chosen)
         start = time.perf_counter()
-        greedy = route_metro(tokens, hosts)
+        greedy = plan.route(tokens)
         seconds.append((time.perf_counter() - start) / len(hosts))
         worst["greedy"].append(_worst(greedy, hosts.shape[2]))
         worst["optimum"].append(_worst(route_optimal(tokens, hosts), hosts.shape[2]))

@@ -13,7 +13,7 @@ import typer
 
 from eldr_serve.simulation.calibration import FittedCost
 from offline.cli import BadInput, run
-from offline.figures import balanceroute, eldr, eldr_parallel, grace, together
+from offline.figures import balanceroute, eldr, eldr_parallel, grace, metro, together
 from offline.figures.common import Options
 from offline.results import publish
 
@@ -21,6 +21,7 @@ PAPERS = {
     "eldr": eldr.FIGURES | eldr_parallel.FIGURES,
     "balanceroute": balanceroute.FIGURES,
     "grace": grace.FIGURES,
+    "metro": metro.FIGURES,
     "together": together.FIGURES,
 }
 
@@ -31,8 +32,8 @@ def reproduce(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="eldr, grace: routes (a calibration trace or GPT-OSS-20B records); balanceroute: request "
-            "traces; together: one of each."
+            help="eldr, grace, metro: routes, a calibration trace or GPT-OSS-20B records (metro: one or "
+            "more); balanceroute: request traces; together: one of each."
         ),
     ] = None,
     cost: Annotated[

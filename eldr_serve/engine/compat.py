@@ -10,28 +10,39 @@ from typing import Any
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import get_ep_group
+from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
+from vllm.distributed.eplb.policy.abstract import AbstractEplbPolicy
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.distributed.parallel_state import get_node_count
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 __all__ = [
+    "AbstractEplbPolicy",
+    "EplbState",
     "NixlConnectorMetadata",
     "NixlKVConnectorStats",
     "NixlPromMetrics",
     "NixlPullConnector",
     "UnsupportedEngineError",
     "check_engine",
+    "check_expert_placement",
     "expire_send_lease",
+    "get_ep_group",
     "get_kv_transfer_group",
+    "get_node_count",
     "has_kv_transfer_group",
+    "moe_layers",
     "moe_routers",
     "polled_nixl",
+    "routes_own_tokens",
     "step_slots",
 ]
 
@@ -90,9 +101,55 @@ def _check_vllm() -> None:
             )
 
 
+def check_expert_placement(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedEngineError if this engine cannot hold a placement of ours (engine/eplb.py)."""
+    needed = (
+        (BaseRouter, "_apply_eplb_mapping"),
+        (EplbState, "rearrange"),
+        (EplbLayerState, "logical_to_physical_map"),
+        (EplbLayerState, "logical_replica_count"),
+    )
+    for owner, name in needed:
+        if not hasattr(owner, name):
+            raise UnsupportedEngineError(
+                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which expert placement needs; "
+                f"it was checked on {CHECKED}"
+            )
+    parallel = vllm_config.parallel_config
+    refusals = (
+        (not parallel.enable_eplb, "an engine without enable_expert_parallel and enable_eplb"),
+        (parallel.eplb_config.use_async, "asynchronous EPLB: set use_async to false"),
+        (parallel.enable_elastic_ep, "elastic expert parallelism: ranks would come and go"),
+        (parallel.enable_dbo, "dual-batch overlap: two batches would share one choice of replicas"),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding: a draft model has its own experts",
+        ),
+    )
+    for refused, reason in refusals:
+        if refused:
+            raise UnsupportedEngineError(f"expert placement does not support {reason}")
+
+
+def routes_own_tokens(layer: Any) -> bool:
+    """Whether the layer's router sees the tokens of its own rank alone, which are dispatched afterwards.
+
+    Else it sees those of all ranks: they are gathered before it, or all ranks hold the same.
+    """
+    own: bool = (
+        layer.moe_config.moe_parallel_config.use_all2all_kernels and not layer.do_naive_dispatch_combine
+    )
+    return own
+
+
 def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, BaseRouter]]:
     """(layer index, router) of each MoE layer, ascending; UnsupportedEngineError where one is hidden."""
-    found: list[tuple[int, BaseRouter]] = []
+    return [(index, layer.router) for index, layer in moe_layers(vllm_config)]
+
+
+def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
+    """(layer index, layer) of each MoE layer, ascending; raises as `moe_routers`."""
+    found: list[tuple[int, Any]] = []
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:
@@ -108,7 +165,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, BaseRouter]]:
                 f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
                 f"(vLLM {vllm.__version__}; checked on {CHECKED})"
             )
-        found.append((extract_layer_index(name), router))
+        found.append((extract_layer_index(name), layer))
     if not found:
         raise UnsupportedEngineError(
             f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"

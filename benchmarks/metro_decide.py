@@ -1,0 +1,113 @@
+"""Time of METRO's decision: which replica serves each expert of a batch, by form, experts and ranks.
+
+    python -m benchmarks.metro_decide
+
+numpy and torch on one CPU core, one layer at a time as an engine needs it, and 48 layers at once as a
+simulation does; where there is a CUDA device, the Triton kernel as replayed from a CUDA graph of 48 layers,
+one after the other. Placements are EPLB's of skewed loads; 60 % of the experts have tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.rig.options import OutOption, SeedOption
+from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
+from eldr_serve.experts.metro_torch import TorchMetro
+from offline.cli import run
+from offline.results import publish, time_calls
+
+SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
+LAYERS = 48
+
+
+def metro_decide(
+    calls: Annotated[int, typer.Option(min=20, help="Decisions timed for each row.")] = 400,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+) -> None:
+    """Time METRO's decision in each form that this machine can run."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    for experts, ranks in SHAPES:
+        for ratio in (1.125, 1.5):
+            load = rng.lognormal(size=(LAYERS, experts))
+            slots = round(experts * ratio / ranks) * ranks
+            hosts = hosts_of(eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks), experts, ranks)
+            batches = [(rng.uniform(size=(LAYERS, experts)) < 0.6).astype(np.int32) for _ in range(16)]
+            for form, layers, decide in _forms(hosts, batches):
+                us = 1e6 * np.array(time_calls(decide, calls=calls))
+                rows.append(
+                    {
+                        "form": form,
+                        "experts": experts,
+                        "ranks": ranks,
+                        "replication": slots / experts,
+                        "layers": layers,
+                        "p50_us": float(np.median(us)),
+                        "p99_us": float(np.percentile(us, 99)),
+                        "p50_us_per_layer": float(np.median(us)) / layers,
+                    }
+                )
+    cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
+    publish(
+        "metro_decide", rows, seed=seed, out=out, inputs={"calls": calls},
+        notes=f"one core; the three forms choose alike, bit for bit{cuda}",
+    )  # fmt: skip
+
+
+def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Callable[[int], object]]]:
+    """(name, layers at once, a call that decides for batch number n)."""
+    found: list[tuple[str, int, Callable[[int], object]]] = []
+    for layers in (1, LAYERS):
+        plan = MetroPlan.of(hosts[:layers])
+        arrays = [batch[:layers] for batch in batches]
+        tensors = [torch.from_numpy(a) for a in arrays]
+        on_cpu = TorchMetro(plan)
+        found.append(("numpy", layers, lambda n, p=plan, a=arrays: p.route(a[n % len(a)])))
+        found.append(("torch, CPU", layers, lambda n, m=on_cpu, t=tensors: m.route(t[n % len(t)])))
+    if torch.cuda.is_available():
+        found.append(("triton, CUDA graph", LAYERS, _graph(hosts, batches)))
+    return found
+
+
+def _graph(hosts: np.ndarray, batches: list[np.ndarray]) -> Callable[[int], object]:
+    """Replay of a graph that decides for one layer after the other, as in a model's step."""
+    from eldr_serve.experts.metro_triton import TritonMetro
+
+    tokens = torch.zeros(batches[0].shape, dtype=torch.int32, device="cuda")
+    given = [torch.from_numpy(batch).cuda() for batch in batches]
+    layers = [TritonMetro(MetroPlan.of(hosts[n : n + 1]), "cuda") for n in range(len(hosts))]
+
+    def step() -> None:
+        for number, layer in enumerate(layers):
+            layer.route(tokens[number : number + 1])
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay(n: int) -> None:
+        tokens.copy_(given[n % len(given)])
+        graph.replay()
+        torch.cuda.synchronize()
+
+    replay(0)
+    chosen = torch.cat([layer.chosen for layer in layers]).cpu().numpy()
+    assert np.array_equal(chosen, MetroPlan.of(hosts).route(batches[0])), "the kernel chose otherwise"
+    return replay
+
+
+if __name__ == "__main__":
+    run(metro_decide)

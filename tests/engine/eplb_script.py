@@ -1,0 +1,204 @@
+"""vLLM's own EPLB state, weight exchange and replica kernel on two gloo ranks, under our placement.
+
+vLLM serves no expert parallelism on a CPU, so the engine around them is a stand-in: a model of bare layers.
+The replica kernel, which vLLM builds for GPUs alone, runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+import triton
+import triton.language
+import vllm.triton_utils
+from triton.runtime import interpreter
+from vllm.config.parallel import EPLBConfig
+from vllm.distributed.eplb import eplb_state
+from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
+from vllm.model_executor.layers.fused_moe.router import base_router
+from vllm.model_executor.models.interfaces import MixtureOfExperts
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
+
+from eldr_serve.engine import compat, eplb
+from eldr_serve.experts import hosts_of, route_metro
+
+RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
+PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 3, 0, 1, 5, 4, 2]]
+
+
+def reload_router_with_kernel() -> Any:
+    """vLLM's base_router as on a GPU, its kernel interpreted."""
+    # The interpreter refuses a mask of its own making, a vector of bools and a scalar.
+    add = interpreter._interpreter.atomic_rmw
+    interpreter._interpreter.atomic_rmw = lambda op, at, value, mask, order: add(
+        op, at, value, mask.astype(bool), order
+    )
+    platform = type(current_platform)
+    before = platform.is_cuda_alike, vllm.triton_utils.triton, vllm.triton_utils.tl
+    platform.is_cuda_alike = lambda self: True
+    vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
+    try:
+        return importlib.reload(base_router)
+    finally:
+        platform.is_cuda_alike, vllm.triton_utils.triton, vllm.triton_utils.tl = before
+
+
+class Layer:
+    """A MoE layer of nothing but weights, each its logical expert's number, and a router."""
+
+    def __init__(self, router_class: Any, layer: int, rank: int, own_tokens: bool) -> None:
+        class Router(router_class):
+            routing_method_type = None
+
+            def _compute_routing(self, hidden_states: Any, router_logits: Any, *_: Any, **__: Any) -> Any:
+                return torch.ones_like(router_logits), router_logits  # the test's ids in the place of logits
+
+        self.router = Router(TOP_K, SLOTS, EplbLayerState())
+        first = [slot % EXPERTS for slot in range(SLOTS)][rank * SLOTS // RANKS :][: SLOTS // RANKS]
+        self.weights = torch.tensor([[100.0 * layer + expert] * 3 for expert in first])
+        parallel = SimpleNamespace(use_all2all_kernels=own_tokens)
+        self.moe_config = SimpleNamespace(moe_parallel_config=parallel)
+        self.do_naive_dispatch_combine = False
+
+    @property
+    def eplb_state(self) -> EplbLayerState:
+        return self.router.eplb_state
+
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        return [self.weights]
+
+    def set_eplb_state(self, **maps: Any) -> None:
+        self.eplb_state.set_layer_state(**maps)
+
+
+class Model(MixtureOfExperts):
+    def __init__(self, layers: list[Layer]) -> None:
+        self.moe_layers = layers
+        self.num_moe_layers, self.num_expert_groups = LAYERS, 1
+        self.num_routed_experts = self.num_logical_experts = EXPERTS
+        self.num_redundant_experts, self.num_physical_experts = SLOTS - EXPERTS, SLOTS
+        self.num_local_physical_experts = SLOTS // RANKS
+
+
+def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bool) -> Any:
+    """A PlacedWorker after load_model, vLLM's own loading left out."""
+    layers = [Layer(router_class, layer, rank, own_tokens) for layer in range(LAYERS)]
+    parallel = SimpleNamespace(
+        eplb_config=EPLBConfig(use_async=False, window_size=2, communicator="torch_gloo"),
+        num_ubatches=0, enable_eplb=True, enable_elastic_ep=False, enable_dbo=False,
+    )  # fmt: skip
+    state = EplbState(parallel, torch.device("cpu"))
+    state.add_model(Model(layers), SimpleNamespace(compute_hash=lambda: "tiny", model="tiny"))
+    made = object.__new__(eplb.PlacedWorker)
+    made.vllm_config = SimpleNamespace(
+        parallel_config=parallel, speculative_config=None,
+        additional_config={eplb.CONFIG_KEY: {"placement": str(path), "replica_choice": choice}},
+        compilation_config=SimpleNamespace(
+            static_forward_context={f"model.layers.{i}.mlp": layer for i, layer in enumerate(layers)}
+        ),
+    )  # fmt: skip
+    made.model_runner = SimpleNamespace(eplb_state=state)
+    made.load_model()
+    for layer in layers:
+        layer.eplb_state.num_unpadded_tokens_tensors[0].fill_(1000)
+    return made, state, layers
+
+
+def run(rank: int, port: int, path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    world = torch.distributed.group.WORLD
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    group = SimpleNamespace(
+        device_group=world, cpu_group=world, world_size=RANKS, rank_in_group=rank, all_reduce=all_reduce
+    )
+    for module, names in ((eplb_state, ("get_ep_group", "get_eplb_group")), (eplb, ("get_ep_group",))):
+        for name in names:
+            setattr(module, name, lambda: group)
+    eplb_state.get_node_count = eplb.get_node_count = lambda: 1
+    # A CPU has no timed events and no streams.
+    timer = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 0.0)
+    torch.Event = lambda **_: timer
+    torch.accelerator.current_stream = lambda: timer
+    Worker.load_model = lambda self, *, load_dummy_weights=False: None
+    kernel_router = reload_router_with_kernel().BaseRouter
+    compat.BaseRouter = kernel_router
+    rng = np.random.default_rng(7)
+
+    placement = np.array(PLACEMENT)
+    hosts = hosts_of(placement, EXPERTS, RANKS)
+    for choice, own_tokens in (("even", True), ("metro", True), ("metro", False), ("local", True)):
+        _, state, layers = worker(rank, path, kernel_router, choice, own_tokens)
+        check_weights(rank, layers, placement)
+        for _ in range(3):
+            ids = rng.integers(0, EXPERTS, (RANKS, 5, TOP_K))  # of each rank's tokens; both draw the same
+            mine = ids[rank] if own_tokens else ids.reshape(-1, TOP_K)
+            for index, layer in enumerate(layers):
+                layer.eplb_state.expert_load_view.zero_()
+                _, mapped = layer.router.select_experts(torch.empty(0), torch.from_numpy(mine))
+                slots = mapped.numpy()
+                assert np.array_equal(placement[index][slots], mine), "a slot is no replica of the expert"
+                load = np.bincount(slots.ravel(), minlength=SLOTS)
+                assert np.array_equal(layer.eplb_state.expert_load_view.numpy(), load)
+                ranks = slots // (SLOTS // RANKS)
+                if choice == "metro":
+                    count = np.bincount(ids.ravel(), minlength=EXPERTS)
+                    assert np.array_equal(ranks, route_metro(count, hosts[index])[mine])
+                elif choice == "local":
+                    assert (ranks == rank)[hosts[index, mine, rank]].all()
+                else:
+                    maps = state.model_states["tiny"]
+                    assert np.array_equal(slots, evenly(mine, maps, index)), "vLLM's own choice has changed"
+        state.rearrange()  # as vLLM would after step_interval
+        check_weights(rank, layers, placement)
+    refused(lambda: worker(rank, path, kernel_router, "local", False), "must agree")
+    other = path.with_name(f"other{rank}.json")
+    other.write_text(json.dumps({"physical_to_logical_map": [PLACEMENT[0]]}))
+    refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
+    other.write_text(json.dumps({"physical_to_logical_map": [[0] * SLOTS] * LAYERS}))
+    refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
+
+
+def check_weights(rank: int, layers: list[Layer], placement: np.ndarray) -> None:
+    local = placement.reshape(LAYERS, RANKS, -1)[:, rank]
+    for index, layer in enumerate(layers):
+        assert np.array_equal(layer.weights[:, 0].numpy(), 100.0 * index + local[index])
+
+
+def evenly(ids: np.ndarray, maps: Any, layer: int) -> np.ndarray:
+    """vLLM's documented rule: a hash of the token's position modulo the number of replicas."""
+    replicas = maps.logical_replica_count[layer].numpy()[ids]
+    hashed = (np.arange(len(ids)) * 2654435769) & 0xFFFFFFFF
+    return maps.logical_to_physical_map[layer].numpy()[ids, hashed[:, None] % replicas]
+
+
+def refused(call: Any, word: str) -> None:
+    with pytest.raises(compat.UnsupportedEngineError, match=word):
+        call()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "placement.json"
+        file.write_text(json.dumps({"physical_to_logical_map": PLACEMENT}))
+        arguments = int(sys.argv[1]), file
+        # Forked, so that vLLM is imported once.
+        torch.multiprocessing.start_processes(run, arguments, nprocs=RANKS, start_method="fork")
