@@ -13,11 +13,16 @@ import typer
 
 from eldr_serve.simulation.calibration import FittedCost
 from offline.cli import BadInput, run
-from offline.figures import balanceroute, eldr, together
+from offline.figures import balanceroute, director, eldr, together
 from offline.figures.common import Options
 from offline.results import publish
 
-PAPERS = {"eldr": eldr.FIGURES, "balanceroute": balanceroute.FIGURES, "together": together.FIGURES}
+PAPERS = {
+    "eldr": eldr.FIGURES,
+    "balanceroute": balanceroute.FIGURES,
+    "director": director.FIGURES,
+    "together": together.FIGURES,
+}
 
 
 def reproduce(
@@ -27,7 +32,7 @@ def reproduce(
         list[Path] | None,
         typer.Option(
             help="eldr: routes (a calibration trace or GPT-OSS-20B records); balanceroute: request traces; "
-            "together: one of each."
+            "director: routes as eldr (several), or a folder of prompts; together: one of each."
         ),
     ] = None,
     cost: Annotated[

@@ -79,7 +79,7 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
     if quota is not None:
         left = quota - np.stack([held[:, :-1, column == n].sum(2) for n in range(quota.shape[2])], axis=2)
     # The first replica of an expert must find a slot: before the second of any. Then the heaviest.
-    first: NDArray[np.bool_] = ~held[:, :-1].any(axis=2)
+    first = np.logical_not(held[:, :-1].any(axis=2, keepdims=True))[..., 0]
     weight = price[:, :-1].mean(axis=2)
     layer = np.arange(size)
     reserved = first.sum(axis=1)
