@@ -111,7 +111,7 @@ def train_cascade(
         optimiser.step()
         schedule.step()
         if report is not None:
-            report(step, float(loss))
+            report(step, loss.item())
     model.eval()
 
 

@@ -31,7 +31,7 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
         raise ValueError(f"counts of shape {seen.shape} do not go with {length.shape} prompt lengths")
     if not (length > 0).all():
         raise ValueError("a prompt has no tokens")
-    weight: Floats = np.asarray(steps, np.float64) / length
+    weight = np.divide(steps, length, dtype=np.float64)
     expected: Floats = np.tensordot(weight, seen, axes=1)
     return expected
 

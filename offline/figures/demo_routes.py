@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ TEMPERATURE = 0.8
 _BATCH = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DemoRoutes:
     """N finished requests.
 
@@ -59,6 +60,7 @@ def demo_model() -> Any:
     return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
 
 
+@lru_cache(maxsize=1)
 def demo_routes(prompts: Path, number: int, seed: int = 0) -> DemoRoutes:
     """Sampled answers to the first `number` prompts a domain; kept in out/ for the next figure.
 

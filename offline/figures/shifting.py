@@ -127,15 +127,14 @@ def _tokens(
     return found
 
 
-def signature_forecast(trace: CalibrationTrace, counts: NDArray[np.generic] | None = None) -> Forecast:
-    """From prefill counts [N, L, E] (the trace's own, or predicted ones): one step of each request."""
-    seen = trace.prefill_counts if counts is None else counts
+def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -> Forecast:
+    """One step of each request, its experts as often as in `counts` [N, L, E] of `tokens` [N]."""
 
     def forecast(batch: Batch) -> NDArray[np.float64]:
         ranks = batch.tokens.shape[2]
         return np.stack(
             [
-                expected_workload(seen[mine], trace.prompt_tokens[mine], 1)
+                expected_workload(counts[mine], tokens[mine], 1)
                 for mine in (batch.requests[rank::ranks] for rank in range(ranks))
             ],
             axis=1,
