@@ -21,6 +21,14 @@ from offline.plots import bars, lines
 BATCHES = 8
 RANKS = 32
 _ANNEALING_STEPS = (2_000, 20_000)
+_PAPER_PREDICTORS: dict[str, dict[str, str | None]] = {
+    name: dict(zip(("paper_accuracy_pct", "paper_size_pct", "paper_above_oracle_pct"), said, strict=True))
+    for name, said in {
+        "one transformer": ("46.7..61.5", None, None),
+        "cascade of 2": ("77.0..91.4", "0.04..0.09", "3..7"),
+        "replica of 4 bits": ("91.0..95.7", "27.4..35.6", "1..6"),
+    }.items()
+}
 _ROUTES = "routes: a calibration trace with routes, or GPT-OSS-20B records"
 
 
@@ -74,59 +82,38 @@ def optimisers(options: Options) -> Rows:
 
 
 def predictors(options: Options) -> Rows:
-    """Tables I and II on the demo model; what a batch's forecast gets wrong is in `forecasts`."""
-    from offline.figures import predictors as found
-
-    observed = _demo(options)
-    paper = {"one transformer": ("46.7..61.5", None), "cascade of 2": ("77.0..91.4", "0.04..0.09")}
-    paper["replica, 4 bits"] = ("91.0..95.7", "27.4..35.6")
-    return [
-        row
-        | dict(
-            zip(
-                ("paper_accuracy_pct", "paper_size_pct"),
-                paper.get(row["predictor"], (None,) * 2),
-                strict=True,
-            )
-        )
-        for row in found.accuracy(observed, options.seeds[0])
-    ]
-
-
-def forecasts(options: Options) -> Rows:
-    """Fig. 10: the same batches, placed by each forecast of their decode; the demo model on 32 RTX 4090."""
+    """Tables I and II and Fig. 10: each predictor of the demo model, and batches placed by its forecast."""
     from offline.figures import predictors as found
 
     observed, seed = _demo(options), options.seeds[0]
+    accuracy = found.accuracy(observed, seed)
     errors = found.workload_errors(observed, seed)
     trace = found.trace_of(observed)
     cluster, batches, history = _case(options, trace, "RTX 4090", RANKS, seed, observed.halves(seed))
     offline = cluster.place(history)
-    known = {name: shifting.counted_forecast(*pair) for name, pair in found.forecasts(observed, seed).items()}
-    del known["mean of the past"]  # the offline placement
-    runs = {"offline": shifting.fixed(cluster, batches, offline)}
-    runs |= {
-        "reactive": shifting.adaptive(cluster, batches, offline, shifting.reactive_forecast(batches, history))
+    runs = {
+        "offline": shifting.fixed(cluster, batches, offline),
+        "reactive": shifting.adaptive(
+            cluster, batches, offline, shifting.reactive_forecast(batches, history)
+        ),
     }
-    with Steps(len(known) + 1) as steps:
-        for name, forecast in (known | {"oracle": lambda batch: batch.workload}).items():
+    known = {name: shifting.counted_forecast(*pair) for name, pair in found.forecasts(observed, seed).items()}
+    known["oracle"] = lambda batch: batch.workload
+    with Steps(len(known)) as steps:
+        for name, forecast in known.items():
             runs[name] = shifting.adaptive(cluster, batches, offline, forecast)
             steps.done(name)
-    best = runs["oracle"].batch_ms.mean()
-    errors |= {"offline": errors["mean of the past"], "oracle": 0.0}
+    best, static = (float(runs[name].batch_ms.mean()) for name in ("oracle", "offline"))
+    nothing = dict.fromkeys(next(iter(accuracy.values())))
     return [
-        {
-            "forecast": name,
+        {"predictor": name}
+        | (accuracy.get(name) or nothing)
+        | {
             "wrong_expert_pct": errors.get(name),
-            "batch_ms": float(run.batch_ms.mean()),
-            "change_pct": change_pct(float(run.batch_ms.mean()), float(runs["offline"].batch_ms.mean())),
-            "above_oracle_pct": change_pct(float(run.batch_ms.mean()), float(best)),
-            "paper_above_oracle_pct": "3..7"
-            if "cascade of 2" in name
-            else "1..6"
-            if "4 bits" in name
-            else None,
+            "batch_change_pct": change_pct(float(run.batch_ms.mean()), static),
+            "above_oracle_pct": change_pct(float(run.batch_ms.mean()), best),
         }
+        | _PAPER_PREDICTORS.get(name, dict.fromkeys(_PAPER_PREDICTORS["cascade of 2"]))
         for name, run in runs.items()
     ]
 
@@ -276,14 +263,10 @@ FIGURES = {
         gpus, _plot_gpus,
     ),
     "table2": Figure(
-        "Tables I and II: accuracy, size and time of the predictors, demo model",
-        "one transformer 47 to 61 %, cascade of two 77 to 91 % (0.04 to 0.09 % of the model), 4 bits 91 to 96 % (27 to 36 %)",
+        "Tables I and II, Fig. 10: predictors of the demo model, and batches placed by them, 32 RTX 4090",
+        "one transformer 47 to 61 % accurate, cascade of two 77 to 91 %, 4-bit replica 91 to 96 %; batches placed "
+        "by the cascade 3 to 7 % above the oracle's, by the replica 1 to 6 %",
         predictors,
-    ),
-    "fig10": Figure(
-        "Batch latency by predictor, demo model, 32 RTX 4090",
-        "above the oracle: cascade 3 to 7 %, quantised replica 1 to 6 %",
-        forecasts,
     ),
     "fig11": Figure(
         "Placement by rounding against simulated annealing and the LP's bound",

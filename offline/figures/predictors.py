@@ -20,13 +20,12 @@ from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.cascade import Cascade, predict_routes, train_cascade
 from eldr_serve.experts.prediction import match_rate, workload_error
 from eldr_serve.experts.replica import quantise_
-from offline.figures.common import Rows
 from offline.figures.demo_routes import STEPS, DemoRoutes, demo_model, generated, routes_of
 from offline.progress import progress_bar
 
 NUMBER = 48  # prompts a domain
 TRAINING_STEPS = 300
-CASCADES = (1, 2, 3, 6)  # stages
+CASCADES = (1, 2, 6)  # stages
 BITS = (8, 4)
 _TOP_K = 4
 _BATCH, _BATCHES = 64, 100  # requests of a batch whose workload is foretold
@@ -93,7 +92,7 @@ def predicted(observed: DemoRoutes, seed: int) -> dict[str, Predicted]:
         texts = [np.concatenate(pair) for pair in zip(prompts, own, strict=True)]
         answers = [routes[-STEPS:] for routes in routes_of(replica, texts)]
         request_ms = 1e3 * float(np.median(times))
-        found[f"replica, {bits} bits"] = Predicted(routes, 100 * size, request_ms, answers, answer_ms)
+        found[f"replica of {bits} bits"] = Predicted(routes, 100 * size, request_ms, answers, answer_ms)
     return found
 
 
@@ -108,17 +107,17 @@ def forecasts(observed: DemoRoutes, seed: int) -> dict[str, tuple[Array, Array]]
     for name, guess in predicted(observed, seed).items():
         lengths = observed.prompt_tokens[measure]
         prompts = [routes[:n] for routes, n in zip(guess.routes, lengths, strict=True)]
-        found[f"{name}: prompt"] = (_spread(prompts, trace, measure), trace.prompt_tokens)
+        found[name] = (_spread(prompts, trace, measure), trace.prompt_tokens)
         if guess.answers is not None:
-            found[f"{name}: its own answer"] = (_spread(guess.answers, trace, measure), trace.decode_steps)
+            found[f"{name}, its own answer"] = (_spread(guess.answers, trace, measure), trace.decode_steps)
     found["prefill signature"] = (trace.prefill_counts, trace.prompt_tokens)
     return found
 
 
-def accuracy(observed: DemoRoutes, seed: int) -> Rows:
-    """A row a predictor: match rate over tokens, size, time."""
+def accuracy(observed: DemoRoutes, seed: int) -> dict[str, dict[str, float | None]]:
+    """Of each predictor: match rate over tokens, size, time."""
     _, measure = observed.halves(seed)
-    rows: Rows = []
+    found: dict[str, dict[str, float | None]] = {}
     for name, guess in predicted(observed, seed).items():
         pairs: list[list[tuple[Array, Array]]] = [[], []]
         for n, routes in zip(measure, guess.routes, strict=True):
@@ -128,17 +127,14 @@ def accuracy(observed: DemoRoutes, seed: int) -> Rows:
         prompt, answer = (
             match_rate(np.concatenate([g for g, _ in p]), np.concatenate([t for _, t in p])) for p in pairs
         )
-        rows.append(
-            {
-                "predictor": name,
-                "prompt_accuracy_pct": 100 * prompt,
-                "answer_accuracy_pct": 100 * answer,
-                "size_pct": guess.size_pct,
-                "request_ms": guess.request_ms,
-                "answer_ms": guess.answer_ms,
-            }
-        )
-    return rows
+        found[name] = {
+            "prompt_accuracy_pct": 100 * prompt,
+            "answer_accuracy_pct": 100 * answer,
+            "size_pct": guess.size_pct,
+            "request_ms": guess.request_ms,
+            "answer_ms": guess.answer_ms,
+        }
+    return found
 
 
 def workload_errors(observed: DemoRoutes, seed: int) -> dict[str, float]:
@@ -168,7 +164,8 @@ def _trained(observed: DemoRoutes, train: Array, stages: int, embedding: torch.T
         bar = progress.add_task(f"training {stages} stage(s)", total=TRAINING_STEPS)
         train_cascade(
             model, [torch.from_numpy(observed.tokens[n]) for n in train],
-            [torch.from_numpy(observed.routes[n]) for n in train], steps=TRAINING_STEPS, seed=seed,
+            [torch.from_numpy(observed.routes[n]) for n in train], steps=TRAINING_STEPS, batch=8,
+            seed=seed,
             report=lambda *_: progress.update(bar, advance=1),
         )  # fmt: skip
     return model
