@@ -323,6 +323,8 @@ def round_in_polytope(
         rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
         direction = _null_vector(rows, rng)
         if direction is None:
+            if not tight.any():  # a fraction alone in its row: a rounding error
+                break
             budgets = np.flatnonzero(tight[columns:])
             # Experts and slots alone have whole vertices; slots give way last, to rounding errors only.
             row = (
@@ -340,7 +342,7 @@ def round_in_polytope(
         slack = slack - limits @ (length * step)
         x = np.where(abs(x - np.round(x)) < 1e-7, np.round(x), x)
         free &= (x > 0) & (x < 1)
-    whole[expert, column] += x
+    whole[expert, column] += np.round(x)
     return whole.astype(np.int64)
 
 

@@ -79,7 +79,7 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
     if quota is not None:
         left = quota - np.stack([held[:, :-1, column == n].sum(2) for n in range(quota.shape[2])], axis=2)
     # The first replica of an expert must find a slot: before the second of any. Then the heaviest.
-    first = np.logical_not(held[:, :-1].any(axis=2, keepdims=True))[..., 0]
+    first = held[:, :-1].sum(axis=2) == 0
     weight = price[:, :-1].mean(axis=2)
     layer = np.arange(size)
     reserved = first.sum(axis=1)
@@ -108,7 +108,7 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
     return slots
 
 
-def improved(slots: Ints, price: Floats, enough_s: Floats, *, steps: int = 2000) -> Ints:
+def improved(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     """Local search: the slowest rank swaps a slot with another's, whichever swap leaves the slower of the
     two the fastest, until it is at `enough_s` [L] or no swap helps. An empty slot swaps like any other."""
     slots = slots.copy()
@@ -116,9 +116,7 @@ def improved(slots: Ints, price: Floats, enough_s: Floats, *, steps: int = 2000)
     ranks, room = slots.shape[1:]
     of_slot = np.repeat(np.arange(ranks), room)
     open_ = np.arange(len(slots))
-    for _ in range(steps):
-        if not len(open_):
-            break
+    while len(open_):
         mine = slots[open_]
         here = np.arange(len(open_))
         cost = rank_s(mine, price[open_])
@@ -126,16 +124,14 @@ def improved(slots: Ints, price: Floats, enough_s: Floats, *, steps: int = 2000)
         worst = cost[here, slow]
         held = held_by(mine, experts)
         a, b = mine[here, slow], mine.reshape(len(open_), -1)
-        local = price[open_]
-        out_a = local[here[:, None], a, slow[:, None]]
-        in_b = local[here[:, None], b, slow[:, None]]
-        out_b = local[here[:, None], b, of_slot]
-        in_a = local[here[:, None], a][..., of_slot]
+        local, every = price[open_], here[:, None]
+        out_a, in_b = local[every, a, slow[:, None]], local[every, b, slow[:, None]]
+        out_b, in_a = local[every, b, of_slot], local[every, a][..., of_slot]
         after = np.maximum(
             worst[:, None, None] - out_a[..., None] + in_b[:, None, :],
             (cost[:, of_slot] - out_b)[:, None, :] + in_a,
         )
-        twice = held[here[:, None], b, slow[:, None]][:, None, :] | held[here[:, None], a][..., of_slot]
+        twice = held[every, b, slow[:, None]][:, None, :] | held[every, a][..., of_slot]
         after[twice | (of_slot == slow[:, None])[:, None, :]] = np.inf
         flat = after.reshape(len(open_), -1)
         best = flat.argmin(axis=1)
