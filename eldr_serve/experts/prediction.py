@@ -36,6 +36,28 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
     return expected
 
 
+def decode_correction(
+    prefill_counts: ArrayLike, prompt_tokens: ArrayLike, decode_counts: ArrayLike, decode_steps: ArrayLike
+) -> Floats:
+    """float[L, E]: how much more often a decode step uses each expert than a prompt token, by past requests.
+
+    Prompts have tokens that answers lack (the first one, the chat template's), so their counts mislead in the
+    same direction for every request; `counts * decode_correction(...)` does not. A tenth of a mean expert's
+    use is added to both sides, so that rare experts stay as they are.
+
+    Args:
+        prefill_counts, decode_counts: [N, L, E] of past requests.
+        prompt_tokens, decode_steps: [N], 1 or more.
+    """
+    use = [
+        expected_workload(counts, tokens, 1) / np.size(tokens)
+        for counts, tokens in ((prefill_counts, prompt_tokens), (decode_counts, decode_steps))
+    ]
+    prior = 0.1 * use[1].mean(axis=-1, keepdims=True)
+    correction: Floats = (use[1] + prior) / (use[0] + prior)
+    return correction
+
+
 def match_rate(predicted: ArrayLike, chosen: ArrayLike) -> float:
     """Share of the chosen experts that were predicted: the paper's accuracy; both [..., k], distinct ids."""
     guess, truth = np.asarray(predicted), np.asarray(chosen)

@@ -214,6 +214,10 @@ def _policies(
     forecasts: dict[str, Forecast] = {
         "reactive": shifting.reactive_forecast(batches, history),
         "proactive, signature": shifting.counted_forecast(trace.prefill_counts, trace.prompt_tokens),
+        "proactive, corrected signature": shifting.counted_forecast(
+            trace.prefill_counts * shifting.correction(trace, shifting.split(trace, seed)[0]),
+            trace.prompt_tokens,
+        ),
         "proactive, oracle": lambda batch: batch.workload,
     }
     return {

@@ -20,6 +20,7 @@ from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.cascade import Cascade, predict_routes, train_cascade
 from eldr_serve.experts.prediction import match_rate, workload_error
 from eldr_serve.experts.replica import quantise_
+from offline.figures import shifting
 from offline.figures.demo_routes import STEPS, DemoRoutes, demo_model, generated, routes_of
 from offline.progress import progress_bar
 
@@ -111,6 +112,10 @@ def forecasts(observed: DemoRoutes, seed: int) -> dict[str, tuple[Array, Array]]
         if guess.answers is not None:
             found[f"{name}, its own answer"] = (_spread(guess.answers, trace, measure), trace.decode_steps)
     found["prefill signature"] = (trace.prefill_counts, trace.prompt_tokens)
+    correction = shifting.correction(trace, train)
+    for name, (counts, tokens) in list(found.items()):
+        if tokens is trace.prompt_tokens:
+            found[f"{name}, corrected"] = (counts * correction, tokens)
     return found
 
 

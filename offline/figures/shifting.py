@@ -20,7 +20,7 @@ from eldr_serve.experts import hosts_of
 from eldr_serve.experts.cost import LayerCost, Topology
 from eldr_serve.experts.director import director_placement, placed_work
 from eldr_serve.experts.migration import Links, aligned, plan_migration
-from eldr_serve.experts.prediction import expected_workload
+from eldr_serve.experts.prediction import decode_correction, expected_workload
 from offline.cli import BadInput
 from offline.gptoss import read_gptoss
 
@@ -125,6 +125,12 @@ def _tokens(
         mine = np.roll(routes[request], int(rng.integers(steps)), axis=0)
         found[step, layer, place % ranks, mine] += 1  # the experts of a token differ
     return found
+
+
+def correction(trace: CalibrationTrace, past: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`decode_correction` [L, E] of the requests `past`."""
+    columns = (trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps)
+    return decode_correction(*(column[past] for column in columns))
 
 
 def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -> Forecast:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from eldr_serve.experts.cascade import Cascade, predict_routes, train_cascade
-from eldr_serve.experts.prediction import expected_workload, match_rate, workload_error
+from eldr_serve.experts.prediction import decode_correction, expected_workload, match_rate, workload_error
 from eldr_serve.experts.replica import quantise_, rounded
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 24, 4, 8, 2
@@ -92,6 +92,26 @@ def test_a_replica_keeps_gates_and_vectors_and_states_its_size() -> None:
     assert size == pytest.approx((16 * kept + (4 + 16 / 32) * packed) / (16 * (kept + packed)))
     with pytest.raises(ValueError, match="9 bits"):
         quantise_(model, 9)
+
+
+def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
+    rng = np.random.default_rng(0)
+    use = rng.dirichlet(np.ones(6), (40, 2))
+    tokens, steps = rng.integers(20, 60, 40), np.full(40, 50)
+    bias = np.array([3, 1, 1, 1, 1, 0.3])
+    prefill, decode = use * bias * tokens[:, None, None], use * steps[:, None, None]
+    correction = decode_correction(prefill[:20], tokens[:20], decode[:20], steps[:20])
+    assert correction.shape == (2, 6)
+    assert correction[:, 0].max() < 0.5
+    assert correction[:, 5].min() > 1.5
+    truth = decode[20:].sum(axis=0)
+    plain, corrected = (
+        workload_error(expected_workload(counts[20:], tokens[20:], 50), truth)
+        for counts in (prefill, prefill * correction)
+    )
+    assert corrected < plain / 2
+    rare = decode_correction([[[0, 9]]], [9], [[[0, 9]]], [9])
+    assert rare.tolist() == [[1, 1]]  # an expert that nobody used is left alone
 
 
 def test_measures_by_hand() -> None:
