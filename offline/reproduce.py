@@ -13,7 +13,7 @@ import typer
 
 from eldr_serve.simulation.calibration import FittedCost
 from offline.cli import BadInput, run
-from offline.figures import balanceroute, eldr, eldr_parallel, grace, metro, together
+from offline.figures import balanceroute, director, eldr, eldr_parallel, grace, metro, together
 from offline.figures.common import Options
 from offline.results import publish
 
@@ -22,6 +22,7 @@ PAPERS = {
     "balanceroute": balanceroute.FIGURES,
     "grace": grace.FIGURES,
     "metro": metro.FIGURES,
+    "director": director.FIGURES,
     "together": together.FIGURES,
 }
 
@@ -32,8 +33,9 @@ def reproduce(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="eldr, grace, metro: routes, a calibration trace or GPT-OSS-20B records (metro: one or "
-            "more); balanceroute: request traces; together: one of each."
+            help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (the last two: "
+            "one or more; director's tables: a folder of prompts); balanceroute: request traces; together: "
+            "one of each."
         ),
     ] = None,
     cost: Annotated[

@@ -1,0 +1,410 @@
+"""DIRECTOR's placement: where the experts should be for the batch that is about to run (sections VI, VII).
+
+Tokens by source rank and expert give each expert a price on each rank (`LayerCost`); the placement makes
+the slowest rank of each layer as fast as can be. The paper's budget bounds the sum over layers, and no
+constraint ties layers together, so the least budget is the sum of the layers' own least-maximum LPs, and
+each is solved directly, without a binary search. Then: replicas, iterative rounding within the LP's polytope
+by a random walk, packing, local search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from eldr_serve.experts.cost import LayerCost, LayerWork, Topology
+from eldr_serve.experts.packing import (
+    copies_of,
+    improved,
+    packed,
+    priced,
+    rank_s,
+    replicated,
+    rereplicated,
+)
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_SMALL_LP = 512  # variables: up to here each rank has its own, beyond each node
+_CLOSE = 0.02  # to the bound: no other number of replicas is tried
+_TOLERANCE = 2e-3  # of the bound: no swap is worth more
+
+
+@dataclass(frozen=True)
+class DirectorReport:
+    """How good a placement is for the workload that it was made for; [L] each, s, without `fixed_s`.
+
+    Attributes:
+        lp_s: optimum of the LP relaxation (or, with many ranks, of its smaller relaxation by nodes): no
+            placement is faster, however finely tokens are shared.
+        bound_s: the same, and that experts which exceed it need whole slots for their replicas.
+        rank_s: what the placement's slowest rank takes.
+    """
+
+    lp_s: Floats
+    bound_s: Floats
+    rank_s: Floats
+
+    @property
+    def gap(self) -> float:
+        """How far all layers together are above the LP's optimum; 0.01 is 1 %."""
+        return _above(self.rank_s, self.lp_s)
+
+    @property
+    def bound_gap(self) -> float:
+        """The same above `bound_s`."""
+        return _above(self.rank_s, self.bound_s)
+
+
+def director_placement(
+    workload: ArrayLike,
+    *,
+    topology: Topology,
+    slots: int,
+    cost: LayerCost,
+    token_bytes: float = 0.0,
+    start: ArrayLike | None = None,
+    tolerance: float = _TOLERANCE,
+    seed: int = 0,
+) -> tuple[Ints, DirectorReport]:
+    """The placement for a pending batch; replicas of an expert share its tokens evenly.
+
+    Args:
+        workload: tokens by source rank and expert, [L, G, E]; or by expert, [L, E], as if each rank had
+            the same.
+        slots: of each rank, C (the paper's C_max); ranks * slots = P.
+        token_bytes: that a token carries to a rank which serves it.
+        start: int[L, P], a placement to mend by as few swaps as reach the tolerance; None: a new one.
+        tolerance: above the bound, at which a layer is good enough.
+        seed: of the rounding's walk.
+
+    Returns:
+        int[L, P], rank-major, and what it is worth. Slots that no replica needs repeat an expert of
+        the same rank.
+
+    Raises:
+        ValueError: a workload of another shape or not finite, or fewer slots than experts.
+    """
+    tokens = by_source(workload, topology)
+    layers, _, experts = tokens.shape
+    ranks = topology.ranks
+    if slots < 1 or ranks * slots < experts:
+        raise ValueError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+    token_s, active_s = prices(tokens, topology, cost, token_bytes)
+    relaxed = _relaxed(token_s + active_s[..., None], topology, slots)
+    bound_s = np.maximum(relaxed.lp_s, _slots_bound(token_s.min(axis=2), active_s, ranks, slots))
+    spare = ranks * slots - experts
+    mean_s = token_s.mean(axis=2)
+    begun = np.full((layers, ranks, slots), experts) if start is None else _parsed(start, tokens, slots)
+    found, reached = begun.copy(), np.full(layers, np.inf)
+    # Where replicas cost weights to read or a way to another node, fewer may be better: layers that are not
+    # close to the bound with all of them try those that the bound forces, then none.
+    for enough_s in (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)):
+        at = np.flatnonzero(reached > bound_s * (1 + _CLOSE))
+        copies = replicated(mean_s[at], spare, ranks, enough_s[at])
+        price = priced(token_s[at], active_s[at], copies)
+        if start is None:
+            quota, kept = _quota(relaxed, at, copies, slots, seed), begun[at]
+        else:
+            quota, kept = None, _kept(begun[at], copies, price)
+        tried = packed(kept, price, copies, quota, relaxed.column)
+        tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
+        better = worst < reached[at]
+        found[at[better]], reached[at[better]] = tried[better], worst[better]
+    return full_slots(found, experts).reshape(layers, -1), DirectorReport(relaxed.lp_s, bound_s, reached)
+
+
+def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:
+    """(slots, the slowest rank's s [L]): swaps, then other replicas, in turn while either helps."""
+    experts = token_s.shape[1]
+    open_ = np.arange(len(slots))
+    reached = np.full(len(slots), np.inf)
+    while len(open_):
+        price = priced(token_s[open_], active_s[open_], copies_of(slots[open_], experts))
+        slots[open_] = improved(slots[open_], price, enough_s[open_])
+        reached[open_] = rank_s(slots[open_], price).max(axis=1)
+        before = slots.copy()
+        for layer in open_[reached[open_] > enough_s[open_]]:
+            slots[layer] = rereplicated(slots[layer], token_s[layer], active_s[layer], enough_s[layer])
+        open_ = open_[(slots[open_] != before[open_]).any(axis=(1, 2))]
+    return slots, reached
+
+
+def placed_work(
+    workload: ArrayLike, hosts: NDArray[np.bool_], *, topology: Topology, token_bytes: float = 0.0
+) -> LayerWork:
+    """What a batch makes each rank do, replicas sharing an expert's tokens of every source evenly.
+
+    Args:
+        workload: [..., G, E] tokens by source rank and expert, or [..., E], as if each rank had the same.
+        hosts: bool[..., E, G], by `hosts_of`.
+    """
+    tokens = np.asarray(workload, np.float64)
+    if tokens.ndim == hosts.ndim - 1:
+        tokens = np.repeat(tokens[..., None, :] / topology.ranks, topology.ranks, axis=-2)
+    share = hosts / hosts.sum(axis=-1, keepdims=True)
+    sent = tokens @ share  # [..., source, rank]
+    same = topology.node_of[:, None] == topology.node_of[None, :]
+    near, far = sent * (same & ~np.eye(topology.ranks, dtype=bool)), sent * ~same
+    active = hosts & (tokens.sum(axis=-2) > 0)[..., None]
+    return LayerWork(
+        active.sum(axis=-2).astype(np.float64),
+        sent.sum(axis=-2),
+        token_bytes * near.sum(axis=-2),
+        token_bytes * far.sum(axis=-2),
+    )
+
+
+def by_source(workload: ArrayLike, topology: Topology) -> Floats:
+    """float[L, G, E] of a workload as `director_placement` takes it; ValueError if it is none."""
+    tokens = np.asarray(workload, np.float64)
+    if tokens.ndim == 2:
+        tokens = np.repeat(tokens[:, None] / topology.ranks, topology.ranks, axis=1)
+    if tokens.ndim != 3 or tokens.shape[1] != topology.ranks or not tokens.size:
+        raise ValueError(
+            f"a workload of shape {np.shape(workload)} is neither [layers, experts] nor [layers, "
+            f"{topology.ranks} ranks, experts]"
+        )
+    if not np.isfinite(tokens).all() or tokens.min() < 0:
+        raise ValueError("a workload must be finite and 0 or more")
+    return tokens
+
+
+def prices(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> tuple[Floats, Floats]:
+    """token_s[L, E, G], an expert's tokens wholly on the rank, and active_s[L, E], its weights read."""
+    everyone = tokens.sum(axis=1)
+    node = np.stack(
+        [tokens[:, topology.node_of == n].sum(axis=1) for n in range(topology.nodes)], axis=2
+    )  # [L, E, nodes]
+    mine, local = np.swapaxes(tokens, 1, 2), node[:, :, topology.node_of]
+    token_s = (
+        cost.per_token_s * everyone[..., None]
+        + cost.near_byte_s * token_bytes * (local - mine)
+        + cost.far_byte_s * token_bytes * (everyone[..., None] - local)
+    )
+    return token_s, cost.per_expert_s * (everyone > 0)
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """The LP relaxation: optimum [L], s; shares [L, E, N] and prices of the N columns of ranks [G]."""
+
+    lp_s: Floats
+    share: Floats
+    price: Floats
+    column: Ints
+
+
+def _relaxed(price: Floats, topology: Topology, slots: int) -> _Relaxed:
+    """The LP (6) of each layer over columns of ranks.
+
+    All ranks are one column where they are alike. A rank is a column where that is small. Else a node is one:
+    its ranks share the work at the price of the cheapest, so that the optimum still bounds every placement
+    from below.
+    """
+    ranks = topology.ranks
+    if np.allclose(price, price[:, :, :1], rtol=1e-9, atol=0):
+        column = np.zeros(ranks, np.int64)
+    elif price.shape[1] * ranks <= _SMALL_LP:
+        column = np.arange(ranks)
+    else:
+        column = topology.node_of
+    width = np.bincount(column)
+    least = np.stack([price[:, :, column == n].min(axis=2) / width[n] for n in range(len(width))], axis=2)
+    solved = [_solved(layer, width * slots) for layer in least]
+    return _Relaxed(np.array([s for s, _ in solved]), np.stack([x for _, x in solved]), least, column)
+
+
+def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
+    """The LP of one layer: least largest column, s, and x[E, N], the share of each expert.
+
+    Args:
+        price: [E, N].
+        room: [N] slots.
+    """
+    experts, columns = price.shape
+    scale = float(price.mean())
+    if columns == 1 or not scale:
+        return float(price[:, 0].sum()), np.tile(room / room.sum(), (experts, 1))
+    n = experts * columns
+    variable = np.arange(n)
+    expert, column = np.divmod(variable, columns)
+    rows = np.concatenate([column, np.arange(columns), columns + column])
+    places = np.concatenate([variable, np.full(columns, n), variable])
+    values = np.concatenate([price.reshape(-1) / scale, np.full(columns, -1.0), np.ones(n)])
+    found = linprog(  # type: ignore[call-overload]  # its stubs know no sparse constraints
+        np.append(np.zeros(n), 1.0),
+        A_ub=csr_array((values, (rows, places)), shape=(2 * columns, n + 1)),
+        b_ub=np.concatenate([np.zeros(columns), room]),
+        A_eq=csr_array((np.ones(n), (expert, variable)), shape=(experts, n + 1)),
+        b_eq=np.ones(experts),
+        bounds=(0, None),
+        method="highs",
+    )
+    if found.x is None:  # not reached: even shares satisfy every constraint
+        raise RuntimeError(f"the placement LP has no solution: {found.message}")
+    return float(found.fun) * scale, found.x[:n].reshape(experts, columns)
+
+
+def _slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> Floats:
+    """float[L]: no placement is faster, because replicas are whole.
+
+    Experts that must be split need slots: the least time in which they find enough, by bisection. Where
+    no slot is to spare, the rank of the dearest expert has others besides.
+    """
+    if ranks * slots == token_s.shape[1]:
+        whole = np.sort(token_s + active_s, axis=1)
+        least: Floats = whole[:, -1] + whole[:, : slots - 1].sum(axis=1)
+        return least
+    low, high = np.zeros(len(token_s)), (token_s + active_s).max(axis=1)
+    for _ in range(40):
+        middle = (low + high) / 2
+        spent = np.maximum(middle[:, None] - active_s, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            needed = np.where(token_s > 0, np.ceil(token_s / spent - 1e-9), 1.0)
+        fits = np.maximum(needed, 1).sum(axis=1) <= ranks * slots
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return low
+
+
+def _quota(relaxed: _Relaxed, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
+    """int[n, E, N], replicas by column of ranks, of the layers `at`; None where all ranks are alike."""
+    width = np.bincount(relaxed.column)
+    if len(width) == 1 or not len(at):
+        return None
+    rng = np.random.default_rng(seed)
+    layers = zip(relaxed.share[at], relaxed.price[at], copies, relaxed.lp_s[at], strict=True)
+    return np.stack(
+        [
+            round_in_polytope(share * number[:, None], price / number[:, None], width * slots, budget, rng)
+            for share, price, number, budget in layers
+        ]
+    )
+
+
+def round_in_polytope(
+    replicas: Floats, price: Floats, room: Ints, budget_s: float, rng: np.random.Generator
+) -> Ints:
+    """Iterative rounding by a random walk (section VI-C): fractional replicas by column become whole.
+
+    Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
+    column's slots, the budget) until a variable becomes whole or another constraint tight; which of the two
+    ways is drawn so that the expected change is none. Where no direction is left, the budget of the column
+    with the fewest fractional variables is dropped, as in iterative relaxation.
+
+    Args:
+        replicas: [E, N], whole row sums.
+        price: [E, N] of one replica, s.
+        room: [N] slots; a column that is beyond them gets no fuller.
+        budget_s: of each column.
+
+    Returns:
+        int[E, N] with the same row sums; column sums within `room`, or rounded where they were beyond.
+    """
+    whole = np.floor(replicas + 1e-7)
+    part = np.clip(replicas - whole, 0, 1)
+    expert, column = np.nonzero(part > 1e-7)
+    x = part[expert, column]
+    columns = replicas.shape[1]
+    of_expert = (expert == np.unique(expert)[:, None]).astype(np.float64)
+    of_column = (column == np.arange(columns)[:, None]).astype(np.float64)
+    cost = price / max(budget_s, 1e-300)
+    limits = np.concatenate([of_column, of_column * cost[expert, column]])
+    taken = np.concatenate([replicas.sum(axis=0) - room, (replicas * cost).sum(axis=0) - 1])
+    slack = np.maximum(-taken, 0)
+    kept = np.ones(2 * columns, bool)
+    free = np.ones(len(x), bool)
+    while free.any():
+        tight = kept & (slack < 1e-7) & (limits[:, free] != 0).any(axis=1)
+        rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
+        direction = _null_vector(rows, rng)
+        if direction is None:
+            if not tight.any():  # a fraction alone in its row: a rounding error
+                break
+            budgets = np.flatnonzero(tight[columns:])
+            # Experts and slots alone have whole vertices; slots give way last, to rounding errors only.
+            row = (
+                columns + min(budgets, key=lambda n: of_column[n, free].sum())
+                if len(budgets)
+                else int(tight.argmax())
+            )
+            kept[row] = False
+            continue
+        step = np.zeros(len(x))
+        step[free] = direction
+        ahead, back = _reach(x, slack, limits, kept, step), _reach(x, slack, limits, kept, -step)
+        length = ahead if rng.random() * (ahead + back) < back else -back
+        x = x + length * step
+        slack = slack - limits @ (length * step)
+        x = np.where(abs(x - np.round(x)) < 1e-7, np.round(x), x)
+        free &= (x > 0) & (x < 1)
+    whole[expert, column] += np.round(x)
+    return whole.astype(np.int64)
+
+
+def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
+    """A random unit vector that all rows are orthogonal to; None if there is none."""
+    _, size, basis = np.linalg.svd(rows)
+    free = basis[int((size > 1e-9 * max(1.0, size.max(initial=0.0))).sum()) :]
+    if not len(free):
+        return None
+    vector: Floats = rng.standard_normal(len(free)) @ free
+    return vector / np.linalg.norm(vector)
+
+
+def _reach(x: Floats, slack: Floats, limits: Floats, kept: NDArray[np.bool_], step: Floats) -> float:
+    """How far x can go along the step within [0, 1] and the limits that are kept."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        to_bound = np.where(step > 1e-12, (1 - x) / step, np.where(step < -1e-12, -x / step, np.inf))
+        grows = limits @ step
+        to_limit = np.where(kept & (grows > 1e-9), np.maximum(slack, 0) / grows, np.inf)
+    return float(min(to_bound.min(), to_limit.min()))
+
+
+def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
+    """int[L, G, C] of a placement; a second replica on a rank leaves its slot empty."""
+    layers, ranks, experts = tokens.shape
+    placement = np.asarray(start)
+    if placement.shape != (layers, ranks * slots):
+        raise ValueError(f"the start has shape {placement.shape}, not ({layers}, {ranks * slots})")
+    if placement.min() < 0 or placement.max() >= experts:
+        raise ValueError(f"the start names an expert outside 0 to {experts - 1}")
+    rows = placement.reshape(-1, slots).astype(np.int64)
+    earlier = np.tril(rows[:, :, None] == rows[:, None, :], k=-1).any(axis=2)
+    return np.where(earlier, experts, rows).reshape(layers, ranks, slots)
+
+
+def _kept(slots: Ints, copies: Ints, price: Floats) -> Ints:
+    """The slots without replicas beyond `copies`; dearest ranks give theirs up first."""
+    kept = slots.copy()
+    experts = copies.shape[1]
+    surplus = copies_of(kept, experts) - copies
+    cost = rank_s(kept, price)
+    for layer, expert in np.argwhere(surplus > 0):
+        holders, slot = np.nonzero(kept[layer] == expert)
+        dearest = np.argsort(-cost[layer, holders], kind="stable")[: surplus[layer, expert]]
+        kept[layer, holders[dearest], slot[dearest]] = experts
+    return kept
+
+
+def full_slots(slots: Ints, experts: int) -> Ints:
+    """Empty slots repeat an expert of their rank, one with no other rank if there is one: no token moves."""
+    slots = slots.copy()
+    alone = copies_of(slots, experts) == 1
+    for layer, rank in np.argwhere((slots == experts).any(axis=2)):
+        row = slots[layer, rank]
+        there = row[row < experts]
+        if not len(there):  # more slots than experts can fill
+            there = np.arange(1)
+        single = there[alone[layer, there]]
+        slots[layer, rank] = np.where(row == experts, single[0] if len(single) else there[0], row)
+    return slots
+
+
+def _above(value: Floats, bound: Floats) -> float:
+    total = float(bound.sum())
+    return float(value.sum()) / total - 1 if total else 0.0

@@ -1,0 +1,77 @@
+"""Which experts a pending batch will use (DIRECTOR, section V-A), and how good such a forecast is.
+
+Three predictors: the cascade (`cascade.py`, torch) and the low-bit replica (`replica.py`, torch) read the
+prompt before it runs; ELDR's prefill signature is free where prefill and decode are apart, because prefill
+has counted the experts already.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+
+def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) -> Floats:
+    """float[L, E]: tokens that each expert is expected to get while a batch of N requests decodes.
+
+    A request is taken to use its experts in decode as often, a token, as in its prompt.
+
+    Args:
+        counts: [N, L, E] prompt tokens of each expert, counted or predicted.
+        tokens: [N] prompt tokens, 1 or more.
+        steps: [N] decode steps expected, or one number.
+
+    Raises:
+        ValueError: shapes that do not agree, or a prompt without tokens.
+    """
+    seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
+    if seen.ndim != 3 or length.shape != seen.shape[:1]:
+        raise ValueError(f"counts of shape {seen.shape} do not go with {length.shape} prompt lengths")
+    if not (length > 0).all():
+        raise ValueError("a prompt has no tokens")
+    weight = np.divide(steps, length, dtype=np.float64)
+    expected: Floats = np.tensordot(weight, seen, axes=1)
+    return expected
+
+
+def decode_correction(
+    prefill_counts: ArrayLike, prompt_tokens: ArrayLike, decode_counts: ArrayLike, decode_steps: ArrayLike
+) -> Floats:
+    """float[L, E]: how much more often a decode step uses each expert than a prompt token, by past requests.
+
+    Prompts have tokens that answers lack (the first one, the chat template's), so their counts mislead in the
+    same direction for every request; `counts * decode_correction(...)` does not. A tenth of a mean expert's
+    use is added to both sides, so that rare experts stay as they are.
+
+    Args:
+        prefill_counts, decode_counts: [N, L, E] of past requests.
+        prompt_tokens, decode_steps: [N], 1 or more.
+    """
+    use = [
+        expected_workload(counts, tokens, 1) / np.size(tokens)
+        for counts, tokens in ((prefill_counts, prompt_tokens), (decode_counts, decode_steps))
+    ]
+    prior = 0.1 * use[1].mean(axis=-1, keepdims=True)
+    correction: Floats = (use[1] + prior) / (use[0] + prior)
+    return correction
+
+
+def match_rate(predicted: ArrayLike, chosen: ArrayLike) -> float:
+    """Share of the chosen experts that were predicted: the paper's accuracy; both [..., k], distinct ids."""
+    guess, truth = np.asarray(predicted), np.asarray(chosen)
+    if guess.shape != truth.shape or not truth.size:
+        raise ValueError(f"predictions of shape {guess.shape} do not go with choices of {truth.shape}")
+    return float((guess[..., :, None] == truth[..., None, :]).any(axis=-2).mean())
+
+
+def workload_error(predicted: ArrayLike, actual: ArrayLike) -> float:
+    """Share of the tokens that a forecast [..., E] gives to the wrong expert, mean over layers; 0 to 1.
+
+    Both are scaled to the same number of tokens: a placement depends on proportions.
+    """
+    guess, truth = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
+    guess = guess / np.maximum(guess.sum(axis=-1, keepdims=True), 1e-300)
+    truth = truth / np.maximum(truth.sum(axis=-1, keepdims=True), 1e-300)
+    return float(abs(guess - truth).sum(axis=-1).mean() / 2)
