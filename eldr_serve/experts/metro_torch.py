@@ -49,7 +49,7 @@ class TorchMetro:
 
         Args:
             tokens: int[N, E], above 0 where the batch has tokens for the expert. One without a host must have
-                none: nothing is checked here, since nothing should wait for a device.
+                none; it is not checked.
         """
         wanted = tokens > 0
         choosing = wanted.gather(1, self._order)[:, None].int()
