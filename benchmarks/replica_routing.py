@@ -3,13 +3,12 @@
     python -m benchmarks.replica_routing --prompts DIR [--traces gptoss20b_decode_traces.jsonl.gz]
 
 Experts are replicated and placed by EPLB on one half of the prompts' decode routes; batches are drawn
-from the other half, each request at a random step. `--traces` adds real GPT-OSS-20B routes. Time is of
-the vectorised form, all layers of a batch at once, per layer.
+from the other half, each request at a random step. `--traces` adds real GPT-OSS-20B routes. The time of
+the choice is measured by `benchmarks.metro_decide`.
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,14 +86,10 @@ def _measured(
 ) -> dict[str, Any]:
     worst: dict[str, list[float]] = {"greedy": [], "optimum": [], "even": []}
     plan = MetroPlan.of(hosts)
-    seconds = []
     for _ in range(batches):
         chosen = [routes[i] for i in rng.choice(test, batch, replace=batch > len(test))]
         tokens = sum(_counts(r[[rng.integers(len(r))]], hosts.shape[1]) for r in chosen)
-        start = time.perf_counter()
-        greedy = plan.route(tokens)
-        seconds.append((time.perf_counter() - start) / len(hosts))
-        worst["greedy"].append(_worst(greedy, hosts.shape[2]))
+        worst["greedy"].append(_worst(plan.route(tokens), hosts.shape[2]))
         worst["optimum"].append(_worst(route_optimal(tokens, hosts), hosts.shape[2]))
         worst["even"].append(float((route_even(tokens, hosts) > 0).sum(axis=1).max(axis=1).mean()))
     mean = {name: float(np.mean(values)) for name, values in worst.items()}
@@ -105,7 +100,6 @@ def _measured(
         **mean,
         "greedy_above_optimum_pct": 100 * (mean["greedy"] / mean["optimum"] - 1),
         "even_above_optimum_pct": 100 * (mean["even"] / mean["optimum"] - 1),
-        "greedy_p50_us_per_layer": 1e6 * float(np.median(seconds)),
     }
 
 
