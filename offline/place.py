@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement, RoutingTable
 from eldr_serve.experts import (
@@ -27,6 +26,7 @@ from eldr_serve.experts import (
     hosts_of,
 )
 from eldr_serve.experts.cost import LayerCost, Topology
+from eldr_serve.experts.director import director_placement
 from eldr_serve.experts.evaluate import Rule, evaluate, sample_batches, serve_even, serve_metro
 from eldr_serve.experts.grace import slots_a_rank
 from eldr_serve.experts.locality import local_rule
@@ -52,7 +52,9 @@ class Problem:
         topology: ranks and nodes.
         batch: tokens of a decode step.
         groups: expert groups of the model.
-        seed: of clustering.
+        cost: of a layer; None: not known.
+        token_bytes: of a token's hidden state.
+        seed: of clustering and rounding.
     """
 
     routes: NDArray[np.unsignedinteger[Any]]
@@ -61,6 +63,8 @@ class Problem:
     topology: Topology
     batch: int
     groups: int
+    cost: LayerCost | None
+    token_bytes: float
     seed: int
 
     @cached_property
@@ -94,10 +98,25 @@ def _grace(problem: Problem) -> tuple[Ints, Report]:
     return grace_placement(affinity, problem.load, problem.slots, problem.topology, seed=problem.seed)
 
 
+def _director(problem: Problem) -> tuple[Ints, Report]:
+    if problem.cost is None:
+        raise BadInput("method director weighs experts against tokens and bytes: give their --cost")
+    placed, report = director_placement(
+        problem.load * problem.batch / len(problem.routes),
+        topology=problem.topology,
+        slots=problem.slots // problem.topology.ranks,
+        cost=problem.cost,
+        token_bytes=problem.token_bytes,
+        seed=problem.seed,
+    )
+    return placed, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
+
+
 METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
     "eplb": _eplb,
     "activation": _activation,
     "grace": _grace,
+    "director": _director,
 }
 
 
@@ -123,7 +142,9 @@ def place(
         Literal["vllm"] | None, typer.Option(help="Write vLLM's form too (NAME.vllm.jsonl).")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, over all ranks.")] = 64,
-    cost: Annotated[Path | None, typer.Option(help="LayerCost (JSON, s): report layer times too.")] = None,
+    cost: Annotated[
+        Path | None, typer.Option(help="LayerCost (JSON, s): report layer times too; director needs it.")
+    ] = None,
     token_bytes: Annotated[
         float, typer.Option(min=1, help="Bytes of a token's hidden state, for --cost.")
     ] = 4096,
@@ -141,7 +162,7 @@ def place(
     if not out.parent.is_dir():
         raise BadInput(f"the folder {out.parent} is not there")
     topology = _topology(ranks, nodes)
-    layer_cost = None if cost is None else _layer_cost(cost)
+    layer_cost = None if cost is None else LayerCost.load(cost)
     loaded = observed(routes_of(trace))
     num_experts = loaded.prefill_counts.shape[2]
     num_slots = _slots(num_experts, slots, redundant)
@@ -152,13 +173,23 @@ def place(
     rows: list[Report] = []
     files: dict[Path, bytes] = {}
     for name, path, mine, others in _parts(loaded, fit, held_out, workers, cluster_of, out, seed):
-        problem = Problem(loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, seed)
+        problem = Problem(
+            loaded.decode_routes(mine),
+            num_experts,
+            num_slots,
+            topology,
+            batch,
+            groups,
+            layer_cost,
+            token_bytes,
+            seed,
+        )
         placed, report = METHODS[method](problem)
         batches = sample_batches(loaded, others, batch, BATCHES, seed=seed + 1)
         found = [
             {"worker": name, "placement": label} | row
             for label, tried in (("linear", _linear(problem)), (method, placed))
-            for row in _judged(problem, tried, batches, layer_cost, token_bytes, expert_bytes)
+            for row in _judged(problem, tried, batches, expert_bytes)
         ]
         rows += found
         placement = ExpertPlacement(
@@ -187,14 +218,6 @@ def _topology(ranks: int, nodes: int) -> Topology:
     if ranks % nodes:
         raise BadInput(f"{ranks} ranks do not divide by {nodes} nodes")
     return Topology(ranks=ranks, nodes=nodes)
-
-
-def _layer_cost(path: Path) -> LayerCost:
-    try:
-        return LayerCost.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BadInput(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _slots(num_experts: int, slots: int | None, redundant: int | None) -> int:
@@ -243,8 +266,6 @@ def _judged(
     problem: Problem,
     placed: Ints,
     batches: Ints,
-    cost: LayerCost | None,
-    token_bytes: float,
     expert_bytes: float | None,
 ) -> list[Report]:
     """A row for each way to choose replicas."""
@@ -255,7 +276,7 @@ def _judged(
         memory["gib_a_rank"] = placed.size / topology.ranks * expert_bytes / 2**30
     return [
         {"replicas_by": name}
-        | evaluate(batches, hosts, topology, rule, token_bytes=token_bytes, cost=cost)
+        | evaluate(batches, hosts, topology, rule, token_bytes=problem.token_bytes, cost=problem.cost)
         | memory
         for name, rule in _rules(problem, hosts)
     ]

@@ -33,9 +33,9 @@ def reproduce(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (the last two: "
-            "one or more; director's tables: a folder of prompts); balanceroute: request traces; together: "
-            "one of each."
+            help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (metro, "
+            "director: one or more; director's tables: a folder of prompts); balanceroute: request traces; "
+            "together: one of each."
         ),
     ] = None,
     cost: Annotated[

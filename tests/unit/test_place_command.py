@@ -30,6 +30,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def placed(trace: Path, out: Path, **options: Any) -> None:
+    if options.get("method") == "director":
+        options["cost"] = trace.with_name("cost.json")
+        LayerCost(fixed_s=1e-5, per_expert_s=1e-8, per_token_s=1e-6).save(options["cost"])
     place(trace=trace, out=out, **{"method": "grace", "ranks": 4, "batch": 16, **options})
 
 
@@ -71,6 +74,7 @@ def test_placements_do_what_their_methods_are_for(trace: Path, tmp_path: Path) -
     assert copies[1] < 0.95 * copies[0]
     assert found["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
     assert found["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
+    assert found["director"][1]["layer_us"] < found["director"][0]["layer_us"]
 
 
 def test_each_decode_worker_gets_a_placement_of_its_own(trace: Path, tmp_path: Path) -> None:
@@ -109,7 +113,8 @@ def test_cost_memory_and_vllm_s_form_are_added(trace: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"method": "nobody"}, "unknown method 'nobody'; there are eplb, activation, grace"),
+        ({"method": "nobody"}, "unknown method 'nobody'; there are eplb, activation, grace, director"),
+        ({"method": "director"}, "give their --cost"),
         ({"ranks": 4, "nodes": 3}, "4 ranks do not divide by 3 nodes"),
         ({"ranks": 3}, "16 slots do not divide by 3 ranks"),
         ({"slots": 12}, "12 slots are not from 16"),
@@ -158,7 +163,7 @@ def test_a_trace_without_routes_or_a_foreign_table_is_refused(
     for options, sentence in (
         ({"trace": bare}, "the trace holds no routes"),
         ({"trace": trace, "cluster_of": foreign}, "foreign.safetensors is a table of m with 4 x 8 experts"),
-        ({"trace": trace, "cost": cost}, "cost.json, per_expert_s: Field required"),
+        ({"trace": trace, "cost": cost}, "cost.json is no layer cost: per_expert_s: Field required"),
     ):
         with pytest.raises(typer.Exit):
             bad_input_exits(place)(method="grace", ranks=4, out=tmp_path / "p.json", **options)
