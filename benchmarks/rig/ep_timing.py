@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.rig.ep_ranks import device, read_experts, read_gate
-from eldr_serve.experts import hosts_of, route_metro
+from eldr_serve.experts import MetroPlan, hosts_of
 from eldr_serve.experts.parallel_layer import (
     ParallelLayer,
     Products,
@@ -55,7 +55,9 @@ class Plan:
     def routing(self, arm: Arm, layer: int) -> Routing:
         """The arm's choice of replicas."""
         hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
-        return one_replica(route_metro, hosts) if arm[1] == "metro" else all_replicas(hosts)
+        return (
+            one_replica(MetroPlan.of(hosts).route, len(hosts)) if arm[1] == "metro" else all_replicas(hosts)
+        )
 
     @property
     def num_experts(self) -> int:

@@ -156,15 +156,15 @@ def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
     return slot
 
 
-def one_replica(choose: Callable[[ArrayLike, ArrayLike], Ints], hosts: NDArray[np.bool_]) -> Routing:
-    """All tokens of an expert to one replica, by the batch: `route_metro`, `route_optimal`.
+def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
+    """All tokens of an expert to one replica, by the batch.
 
     Args:
-        hosts: bool[E, G].
+        choose: tokens int[E] -> rank int[E]; `MetroPlan.of(hosts).route`.
     """
 
     def route(experts: Ints, home: Ints) -> Ints:
-        return choose(np.bincount(experts.reshape(-1), minlength=len(hosts)), hosts)[experts]
+        return choose(np.bincount(experts.reshape(-1), minlength=num_experts))[experts]
 
     return route
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks.rig.engines import WEIGHTS
 from benchmarks.rig.ep_ranks import on_ranks, read_experts, read_gate
 from eldr_serve.experts import (
+    MetroPlan,
     activation_placement,
     eplb_placement,
     hosts_of,
     route_even,
-    route_metro,
     route_optimal,
 )
 from eldr_serve.experts.parallel_layer import (
@@ -55,7 +55,8 @@ def routing(name: str, hosts: np.ndarray) -> Routing:
     if name == "home":  # the rank itself where it holds the expert, or else the first that does
         ranks = np.arange(hosts.shape[1])
         return by_home(np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1)))
-    return one_replica({"metro": route_metro, "optimal": route_optimal}[name], hosts)
+    choose = {"metro": MetroPlan.of(hosts).route, "optimal": lambda tokens: route_optimal(tokens, hosts)}
+    return one_replica(choose[name], len(hosts))
 
 
 def hidden(tokens: int, seed: int) -> Tensor:
