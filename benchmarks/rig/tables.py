@@ -92,6 +92,7 @@ class Claim:
 
 _CHANGE = "{workload} K={workers}: {p50_change_pct:+.0f} / {p99_change_pct:+.0f} %"
 _EXPERTS = "{same_domain:.1f} / {mixed:.1f} of 64 ({change_pct:+.0f} %)"
+_RATE = "{tpot_p50_ms:.1f} ms, {output_tokens_per_s:.0f} tokens/s"
 _TIME = "p50 {p50_us:.0f} us, p99 {p99_us:.0f} us"
 CLAIMS = [
     Claim(
@@ -144,6 +145,35 @@ CLAIMS = [
         "{trace}: {imbalance_below_jsq:.1f}",
         {"method": "balance-route-horizon, survival"},
         "offline.reproduce balanceroute table1",
+    ),
+    Claim(
+        "TPOT p50 and throughput at 1.2 times what 16 workers' slots take, simulated on GPT-OSS-20B's routes "
+        "and Azure's lengths: shortest-queue",
+        "together_policies",
+        _RATE,
+        {"workload": "load 1.2, no barrier", "policy": "shortest-queue"},
+        "offline.reproduce together policies",
+    ),
+    Claim(
+        "the same of `balance-band`",
+        "together_policies",
+        _RATE,
+        {"workload": "load 1.2, no barrier", "policy": "balance-band"},
+        "offline.reproduce together policies",
+    ),
+    Claim(
+        "most activated experts on one of 8 ranks, above the optimum: METRO's choice (EPLB's), batch 32, "
+        "replicas 1.5 times",
+        "metro_fig8",
+        "{model}: {metro_above_optimum_pct:.1f} % ({even_above_optimum_pct:.0f} %)",
+        {"batch_size": 32, "replication": 1.5},
+        "offline.reproduce metro fig8",
+    ),
+    Claim(
+        "experts' time of a layer on 2 real ranks, METRO's choice against an even spread, replicas 2 times",
+        "ep_layer",
+        "{experts_change_pct:.0f} % ({experts_low_pct:.0f} to {experts_high_pct:.0f})",
+        {"how": "2 ranks together, cpu", "replication": 2.0, "routing": "metro"},
     ),
     Claim(
         "signature cache / KV cache, Qwen3-30B-A3B, blocks of 16 tokens",
