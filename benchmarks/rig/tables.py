@@ -170,6 +170,13 @@ CLAIMS = [
         "offline.reproduce metro fig8",
     ),
     Claim(
+        "placement of 48 x 128 experts on 32 ranks for a pending batch: above the LP's bound, time",
+        "director_fig11",
+        "{above_lp_pct:.1f} %, {solve_p50_s:.2f} s",
+        {"workload": "synthetic, on 32 H200", "method": "LP rounding"},
+        "offline.reproduce director fig11",
+    ),
+    Claim(
         "experts' time of a layer on 2 real ranks, METRO's choice against an even spread, replicas 2 times",
         "ep_layer",
         "{experts_change_pct:.0f} % ({experts_low_pct:.0f} to {experts_high_pct:.0f})",
