@@ -7,7 +7,6 @@ The replica kernel, which vLLM builds for GPUs alone, runs in Triton's interpret
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +30,7 @@ from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
+from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine import compat, eplb
 from eldr_serve.experts import hosts_of, route_metro
 
@@ -171,9 +171,9 @@ def run(rank: int, port: int, path: Path) -> None:
         check_weights(rank, layers, placement)
     refused(lambda: worker(rank, path, kernel_router, "local", False), "must agree")
     other = path.with_name(f"other{rank}.json")
-    other.write_text(json.dumps({"physical_to_logical_map": [PLACEMENT[0]]}))
+    save([PLACEMENT[0]], other)
     refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
-    other.write_text(json.dumps({"physical_to_logical_map": [[0] * SLOTS] * LAYERS}))
+    save([[0] * SLOTS] * LAYERS, other, experts=1)
     refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
 
 
@@ -190,6 +190,10 @@ def evenly(ids: np.ndarray, maps: Any, layer: int) -> np.ndarray:
     return maps.logical_to_physical_map[layer].numpy()[ids, hashed[:, None] % replicas]
 
 
+def save(slots: list[list[int]], path: Path, experts: int = EXPERTS) -> None:
+    ExpertPlacement(np.array(slots), RANKS, experts, model="tiny", method="by hand").save(path)
+
+
 def refused(call: Any, word: str) -> None:
     with pytest.raises(compat.UnsupportedEngineError, match=word):
         call()
@@ -198,7 +202,7 @@ def refused(call: Any, word: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "placement.json"
-        file.write_text(json.dumps({"physical_to_logical_map": PLACEMENT}))
+        save(PLACEMENT, file)
         arguments = int(sys.argv[1]), file
         # Forked, so that vLLM is imported once.
         torch.multiprocessing.start_processes(run, arguments, nprocs=RANKS, start_method="fork")
