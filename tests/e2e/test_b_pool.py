@@ -134,8 +134,8 @@ async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(servic
         assert int(refused[0].headers["retry-after"]) >= 1
         await until(lambda: service.status()["counters"].get("pool_expired", 0) > before)
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
-    await asyncio.sleep(12)
-    assert service.kv_usage() == 0.0
+    # Their prompts' leases end anyway by now; what an engine still held would be held for good.
+    wait_for(lambda: service.kv_usage() == 0.0, "the engines are empty", 40)
 
 
 async def test_a_policy_without_pool_lets_those_in_the_pool_run_at_once(service: Service) -> None:
