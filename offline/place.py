@@ -27,7 +27,7 @@ from eldr_serve.experts import (
 )
 from eldr_serve.experts.cost import LayerCost, Topology
 from eldr_serve.experts.director import director_placement
-from eldr_serve.experts.evaluate import Rule, evaluate, sample_batches, serve_even, serve_metro
+from eldr_serve.experts.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
 from eldr_serve.experts.grace import slots_a_rank
 from eldr_serve.experts.locality import local_rule
 from eldr_serve.files import write_all
@@ -287,7 +287,7 @@ def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]
     if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
         return [("-", serve_even)]
     local = local_rule(problem.load, hosts, problem.topology, seed=problem.seed)
-    return [("turn", serve_even), ("metro", serve_metro), ("local", local)]
+    return [("turn", serve_even), ("metro", metro_rule(hosts)), ("local", local)]
 
 
 if __name__ == "__main__":

@@ -352,7 +352,8 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
     n = len(case.requests)
     draws = np.random.default_rng(seed).integers(n, size=(_DRAWS, n))
     rows = []
-    for label, tpot in case.tpot_s.items():
+    measured, first = case.tpot_s, case.first_s
+    for label, tpot in measured.items():
         steps, outcome = case.steps[label], case.outcomes[label]
         row: dict[str, Any] = {
             "workload": case.load.group,
@@ -362,7 +363,7 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
         }
         for q in (50, 99):
             row[f"tpot_p{q}_ms"] = 1e3 * float(np.percentile(tpot, q))
-            best = case.tpot_s[min(baselines, key=lambda b: float(np.percentile(case.tpot_s[b], q)))]
+            best = measured[min(baselines, key=lambda b: float(np.percentile(measured[b], q)))]
             drawn = np.percentile(tpot[draws], q, axis=1) / np.percentile(best[draws], q, axis=1)
             low, high = np.percentile(drawn, [2.5, 97.5])
             row[f"p{q}_change_pct"] = 100 * float(np.percentile(tpot, q) / np.percentile(best, q) - 1)
@@ -370,7 +371,7 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
         rows.append(
             row
             | {
-                "first_token_p50_ms": 1e3 * float(np.median(case.first_s[label])),
+                "first_token_p50_ms": 1e3 * float(np.median(first[label])),
                 "active_experts": float(np.mean(steps.experts)) / LAYERS,
                 "batch_size": float(np.mean(steps.requests)),
                 "step_ms": 1e3 * float(np.mean(steps.seconds)),

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.cost import LayerCost, LayerWork, Topology
-from eldr_serve.experts.replica_routing import route_metro
+from eldr_serve.experts.replica_routing import MetroPlan
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -49,10 +49,12 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
     return ranks
 
 
-def serve_metro(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
-    """METRO's: all tokens of an expert go to one replica, chosen for this batch."""
-    ranks: Ints = route_metro(np.bincount(experts.reshape(-1), minlength=len(hosts)), hosts)[experts]
-    return ranks
+def metro_rule(hosts: ArrayLike) -> Rule:
+    """METRO's on hosts bool[L, E, G]: all tokens of an expert go to one replica, chosen for each batch."""
+    plans = [MetroPlan.of(layer) for layer in np.asarray(hosts, bool)]
+    return lambda layer, experts, source, held: plans[layer].route(
+        np.bincount(experts.reshape(-1), minlength=len(held))
+    )[experts]
 
 
 def served(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:

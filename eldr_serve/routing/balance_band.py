@@ -172,12 +172,14 @@ class _Batches:
 
     def cheapest(self, request: int, cost: StepCost) -> int:
         """The free worker where the request adds the least decode time for everybody."""
-        batch, kv_tokens = self._in_flight, self._held[:, 0]
-        now = batch * cost.seconds(batch, kv_tokens, self._union)
-        with_it = (batch + 1) * cost.seconds(
-            batch + 1, kv_tokens + self._tokens[request], self._union + self._added[:, request]
+        added_s = cost.added_seconds(
+            self._in_flight,
+            self._held[:, 0],
+            self._union,
+            more_tokens=self._tokens[request],
+            more_experts=self._added[:, request],
         )
-        return int(np.where(self._free > 0, with_it - now, np.inf).argmin())
+        return int(np.where(self._free > 0, added_s, np.inf).argmin())
 
     def most_at_home(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
         """(worker, request): of the pairs with an F within `band` of the best, the one with the fewest

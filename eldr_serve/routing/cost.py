@@ -40,6 +40,14 @@ class StepCost:
             + self.per_expert_s * experts
         )
 
+    def added_seconds(
+        self, requests: Any, kv_tokens: Any, experts: Any, *, more_tokens: Any, more_experts: Any
+    ) -> Any:
+        """What one more request of that many KV tokens and new experts adds, s a step, over all requests."""
+        now = self.seconds(requests, kv_tokens, experts)
+        with_it = self.seconds(requests + 1, kv_tokens + more_tokens, experts + more_experts)
+        return (requests + 1) * with_it - requests * now
+
     def as_dict(self) -> dict[str, float]:
         """JSON-able; `StepCost(**d)` reads it."""
         return {name: getattr(self, name) for name in TERMS}

@@ -110,10 +110,14 @@ class MarginalCost(Policy):
         """Seconds that each of `workers` would lose a step, over all its requests, by the newcomer."""
         batch = np.array([loads[w].in_flight for w in workers], np.float64)
         kv_tokens = np.array([loads[w].kv_tokens for w in workers], np.float64)
-        union = self._expert_weight * self.active.union[workers]
-        now = self.cost.seconds(batch, kv_tokens, union)
-        with_it = self.cost.seconds(batch + 1, kv_tokens + tokens, union + self._expert_weight * added)
-        return np.asarray((batch + 1) * with_it - batch * now)
+        marginal = self.cost.added_seconds(
+            batch,
+            kv_tokens,
+            self._expert_weight * self.active.union[workers],
+            more_tokens=tokens,
+            more_experts=self._expert_weight * added,
+        )
+        return np.asarray(marginal)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         asked, self._asked = self._asked, None  # what is learnt below may change the levels of others

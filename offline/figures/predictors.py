@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from eldr_serve.artifacts import CalibrationTrace
+from eldr_serve.experts import expert_load
 from eldr_serve.experts.cascade import Cascade, predict_routes, train_cascade
 from eldr_serve.experts.prediction import match_rate, workload_error
 from eldr_serve.experts.replica import quantise_
@@ -178,7 +179,7 @@ def _trained(observed: DemoRoutes, train: Array, stages: int, embedding: torch.T
 
 def _counts(routes: list[Array], experts: int = 64) -> Array:
     """uint32[N, L, E]."""
-    return np.stack([(r[..., None] == np.arange(experts)).sum(axis=(0, 2)) for r in routes]).astype(np.uint32)
+    return np.stack([expert_load(r, experts) for r in routes]).astype(np.uint32)
 
 
 def _spread(routes: list[Array], trace: CalibrationTrace, at: Array) -> Array:

@@ -29,9 +29,9 @@ from eldr_serve.experts.evaluate import (
     evaluate,
     forwarded_copies,
     home_ranks,
+    metro_rule,
     sample_batches,
     serve_even,
-    serve_metro,
     served,
 )
 from eldr_serve.experts.grouping import (
@@ -353,12 +353,17 @@ def test_an_evaluation_is_what_counting_gives(seed: int) -> None:
     batches = random_routes(seed, experts=6, tokens=24)[None].reshape(3, 8, 2, 2)
     load = rng.exponential(size=(2, 6))
     cost = LayerCost(fixed_s=1, per_expert_s=2, per_token_s=3, near_byte_s=0.1, far_byte_s=0.2)
-    for rule in (serve_even, serve_metro, local_rule(load, hosts, TOPOLOGY), weighted_rule(load, hosts)):
+    for rule in (
+        serve_even,
+        metro_rule(hosts),
+        local_rule(load, hosts, TOPOLOGY),
+        weighted_rule(load, hosts),
+    ):
         found = evaluate(batches, hosts, TOPOLOGY, rule, cost=cost)
         assert found["experts_mean_rank"] <= found["experts_worst_rank"] <= 6
         assert found["token_skew"] >= 1
         assert found["layer_us"] >= 1e6 * (1 + 2 * found["experts_worst_rank"])
-    ranks = served(batches, hosts, TOPOLOGY, serve_metro)
+    ranks = served(batches, hosts, TOPOLOGY, metro_rule(hosts))
     near = far = near_forwarded = far_forwarded = experts = pairs = 0
     for b, layer in itertools.product(range(3), range(2)):
         activated = {(e, r) for e, r in zip(batches[b, :, layer].flat, ranks[b, :, layer].flat, strict=True)}
@@ -371,7 +376,7 @@ def test_an_evaluation_is_what_counting_gives(seed: int) -> None:
             far_forwarded += bool(visited - same)
             near_forwarded += len(same - {home}) + max(0, len(visited - same) - 1)
             pairs += 1
-    found = evaluate(batches, hosts, TOPOLOGY, serve_metro)
+    found = evaluate(batches, hosts, TOPOLOGY, metro_rule(hosts))
     assert found["experts_worst_rank"] == pytest.approx(experts / 6)
     assert found["near_copies"] == pytest.approx(near / pairs)
     assert found["far_copies"] == pytest.approx(far / pairs)
