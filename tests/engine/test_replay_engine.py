@@ -30,7 +30,7 @@ def replayed(name: str, work: Path, out: Path, **more: object) -> dict[str, Any]
         "per-worker": 4,
         "batch": 2,
         "output-tokens": 8,
-        "intermediate": 512,
+        "intermediate": 1024,
         "requests": 48,
         "work": work,
         "out": out,
@@ -60,7 +60,7 @@ def test_a_replay_measures_every_request_of_every_arm(work: Path, tmp_path: Path
 def test_the_engine_samples_the_captured_text_again(work: Path, tmp_path: Path) -> None:
     """So that simulator and engine have the same routes, and differ in time alone."""
     steps = tmp_path / "steps.jsonl"
-    options = {"steps-out": steps, "batch": 1, "per-worker": 6, "repeats": 2}
+    options = {"steps-out": steps, "batch": 3, "per-worker": 6, "repeats": 2}
     result = replayed("simulator_validation", work, tmp_path / "validation.json", **options)
     assert len(result["rows"]) == 8
     for row in result["rows"]:
