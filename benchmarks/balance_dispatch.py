@@ -19,7 +19,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
-from eldr_serve.routing import Handoff, PooledPolicy, WorkerLoad, make_policy
+from eldr_serve.routing import Handoff, Loads, PooledPolicy, make_policy
 from offline.cli import run
 from offline.results import publish, time_calls
 
@@ -45,11 +45,11 @@ def balance_dispatch(
             policy = make_policy(name, slots=slots)
             assert isinstance(policy, PooledPolicy)
             ages = _fill(policy, workers, slots - 1, rng)
-            full = [WorkerLoad(slots - 1, int(t)) for t in rng.integers(50_000, 90_000, workers)]
+            tokens = rng.integers(50_000, 90_000, workers)
+            free = {"one slot": (np.arange(workers) == 0).astype(int), "scarce": 1, "abundant": 2}
             states = {
-                "one slot": [WorkerLoad(slots - (w == 0), load.kv_tokens) for w, load in enumerate(full)],
-                "scarce": full,
-                "abundant": [WorkerLoad(slots - 2, load.kv_tokens) for load in full],
+                case: Loads.of(*zip(np.broadcast_to(slots - n, workers), tokens, strict=True))
+                for case, n in free.items()
             }
 
             def report(step: int, p: PooledPolicy = policy, a: dict[str, int] = ages) -> None:

@@ -35,11 +35,11 @@ from eldr_serve.routing import (
     Decision,
     Handoff,
     LoadLedger,
+    Loads,
     MarginalCost,
     Policy,
     StepCost,
     StepSums,
-    WorkerLoad,
     make_policy,
 )
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
@@ -106,7 +106,7 @@ class _Placed(Policy):
         super().__init__()
         self._worker = worker
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
 
 
@@ -168,6 +168,7 @@ class Bench:
         for label, outcome in case.outcomes.items():
             judge = MarginalCost(cost=self.cost.as_dict())
             ledger = LoadLedger()
+            workers = ledger.places(range(case.load.workers))
             ends: list[tuple[float, int]] = []
             regret = np.zeros(len(case.requests))
             for j in np.argsort(case.arrival_s):
@@ -179,7 +180,7 @@ class Bench:
                 handoff = Handoff(
                     str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
                 )
-                added = judge.added_cost(handoff, [ledger.load(w) for w in range(case.load.workers)])
+                added = judge.added_cost(handoff, ledger.loads(workers))
                 worker = int(outcome.worker[j])
                 regret[j] = added[worker] - added.min()
                 judge.placed(handoff, worker)

@@ -15,7 +15,7 @@ from eldr_serve.routing.policies import (
     worker_similarity,
 )
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
-from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError
 
 __all__ = [
     "BalanceBand",
@@ -26,6 +26,7 @@ __all__ = [
     "Decision",
     "Handoff",
     "LoadLedger",
+    "Loads",
     "LocalityBalance",
     "MarginalCost",
     "NoWorkerError",
@@ -38,7 +39,6 @@ __all__ = [
     "StepCost",
     "StepSums",
     "Survival",
-    "WorkerLoad",
     "make_policy",
     "policy_names",
     "reads_counts",

@@ -18,7 +18,7 @@ from eldr_serve.routing.fscore import MAX_WINDOW, FScore
 from eldr_serve.routing.lookahead import Lookahead
 from eldr_serve.routing.policies import LocalityBand, Policy, PooledPolicy, available, in_range
 from eldr_serve.routing.predictors import PREDICTORS, Predictor
-from eldr_serve.routing.types import Decision, Handoff, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError
 
 
 class BalanceRoute(PooledPolicy):
@@ -92,27 +92,28 @@ class BalanceRoute(PooledPolicy):
     def _score(self, num_workers: int) -> FScore:
         return FScore.present(num_workers)
 
-    def _project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+    def _project(self, loads: Loads) -> NDArray[np.float64]:
         """KV tokens of each worker, float64[W, H+1]."""
-        return np.array([[load.kv_tokens] for load in loads], np.float64)
+        return loads.kv_tokens[:, None].astype(np.float64)
 
     def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
         return Newcomers(_prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         open_to_it = workers
         if not self._pool:
             most = self._slots + self._overcommit
-            open_to_it = [w for w in workers if loads[w].in_flight < most] or workers
+            below = workers[loads.in_flight[workers] < most]
+            open_to_it = below if len(below) else workers
         worker = _best_worker(open_to_it, handoff, loads, self._score(len(workers)), self._project(loads))
         return Decision(worker, len(open_to_it), None, self.name)
 
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        workers = [w for w, load in enumerate(loads) if load.available]
-        free = np.array([max(0, self._slots - loads[w].in_flight) for w in workers], np.int64)
+        workers = loads.workers
+        free = np.maximum(self._slots - loads.in_flight[workers], 0)
         if not waiting or not free.any():
             return []
         overtaken = [self._overtaken.get(handoff.request_id, 0) for handoff in waiting]
@@ -123,13 +124,13 @@ class BalanceRoute(PooledPolicy):
             waiting[index].request_id: times + len(admitted) - bisect_right(admitted, index)
             for index, times in enumerate(overtaken)
         }
-        return [(index, Decision(workers[row], len(workers), None, self.name)) for index, row in given]
+        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in given]
 
     def _fill(
         self,
         waiting: Sequence[Handoff],
-        loads: Sequence[WorkerLoad],
-        workers: list[int],
+        loads: Loads,
+        workers: NDArray[np.int64],
         free: NDArray[np.int64],
         overdue: list[int],
     ) -> list[tuple[int, int]]:
@@ -270,7 +271,7 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
     def _score(self, num_workers: int) -> FScore:
         return self._discounted
 
-    def _project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+    def _project(self, loads: Loads) -> NDArray[np.float64]:
         return self._lookahead.project(loads)
 
     def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
@@ -315,25 +316,26 @@ class LocalityBalance(_LooksAhead, LocalityBand):
 
     def _lightest(
         self,
-        candidates: Sequence[int],
+        candidates: NDArray[np.int64],
         handoff: Handoff,
-        loads: Sequence[WorkerLoad],
+        loads: Loads,
         reason: str,
-        similarity: Sequence[float] | None = None,
+        similarity: NDArray[np.float64] | None = None,
     ) -> Decision:
         worker = _best_worker(
             candidates, handoff, loads, self._discounted, self._lookahead.project(loads), similarity
         )
-        return Decision(worker, len(candidates), similarity[worker] if similarity else None, reason)
+        like = None if similarity is None else float(similarity[worker])
+        return Decision(worker, len(candidates), like, reason)
 
 
 def _best_worker(
-    candidates: Sequence[int],
+    candidates: NDArray[np.int64],
     handoff: Handoff,
-    loads: Sequence[WorkerLoad],
+    loads: Loads,
     score: FScore,
     projected: NDArray[np.float64],
-    similarity: Sequence[float] | None = None,
+    similarity: NDArray[np.float64] | None = None,
 ) -> int:
     """The candidate with the largest F for the request.
 
@@ -346,9 +348,9 @@ def _best_worker(
     envelope = projected[available(loads)].max(axis=0)
     margins = envelope - projected[candidates]
     value = score(np.full((1, margins.shape[1]), handoff.prompt_tokens), margins)
-    like = np.array([similarity[w] for w in candidates]) if similarity else np.zeros(len(candidates))
-    in_flight = np.array([loads[w].in_flight for w in candidates])
-    return candidates[int(np.lexsort((in_flight, -margins.min(axis=1), -like, -value))[0])]
+    like = np.zeros(len(candidates)) if similarity is None else similarity[candidates]
+    order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -like, -value))
+    return int(candidates[order[0]])
 
 
 def _prompt_tokens(waiting: Sequence[Handoff]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from eldr_serve.routing.cost import StepCost
 from eldr_serve.routing.dispatch import Newcomers
 from eldr_serve.routing.fscore import FScore
 from eldr_serve.routing.policies import in_range
-from eldr_serve.routing.types import Handoff, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Handoff, Loads, PolicyError
 
 
 class BalanceBand(BalanceRouteHorizon):
@@ -91,8 +91,8 @@ class BalanceBand(BalanceRouteHorizon):
     def _fill(
         self,
         waiting: Sequence[Handoff],
-        loads: Sequence[WorkerLoad],
-        workers: list[int],
+        loads: Loads,
+        workers: NDArray[np.int64],
         free: NDArray[np.int64],
         overdue: list[int],
     ) -> list[tuple[int, int]]:
@@ -107,7 +107,7 @@ class BalanceBand(BalanceRouteHorizon):
             np.array([waiting[i].prompt_tokens for i in reachable], np.float64),
             p,
             free,
-            np.array([loads[w].in_flight for w in workers], np.float64),
+            loads.in_flight[workers].astype(np.float64),
             self._project(loads)[workers],
             self._active.idle[workers],
             self._active.union[workers],

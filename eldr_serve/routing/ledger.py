@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
-from eldr_serve.routing.types import WorkerLoad
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.types import Loads
 
 
 class LoadLedger:
@@ -14,10 +17,10 @@ class LoadLedger:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[str, tuple[Hashable, int, int]] = {}  # id -> worker, prompt, generated
-        self._in_flight: dict[Hashable, int] = {}
-        self._kv_tokens: dict[Hashable, int] = {}
-        self._loads: dict[Hashable, WorkerLoad] = {}  # made when asked for, until something changes
+        self._requests: dict[str, tuple[int, int, int]] = {}  # id -> worker's place, prompt, generated
+        self._place: dict[Hashable, int] = {}  # of every worker ever heard of
+        self._in_flight = np.zeros(16, np.int64)
+        self._kv_tokens = np.zeros(16, np.int64)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -25,39 +28,44 @@ class LoadLedger:
     def add(self, request_id: str, worker: Hashable, prompt_tokens: int) -> None:
         """The request runs on `worker` from now on; one that ran elsewhere leaves there."""
         self.release(request_id)
-        self._requests[request_id] = (worker, prompt_tokens, 0)
-        self._loads.pop(worker, None)
-        self._in_flight[worker] = self._in_flight.get(worker, 0) + 1
-        self._kv_tokens[worker] = self._kv_tokens.get(worker, 0) + prompt_tokens
+        place = self._place_of(worker)
+        self._requests[request_id] = (place, prompt_tokens, 0)
+        self._in_flight[place] += 1
+        self._kv_tokens[place] += prompt_tokens
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         """The request has generated so many tokens in all; unknown requests and steps back are ignored."""
         held = self._requests.get(request_id)
         if held is None or generated_tokens <= held[2]:
             return
-        worker, prompt_tokens, before = held
-        self._requests[request_id] = (worker, prompt_tokens, generated_tokens)
-        self._loads.pop(worker, None)
-        self._kv_tokens[worker] += generated_tokens - before
+        place, prompt_tokens, before = held
+        self._requests[request_id] = (place, prompt_tokens, generated_tokens)
+        self._kv_tokens[place] += generated_tokens - before
 
     def release(self, request_id: str) -> None:
         """The request no longer runs; a second release does nothing."""
         held = self._requests.pop(request_id, None)
         if held is None:
             return
-        worker, prompt_tokens, generated = held
-        self._loads.pop(worker, None)
-        self._in_flight[worker] -= 1
-        self._kv_tokens[worker] -= prompt_tokens + generated
-        assert self._in_flight[worker] >= 0
-        assert self._kv_tokens[worker] >= 0
-        if not self._in_flight[worker]:
-            del self._in_flight[worker], self._kv_tokens[worker]
+        place, prompt_tokens, generated = held
+        self._in_flight[place] -= 1
+        self._kv_tokens[place] -= prompt_tokens + generated
+        assert self._in_flight[place] >= 0
+        assert self._kv_tokens[place] >= 0
 
-    def load(self, worker: Hashable, *, available: bool = True) -> WorkerLoad:
-        """The load of one worker."""
-        load = self._loads.get(worker)
-        if load is None or load.available != available:
-            load = WorkerLoad(self._in_flight.get(worker, 0), self._kv_tokens.get(worker, 0), available)
-            self._loads[worker] = load
-        return load
+    def places(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
+        """int64[W], what `loads` takes for these workers, now and later."""
+        return np.array([self._place_of(worker) for worker in workers], np.int64)
+
+    def loads(self, places: NDArray[np.int64], available: NDArray[np.bool_] | None = None) -> Loads:
+        """A copy of the loads of those workers; None: all are available."""
+        if available is None:
+            available = np.ones(len(places), bool)
+        return Loads(self._in_flight[places], self._kv_tokens[places], available)
+
+    def _place_of(self, worker: Hashable) -> int:
+        place = self._place.setdefault(worker, len(self._place))
+        if place == len(self._in_flight):
+            self._in_flight = np.append(self._in_flight, np.zeros_like(self._in_flight))
+            self._kv_tokens = np.append(self._kv_tokens, np.zeros_like(self._kv_tokens))
+        return place

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.routing.predictors import PREDICTORS, Guarded, Predictor
 from eldr_serve.routing.projection import Ran, RunningRequests
-from eldr_serve.routing.types import Handoff, WorkerLoad
+from eldr_serve.routing.types import Handoff, Loads
 
 
 class Lookahead:
@@ -63,16 +63,15 @@ class Lookahead:
         self._running.progress(generated_tokens)
         self._predict()
 
-    def project(self, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+    def project(self, loads: Loads) -> NDArray[np.float64]:
         """KV tokens of each worker, float64[W, H+1], that at h = 0 equal `loads`.
 
         What the loads hold beyond the requests that this was told of is taken to stay and to grow.
         """
         self._predict()
         projected, requests = self._running.project(len(loads))
-        present = np.array([[load.kv_tokens, load.in_flight] for load in loads], np.float64)
-        unknown = np.maximum(present[:, 1] - requests, 0)
-        projected += (present[:, 0] - projected[:, 0])[:, None]
+        unknown = np.maximum(loads.in_flight - requests, 0)
+        projected += (loads.kv_tokens - projected[:, 0])[:, None]
         projected += unknown[:, None] * np.arange(self.horizon + 1)
         return np.maximum(projected, 0.0, out=projected)
 

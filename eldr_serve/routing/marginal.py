@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from eldr_serve.routing.activation import ExpectedActivation, Levels, probability
 from eldr_serve.routing.cost import TERMS, StepCost
 from eldr_serve.routing.policies import Policy, available, in_range, shortest
-from eldr_serve.routing.types import Decision, Handoff, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError
 
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
@@ -74,7 +73,7 @@ class MarginalCost(Policy):
         if self._fixed is None:
             self.cost = cost
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         levels = self.active.levels(handoff)
         if levels is None:
@@ -82,7 +81,7 @@ class MarginalCost(Policy):
         self._asked = (handoff, levels)
         self.active.grow(len(loads))
         idle, p = self.active.idle, probability(levels)
-        candidates = np.array(workers)
+        candidates = workers
         if len(workers) > _MANY:
             coarse = self.active.coarse_cells
             added = idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
@@ -92,7 +91,7 @@ class MarginalCost(Policy):
         marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
         return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
 
-    def added_cost(self, handoff: Handoff, loads: Sequence[WorkerLoad]) -> NDArray[np.float64]:
+    def added_cost(self, handoff: Handoff, loads: Loads) -> NDArray[np.float64]:
         """Seconds a step, over all its requests, that each worker would lose by the newcomer; float64[W].
 
         Zeros where nothing is known of the request.
@@ -105,14 +104,12 @@ class MarginalCost(Policy):
         return self._marginal(np.arange(len(loads)), loads, added, handoff.prompt_tokens)
 
     def _marginal(
-        self, workers: NDArray[np.int64], loads: Sequence[WorkerLoad], added: NDArray[np.float32], tokens: int
+        self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int
     ) -> NDArray[np.float64]:
         """Seconds that each of `workers` would lose a step, over all its requests, by the newcomer."""
-        batch = np.array([loads[w].in_flight for w in workers], np.float64)
-        kv_tokens = np.array([loads[w].kv_tokens for w in workers], np.float64)
         marginal = self.cost.added_seconds(
-            batch,
-            kv_tokens,
+            loads.in_flight[workers],
+            loads.kv_tokens[workers],
             self._expert_weight * self.active.union[workers],
             more_tokens=tokens,
             more_experts=self._expert_weight * added,

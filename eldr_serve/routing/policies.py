@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.cost import StepCost
-from eldr_serve.routing.types import Decision, Handoff, NoWorkerError, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError
 
 _REGISTRY: dict[str, type[Policy]] = {}
 
@@ -61,11 +61,11 @@ class Policy(ABC):
         return self
 
     @abstractmethod
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         """Choose among the available workers.
 
         Args:
-            loads: one a worker; indices are what Decision.worker means.
+            loads: what each worker holds; its entries are what Decision.worker means.
             rng: source of random choices, so that a run repeats by seed.
 
         Raises:
@@ -100,13 +100,13 @@ class PooledPolicy(Policy):
 
     @abstractmethod
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         """Give workers to some of the waiting requests; the others wait on.
 
         Args:
             waiting: in order of arrival.
-            loads: one a worker, without the requests that are about to be placed.
+            loads: what each worker holds, without the requests that are about to be placed.
 
         Returns:
             (index into `waiting`, decision), each index at most once, in the order of placing.
@@ -158,15 +158,16 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
     return best
 
 
-def available(loads: Sequence[WorkerLoad]) -> list[int]:
-    workers = [w for w, load in enumerate(loads) if load.available]
-    if not workers:
+def available(loads: Loads) -> NDArray[np.int64]:
+    workers = loads.workers
+    if not len(workers):
         raise NoWorkerError(f"none of {len(loads)} decode workers is available")
     return workers
 
 
-def shortest(candidates: Sequence[int], loads: Sequence[WorkerLoad], reason: str) -> Decision:
-    worker = min(candidates, key=lambda w: (loads[w].in_flight, w))
+def shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
+    """The candidate with the fewest requests; of equals the first."""
+    worker = int(candidates[loads.in_flight[candidates].argmin()])
     return Decision(worker, len(candidates), None, reason)
 
 
@@ -175,9 +176,9 @@ class Random(Policy):
 
     name = "random"
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        return Decision(workers[int(rng.integers(len(workers)))], len(workers), None, self.name)
+        return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
 
 
 class RoundRobin(Policy):
@@ -189,9 +190,10 @@ class RoundRobin(Policy):
         super().__init__()
         self._last = -1
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        self._last = next((w for w in workers if w > self._last), workers[0])
+        later = workers[workers > self._last]
+        self._last = int(later[0] if len(later) else workers[0])
         return Decision(self._last, len(workers), None, self.name)
 
 
@@ -200,7 +202,7 @@ class ShortestQueue(Policy):
 
     name = "shortest-queue"
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return shortest(available(loads), loads, self.name)
 
 
@@ -209,10 +211,10 @@ class PowerOfTwo(Policy):
 
     name = "power-of-two"
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
-        return shortest([workers[i] for i in drawn], loads, self.name)
+        return shortest(workers[np.sort(drawn)], loads, self.name)
 
 
 class LeastTokens(Policy):
@@ -220,9 +222,10 @@ class LeastTokens(Policy):
 
     name = "least-tokens"
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        worker = min(workers, key=lambda w: (loads[w].kv_tokens, loads[w].in_flight, w))
+        tokens = loads.kv_tokens[workers]
+        worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
         return Decision(worker, len(workers), None, self.name)
 
 
@@ -234,15 +237,16 @@ class Domain(Policy):
 
     name = "domain"
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if handoff.domain is None:
             return shortest(workers, loads, "no-domain")
         domains = self.table.domains if self.table is not None else []
-        own = [w for w in workers if handoff.domain in _served(domains, w, len(loads))]
+        own = [w for w in workers.tolist() if handoff.domain in _served(domains, w, len(loads))]
         if own:
-            return shortest(own, loads, self.name)
-        return Decision(workers[zlib.crc32(handoff.domain.encode()) % len(workers)], 1, None, "domain-hash")
+            return shortest(np.array(own), loads, self.name)
+        worker = int(workers[zlib.crc32(handoff.domain.encode()) % len(workers)])
+        return Decision(worker, 1, None, "domain-hash")
 
 
 def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[str]:
@@ -276,38 +280,39 @@ class LocalityBand(Policy):
     def parameters(self) -> dict[str, Any]:
         return {"band": self._band, "max_load_ratio": self._max_load_ratio}
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if self.table is None:
             return self._lightest(workers, handoff, loads, "no-table")
         scored, why_not = self._score(handoff)
         if scored is None:
             return self._lightest(workers, handoff, loads, why_not)
-        similarity = worker_similarity(scored, len(loads)).tolist()
+        similarity = worker_similarity(scored, len(loads)).astype(np.float64)
         width = self.table.band if self._band is None else self._band
-        floor = max(similarity[w] for w in workers) - width
-        band = [w for w in workers if similarity[w] >= floor]
+        band = workers[similarity[workers] >= similarity[workers].max() - width]
         if self._max_load_ratio is not None:
-            mean = (sum(loads[w].in_flight for w in workers) + 1) / len(workers)
-            allowed = [w for w in band if loads[w].in_flight + 1 <= self._max_load_ratio * mean]
-            if not allowed:
+            mean = (loads.in_flight[workers].sum() + 1) / len(workers)
+            allowed = band[loads.in_flight[band] + 1 <= self._max_load_ratio * mean]
+            if not len(allowed):
                 return self._lightest(workers, handoff, loads, "load-cap")
             band = allowed
         return self._lightest(band, handoff, loads, self.name, similarity)
 
     def _lightest(
         self,
-        candidates: Sequence[int],
+        candidates: NDArray[np.int64],
         handoff: Handoff,
-        loads: Sequence[WorkerLoad],
+        loads: Loads,
         reason: str,
-        similarity: Sequence[float] | None = None,
+        similarity: NDArray[np.float64] | None = None,
     ) -> Decision:
         """The candidate with the least load; of equals the most similar one."""
         if similarity is None:
             return shortest(candidates, loads, reason)
-        worker = min(candidates, key=lambda w: (loads[w].in_flight, -similarity[w], w))
-        return Decision(worker, len(candidates), similarity[worker], reason)
+        in_flight = loads.in_flight[candidates]
+        lightest = candidates[in_flight == in_flight.min()]
+        worker = int(lightest[similarity[lightest].argmax()])
+        return Decision(worker, len(candidates), float(similarity[worker]), reason)
 
     def _score(self, handoff: Handoff) -> tuple[NDArray[np.float32] | None, str]:
         assert self.table is not None

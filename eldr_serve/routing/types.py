@@ -27,13 +27,36 @@ class Handoff:
     prompt_key: str | None = None
 
 
-@dataclass(frozen=True)
-class WorkerLoad:
-    """What a decode worker holds now; `available` is False for one that must not be chosen."""
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """What the decode workers hold now. The owner may change it after the call that it was given to.
 
-    in_flight: int
-    kv_tokens: int
-    available: bool = True
+    Attributes:
+        in_flight: int64[W], requests.
+        kv_tokens: int64[W], prompt + generated tokens of these.
+        available: bool[W]; False for a worker that must not be chosen.
+    """
+
+    in_flight: NDArray[np.int64]
+    kv_tokens: NDArray[np.int64]
+    available: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, *workers: tuple[int, int] | tuple[int, int, bool]) -> Loads:
+        """Of (requests, tokens) or (requests, tokens, whether available), one a worker."""
+        return cls(
+            np.array([worker[0] for worker in workers], np.int64),
+            np.array([worker[1] for worker in workers], np.int64),
+            np.array([worker[2] if len(worker) == 3 else True for worker in workers], bool),
+        )
+
+    def __len__(self) -> int:
+        return len(self.in_flight)
+
+    @property
+    def workers(self) -> NDArray[np.int64]:
+        """The available ones, ascending."""
+        return np.flatnonzero(self.available)
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,8 @@ class RouterClient:
         if not candidates:
             self._counts.pop(request.request_id, None)
             raise Overloaded("no decode replica is running yet", retry_after_s=5)
-        replica = min(candidates, key=lambda r: self._ledger.load(r).in_flight)
+        in_flight = self._ledger.loads(self._ledger.places(candidates)).in_flight
+        replica = candidates[int(in_flight.argmin())]
         lease = Lease(
             request.request_id,
             replica,

@@ -20,12 +20,12 @@ from eldr_serve.routing import (
     Decision,
     Handoff,
     LoadLedger,
+    Loads,
     Policy,
     PolicyError,
     PooledPolicy,
     StepCost,
     StepSums,
-    WorkerLoad,
     make_policy,
     worker_similarity,
 )
@@ -81,6 +81,7 @@ class RouterState:
         self._clock = clock
         self._rng = np.random.default_rng(seed)
         self._slots: list[str | None] = []
+        self._places = np.zeros(0, np.int64)  # of the slots in the ledger
         self._signature_shape: tuple[int, int] | None = None
         self._running: dict[str, _Running] = {}
         self._pool = Pool()
@@ -188,6 +189,7 @@ class RouterState:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         if self._slots != before:
+            self._places = self._ledger.places(self._slots)
             self._tell_policy_all()
 
     def restore(self, message: Restore) -> Restored:
@@ -273,9 +275,9 @@ class RouterState:
         if request.similarity is not None and request.table_version != self._settings.table_version:
             return None  # scored with another table: the caller fetches this one and asks again
         loads = self._loads(request.exclude)
-        if not any(load.available for load in loads):
+        if not loads.available.any():
             loads = self._loads(())
-        if not any(load.available for load in loads):
+        if not loads.available.any():
             return None
         if self._pooling and request.may_wait and not request.exclude:
             self._leave(request.request_id)
@@ -294,7 +296,7 @@ class RouterState:
         if not len(self._pool):
             return {}
         loads = self._loads(())
-        if not any(load.available for load in loads):
+        if not loads.available.any():
             return {}
         return {
             w.request.request_id: self._lease(w.client, w.request, w.handoff, decision, loads, w.since_s)
@@ -320,7 +322,7 @@ class RouterState:
         request: PlacementRequest,
         handoff: Handoff,
         decision: Decision,
-        loads: list[WorkerLoad],
+        loads: Loads,
         since_s: float | None = None,
     ) -> Lease:
         replica = self._slots[decision.worker]
@@ -346,8 +348,9 @@ class RouterState:
         self.counters["rerouted"] += bool(request.exclude)
         return lease
 
-    def _loads(self, exclude: tuple[str, ...]) -> list[WorkerLoad]:
-        return [self._ledger.load(r, available=r is not None and r not in exclude) for r in self._slots]
+    def _loads(self, exclude: tuple[str, ...]) -> Loads:
+        available = np.array([r is not None and r not in exclude for r in self._slots], bool)
+        return self._ledger.loads(self._places, available)
 
     def _hold(self, client: str, lease: Lease, handoff: Handoff) -> None:
         self._running[lease.request_id] = _Running(client, lease, handoff, lease.generated_tokens)
@@ -390,11 +393,11 @@ class RouterState:
             {
                 "worker": slot,
                 "replica": replica,
-                "in_flight": load.in_flight,
-                "kv_tokens": load.kv_tokens,
+                "in_flight": int(loads.in_flight[slot]),
+                "kv_tokens": int(loads.kv_tokens[slot]),
                 "cluster_domain": self._domain(slot),
             }
-            for slot, (replica, load) in enumerate(zip(self._slots, loads, strict=True))
+            for slot, replica in enumerate(self._slots)
             if replica is not None
         ]
         table = self._table
@@ -461,10 +464,8 @@ def _handoff_of(lease: Lease) -> Handoff:
     return Handoff(lease.request_id, lease.counts, lease.prompt_tokens, 0)
 
 
-def _is_best(worker: int, handoff: Handoff, loads: list[WorkerLoad]) -> bool:
+def _is_best(worker: int, handoff: Handoff, loads: Loads) -> bool:
     if handoff.similarity is None:
         return False
     similarity = worker_similarity(handoff.similarity, len(loads))
-    ranked = np.argsort(-similarity)
-    best = next(w for w in ranked.tolist() if loads[w].available)
-    return bool(similarity[worker] >= similarity[best])
+    return bool(similarity[worker] >= similarity[loads.available].max())

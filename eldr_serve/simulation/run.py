@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import Decision, Handoff, Policy, PooledPolicy, WorkerLoad
+from eldr_serve.routing import Decision, Handoff, Loads, Policy, PooledPolicy
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.simulation.cluster import Cluster, Prefill
@@ -72,7 +72,7 @@ class _Worker:
     """A decode worker. A running request's tokens are `steps - start`."""
 
     __slots__ = (
-        "busy", "ends", "fresh", "jobs", "kv", "owed_s", "placed", "placed_kv", "rows", "steps", "waiting",
+        "busy", "ends", "fresh", "jobs", "kv", "owed_s", "rows", "steps", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -84,8 +84,6 @@ class _Worker:
         self.steps = 0
         self.kv = 0  # tokens of running requests
         self.owed_s = 0.0  # recomputation of preempted requests, in the next step
-        self.placed = 0  # requests, running or not, and their tokens: what the router knows
-        self.placed_kv = 0
         self.busy = False
 
 
@@ -151,8 +149,8 @@ class _Simulation:
         self._prefill = _PrefillWorkers(cluster.prefill) if cluster.prefill else None
         self._prefilled_by = [0] * n
         self._workers = [_Worker() for _ in range(decode.workers)]
-        self._open = decode.workers  # workers that take requests
-        self._loads: list[WorkerLoad | None] = [None] * decode.workers
+        # What the router knows: of all requests that were placed, running or not.
+        self._loads = Loads.of(*[(0, 0)] * decode.workers)
         self._wants_progress = type(policy).progressed is not Policy.progressed
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
@@ -232,7 +230,7 @@ class _Simulation:
             self._dispatch(now)
         else:
             self._tell_progress(now)
-            self._place(now, j, handoff, self._policy.choose(handoff, self._known(), self._rng))
+            self._place(now, j, handoff, self._policy.choose(handoff, self._loads, self._rng))
 
     def _handoff(self, j: int) -> Handoff:
         prompt, output = self._prompt[j], self._output[j]
@@ -257,7 +255,7 @@ class _Simulation:
         self._tell_progress(now)
         numbers = list(self._pool)
         waiting = [handoff for _, handoff in self._pool.values()]
-        for index, decision in policy.dispatch(waiting, self._known(), self._rng):
+        for index, decision in policy.dispatch(waiting, self._loads, self._rng):
             del self._pool[numbers[index]]
             self._place(now, numbers[index], waiting[index], decision)
 
@@ -275,24 +273,14 @@ class _Simulation:
         self._policy.placed(handoff, w)
         self._placed_s[j] = now
         self._worker[j] = w
-        worker = self._workers[w]
-        worker.placed += 1
-        worker.placed_kv += self._prompt[j]
-        self._loads[w] = None
+        self._loads.in_flight[w] += 1
+        self._loads.kv_tokens[w] += self._prompt[j]
         cluster = self._cluster
         delay = cluster.handoff_fixed_s + cluster.handoff_per_token_s * self._prompt[j]
         if delay:
             self._at(now + delay, _READY, j)
         else:
             self._ready(now, j)
-
-    def _known(self) -> list[WorkerLoad]:
-        """What the router knows of the workers."""
-        for w, load in enumerate(self._loads):
-            if load is None:
-                worker = self._workers[w]
-                self._loads[w] = WorkerLoad(worker.placed, worker.placed_kv, w < self._open)
-        return self._loads  # type: ignore[return-value]
 
     def _tell_progress(self, now: float) -> None:
         if self._wants_progress and now - self._told_at >= self._cluster.progress_s:
@@ -307,8 +295,7 @@ class _Simulation:
             self._policy = self._policy.with_table(change.table)
             self._similarity.clear()
         if change.workers is not None:
-            self._open = change.workers
-            self._loads = [None] * len(self._workers)
+            self._loads.available[:] = np.arange(len(self._workers)) < change.workers
             self._dispatch(now)
 
     # -- decode ----------------------------------------------------------------------------------
@@ -427,8 +414,7 @@ class _Simulation:
             return 0
         worker.steps += 1
         worker.kv += len(worker.jobs)
-        worker.placed_kv += len(worker.jobs)
-        self._loads[w] = None
+        self._loads.kv_tokens[w] += len(worker.jobs)
         if worker.fresh:
             self._first_s[worker.fresh] = now
             worker.fresh.clear()
@@ -442,8 +428,8 @@ class _Simulation:
             worker.rows = None
             tokens = self._prompt[j] + self._output[j]
             worker.kv -= tokens
-            worker.placed -= 1
-            worker.placed_kv -= tokens
+            self._loads.in_flight[w] -= 1
+            self._loads.kv_tokens[w] -= tokens
             self._last_s[j] = now
             if self._wants_progress:
                 self._policy.progressed({str(j): self._output[j]})

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as Picture
 
-from eldr_serve.routing import Decision, Handoff, Policy, PooledPolicy, WorkerLoad, make_policy
+from eldr_serve.routing import Decision, Handoff, Loads, Policy, PooledPolicy, make_policy
 from eldr_serve.routing.predictors import Oracle
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Requests
@@ -191,7 +191,7 @@ class _Timed(PooledPolicy):
         self._policy = policy
         self.seconds: list[float] = []
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return self._policy.choose(handoff, loads, rng)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
@@ -204,11 +204,11 @@ class _Timed(PooledPolicy):
         self._policy.progressed(generated_tokens)
 
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         started = time.perf_counter()
         given = self._policy.dispatch(waiting, loads, rng)
-        if any(load.in_flight < SLOTS for load in loads):
+        if (loads.in_flight < SLOTS).any():
             self.seconds.append(time.perf_counter() - started)
         return given
 

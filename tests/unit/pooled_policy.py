@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.routing import Decision, Handoff, PooledPolicy, WorkerLoad, policies
+from eldr_serve.routing import Decision, Handoff, Loads, PooledPolicy, policies
 
 
 class Slots(PooledPolicy):
@@ -26,19 +26,15 @@ class Slots(PooledPolicy):
     def pooled(self) -> bool:
         return self._pool
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
-        return Decision(next(w for w, load in enumerate(loads) if load.available), 1, None, "at-once")
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(loads.workers[0]), 1, None, "at-once")
 
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         self.waiting = list(waiting)
-        free = [
-            worker
-            for worker, load in enumerate(loads)
-            if load.available
-            for _ in range(self._slots - load.in_flight)
-        ]
+        slots = np.maximum(self._slots - loads.in_flight[loads.workers], 0)
+        free = np.repeat(loads.workers, slots).tolist()
         return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
 
     def placed(self, handoff: Handoff, worker: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.routing import Decision, Handoff, PooledPolicy, WorkerLoad, make_policy
+from eldr_serve.routing import Decision, Handoff, Loads, PooledPolicy, make_policy
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
 from eldr_serve.simulation.requests import Experts, Requests, SimulationError, expert_bits, rank_masks
 from eldr_serve.simulation.run import Change, simulate
@@ -21,16 +21,16 @@ L, E, TOP_K = 2, 70, 3
 class Hoarding(PooledPolicy):
     """Lets requests wait until three are there or a worker is idle."""
 
-    def choose(self, handoff: Handoff, loads: Sequence[WorkerLoad], rng: np.random.Generator) -> Decision:
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
 
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Sequence[WorkerLoad], rng: np.random.Generator
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        idle = [w for w, load in enumerate(loads) if load.in_flight == 0 and load.available]
+        idle = np.flatnonzero(loads.available & (loads.in_flight == 0)).tolist()
         if idle:
             return [(n, Decision(w, 1, None, "idle")) for n, w in enumerate(idle[: len(waiting)])]
-        least = min(range(len(loads)), key=lambda w: loads[w].in_flight)
+        least = int(loads.in_flight.argmin())
         return [(len(waiting) - 1, Decision(least, 1, None, "third"))] if len(waiting) >= 3 else []
 
 
