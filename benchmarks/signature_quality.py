@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.rig.capture import captured
+from benchmarks.rig.gates import gate_scores
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
@@ -36,11 +37,13 @@ def signature_quality(
 ) -> None:
     """Measure rho by transform and by layers kept."""
     data = captured(prompts, work, requests=requests, seed=seed)
+    scores = gate_scores(data.tokens, work)
     rows: list[dict[str, Any]] = []
     curve: list[dict[str, Any]] = []
     for workload in ("task", "language"):
+        group = data.group(workload)
         for transform, found in compare_transforms(
-            data.trace.subset(data.group(workload)), seed=seed
+            data.trace.subset(group), {name: score[group] for name, score in scores.items()}, seed=seed
         ).items():
             rows.append(
                 {

@@ -1,4 +1,4 @@
-"""Transforms of the counts, end to end (counterpart of the paper's Figure 14).
+"""What a signature is made of, end to end (counterpart of the paper's Figure 14).
 
     python -m benchmarks.signature_transforms --prompts DIR
 
@@ -15,7 +15,7 @@ ARMS = [
     Arm("round-robin", "round-robin"),
     *(
         Arm(t, "locality-band", {"band": 0.1}, transform=t)
-        for t in ("count-idf", "count", "sqrt-count", "binary")
+        for t in ("count-idf", "count", "sqrt-count", "binary", "gate-prob")
     ),
 ]
 

@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 
 from benchmarks.rig.capture import GROUPS, Captured, captured
 from benchmarks.rig.engines import WEIGHTS, weights_name
+from benchmarks.rig.gates import gate_scores
 from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.clustering import kmeans
+from eldr_serve.clustering import balanced_kmeans, kmeans
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import (
     Decision,
@@ -42,6 +43,7 @@ from eldr_serve.routing import (
     StepSums,
     make_policy,
 )
+from eldr_serve.signature import TRANSFORMS, SignatureSpec, select_layers
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Experts, Requests
@@ -62,7 +64,7 @@ class Arm:
     parameters: dict[str, Any] = field(default_factory=dict)
     true_decode: bool = False  # told the decode activations that the request will really have
     balanced: bool = True  # clusters of equal size
-    transform: str = "count-idf"
+    transform: str = "count-idf"  # or a name of rig.gates
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Bench:
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
         self._output_tokens = output_tokens
+        self._work = work
         self._made: dict[bool, Experts] = {}
         self._seed = seed
         self._rng = np.random.default_rng(seed)
@@ -254,11 +257,21 @@ class Bench:
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
         trace = self.data.trace.subset(fit)
-        table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
-        if balanced:
-            return table
-        clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+        if transform in TRANSFORMS:
+            table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
+            if balanced:
+                return table
+            clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+        else:
+            table, _ = fit_table(trace, workers, seed=self._seed)
+            scores = self._gates(transform)[fit]
+            mask = select_layers(scores, trace.decode_probability, seed=self._seed)
+            table = replace(table, spec=SignatureSpec(np.ones_like(table.spec.idf), mask.kept))
+            clusters = balanced_kmeans(table.spec.encode(scores), workers, seed=self._seed)
         return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
+
+    def _gates(self, name: str) -> NDArray[np.float32]:
+        return gate_scores(self.data.tokens, self._work)[name]
 
     def _place(
         self,
@@ -270,7 +283,10 @@ class Bench:
     ) -> Outcome:
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
         policy.follow_cost(self.cost)
-        return self._simulated(load, chosen, arrival_s, policy, self.cost, self._experts(arm.true_decode))
+        experts = self._experts(arm.true_decode)
+        if arm.transform not in TRANSFORMS:
+            experts = replace(experts, counts=self._gates(arm.transform))
+        return self._simulated(load, chosen, arrival_s, policy, self.cost, experts)
 
     def _simulated(
         self,
