@@ -38,6 +38,8 @@ class Lease:
     request_id: str
     replica: str
     prompt_tokens: int
+    max_new_tokens: int = 0  # 0: not known
+    prompt_key: str | None = None  # equal for equal prompts
     worker: int = -1  # slot of the replica in the router; -1 where the ingress placed by itself
     band: int = 0  # workers that the policy chose among
     similarity: float | None = None

@@ -222,6 +222,8 @@ class RouterClient:
             request.request_id,
             replica,
             request.prompt_tokens,
+            request.max_new_tokens,
+            request.prompt_key,
             band=len(candidates),
             reason="router-away" if self.router_away else "no-worker",
             policy="own-load",

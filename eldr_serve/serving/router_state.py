@@ -331,6 +331,8 @@ class RouterState:
             request.request_id,
             replica,
             request.prompt_tokens,
+            request.max_new_tokens,
+            request.prompt_key,
             decision.worker,
             decision.band,
             decision.similarity,
@@ -461,7 +463,13 @@ def _handoff(request: PlacementRequest) -> Handoff:
 
 
 def _handoff_of(lease: Lease) -> Handoff:
-    return Handoff(lease.request_id, lease.counts, lease.prompt_tokens, 0)
+    return Handoff(
+        lease.request_id,
+        lease.counts,
+        lease.prompt_tokens,
+        lease.max_new_tokens,
+        prompt_key=lease.prompt_key,
+    )
 
 
 def _is_best(worker: int, handoff: Handoff, loads: Loads) -> bool:

@@ -19,6 +19,7 @@ class Slots(PooledPolicy):
         self._slots, self._pool = slots, pool
         self.waiting: list[Handoff] = []  # at the last dispatch
         self.running: dict[str, int] = {}  # request id -> worker
+        self.placed_as: dict[str, Handoff] = {}  # the same requests
         self.generated: dict[str, int] = {}
         self.lengths: list[int] = []  # of requests that have ended
 
@@ -39,6 +40,7 @@ class Slots(PooledPolicy):
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         self.running[handoff.request_id] = worker
+        self.placed_as[handoff.request_id] = handoff
 
     def progressed(self, generated_tokens: Mapping[str, int]) -> None:
         self.generated |= generated_tokens

@@ -52,6 +52,17 @@ def size(state: RouterState) -> int:
     return found
 
 
+def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
+    old = make()
+    (lease,) = say(old, PlacementRequest("a", 10, 20, prompt_key="k", may_wait=True)).leases
+    assert lease is not None
+    new = make(clients="")
+    new.restore(Restore("c", ("r0", "r1"), old.settings, (lease,)))
+    for state in (old, new):
+        handoff = policy(state).placed_as["a"]
+        assert (handoff.prompt_tokens, handoff.max_new_tokens, handoff.prompt_key) == (10, 20, "k")
+
+
 def test_with_free_slots_nobody_waits() -> None:
     state = make()
     reply = say(state, "a", "b")
