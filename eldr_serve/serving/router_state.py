@@ -81,7 +81,10 @@ class RouterState:
         self._clock = clock
         self._rng = np.random.default_rng(seed)
         self._slots: list[str | None] = []
-        self._places = np.zeros(0, np.int64)  # of the slots in the ledger
+        # Of the slots: which are taken, and where the ledger has their loads.
+        self._slot: dict[str, int] = {}  # of each replica
+        self._taken = np.zeros(0, bool)
+        self._places = np.zeros(0, np.int64)
         self._signature_shape: tuple[int, int] | None = None
         self._running: dict[str, _Running] = {}
         self._pool = Pool()
@@ -189,6 +192,8 @@ class RouterState:
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
         if self._slots != before:
+            self._slot = {replica: slot for slot, replica in enumerate(self._slots) if replica is not None}
+            self._taken = np.array([replica is not None for replica in self._slots], bool)
             self._places = self._ledger.places(self._slots)
             self._tell_policy_all()
 
@@ -351,7 +356,8 @@ class RouterState:
         return lease
 
     def _loads(self, exclude: tuple[str, ...]) -> Loads:
-        available = np.array([r is not None and r not in exclude for r in self._slots], bool)
+        available = self._taken.copy()
+        available[[self._slot[replica] for replica in exclude if replica in self._slot]] = False
         return self._ledger.loads(self._places, available)
 
     def _hold(self, client: str, lease: Lease, handoff: Handoff) -> None:
@@ -373,11 +379,11 @@ class RouterState:
             self._policy.released(request_id)
 
     def _tell_policy(self, running: _Running) -> None:
-        request_id, replica = running.lease.request_id, running.lease.replica
-        if replica not in self._slots:
+        request_id, slot = running.lease.request_id, self._slot.get(running.lease.replica)
+        if slot is None:
             self._policy.released(request_id)
             return
-        self._policy.placed(running.handoff, self._slots.index(replica))
+        self._policy.placed(running.handoff, slot)
         if running.generated_tokens:
             self._policy.progressed({request_id: running.generated_tokens})
 
