@@ -32,6 +32,7 @@ SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
 COST = Cost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
 TURNS = 12  # how often every slot is used, at least
+STEPS = 1000  # decode steps, at least; short answers (28 tokens in Azure's code trace) take many turns
 
 PAPER_TABLE_1 = {
     "random": (146_564, 90.3, 706),
@@ -287,7 +288,8 @@ def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests
     cost = (options.cost or COST).step()
     step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
     rate = LOAD * g * SLOTS / (traffic.mean_output_tokens * step_s)
-    number = options.requests or max(len(traffic.played), TURNS * g * SLOTS)
+    turns = max(TURNS, STEPS / traffic.mean_output_tokens)
+    number = options.requests or max(len(traffic.played), round(turns * g * SLOTS))
     return traffic.requests(number, rate, start=seed / len(options.seeds))
 
 
