@@ -9,11 +9,13 @@ variant is better only if it is so by more than that. `true decode` is what perf
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from sklearn.linear_model import RidgeCV
 
 from benchmarks.rig.capture import Captured, captured
 from benchmarks.rig.options import (
@@ -28,6 +30,7 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from benchmarks.rig.replay import Load, loads_of
+from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Handoff, MarginalCost, Policy, make_policy
 from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
@@ -75,13 +78,32 @@ class _LookAhead(ExpectedActivation):
         self.idle[worker] = np.exp(-UNIT * expected)
 
 
+class _Learned(ExpectedActivation):
+    """Probabilities of decode foretold from those of prefill by ridge regression on other requests."""
+
+    def __init__(self, fitted_on: CalibrationTrace) -> None:
+        super().__init__()
+        requests = len(fitted_on.ids)
+        prefill = fitted_on.prefill_counts / fitted_on.prompt_tokens[:, None, None]
+        self._map = RidgeCV(alphas=np.logspace(-2, 2, 9)).fit(
+            prefill.reshape(requests, -1), fitted_on.decode_probability.reshape(requests, -1)
+        )
+
+    def levels(self, handoff: Handoff) -> Levels | None:
+        if handoff.signature is None:
+            return super().levels(handoff)
+        prefill = handoff.signature.reshape(1, -1) / handoff.prompt_tokens
+        decode = np.clip(self._map.predict(prefill), 0, 0.98).reshape(handoff.signature.shape)
+        return super().levels(replace(handoff, signature=decode * handoff.prompt_tokens))
+
+
 def _with(active: ExpectedActivation) -> MarginalCost:
     policy = MarginalCost()
     policy.active = active
     return policy
 
 
-def _variants() -> dict[str, Policy]:
+def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
     return {
         "shortest-queue": make_policy("shortest-queue"),
         "locality-band": make_policy("locality-band"),
@@ -94,6 +116,7 @@ def _variants() -> dict[str, Policy]:
         "p to the power 0.7": _with(_Sharper(0.7)),
         "p to the power 1.5": _with(_Sharper(1.5)),
         "look-ahead, 64 requests": _with(_LookAhead(64)),
+        "learned map": _with(_Learned(fitted_on)),
     }
 
 
@@ -145,7 +168,8 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     """TPOT (p50, p99), s, of every variant."""
     rng = np.random.default_rng([seed, load.workers])
     fit, rest = data.split(load.group, 0.4, seed)
-    table, _ = fit_table(data.trace.subset(fit), load.workers, seed=seed)
+    fitted_on = data.trace.subset(fit)
+    table, _ = fit_table(fitted_on, load.workers, seed=seed)
     chosen = rng.choice(
         rest, load.workers * load.per_worker, replace=load.workers * load.per_worker > len(rest)
     )
@@ -153,7 +177,7 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     arrival_s = np.cumsum(rng.exponential(stay_s / load.batch / load.workers, len(chosen)))
     found = {}
     observed = {true: Experts.replayed(data.trace, true_decode=true) for true in (False, True)}
-    for name, policy in _variants().items():
+    for name, policy in _variants(fitted_on).items():
         policy.with_table(table).follow_cost(COST.step())
         experts = observed[name == TRUE]
         requests = Requests(
