@@ -44,8 +44,9 @@ def report(run: Replayed) -> None:
     rows = [row for case in cases for row in rows_of(case, run.bench.regret(case))]
     path = publish(
         run.name, rows, seed=run.seed, out=run.out, inputs=run.inputs,
-        notes="error: simulated against measured; mape and pearson over requests; the ranking compares the "
-        f"policies' medians. {'; '.join(_ranking(case) for case in cases)}",
+        notes="error: simulated against measured; repeats: range of the engine's own repeats; mape and "
+        "pearson over requests; the ranking compares the policies' medians. "
+        + "; ".join(_ranking(case) for case in cases),
     )  # fmt: skip
     _draw(cases, path.with_suffix(".png"))
 
@@ -76,6 +77,8 @@ def rows_of(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str
             real = float(np.percentile(measured, q))
             row[f"tpot_p{q}_ms"] = 1e3 * real
             row[f"p{q}_error_pct"] = 100 * (float(np.percentile(simulated, q)) / real - 1)
+            repeats = np.percentile(case.replayed_tpot_s[label], q, axis=1)
+            row[f"p{q}_repeats_pct"] = 100 * float(np.ptp(repeats)) / real
         rows.append(
             row
             | {
