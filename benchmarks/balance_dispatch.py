@@ -48,7 +48,7 @@ def balance_dispatch(
             tokens = rng.integers(50_000, 90_000, workers)
             free = {"one slot": (np.arange(workers) == 0).astype(int), "scarce": 1, "abundant": 2}
             states = {
-                case: Loads.of(*zip(np.broadcast_to(slots - n, workers), tokens, strict=True))
+                case: Loads(slots - np.broadcast_to(n, workers), tokens, np.ones(workers, bool))
                 for case, n in free.items()
             }
 

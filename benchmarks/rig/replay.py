@@ -108,7 +108,7 @@ class _Placed(Policy):
         super().__init__()
         self._worker = worker
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
 
 

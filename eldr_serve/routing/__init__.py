@@ -15,7 +15,7 @@ from eldr_serve.routing.policies import (
     worker_similarity,
 )
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
-from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError
+from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError, WorkerLoad
 
 __all__ = [
     "BalanceBand",
@@ -39,6 +39,7 @@ __all__ = [
     "StepCost",
     "StepSums",
     "Survival",
+    "WorkerLoad",
     "make_policy",
     "policy_names",
     "reads_counts",

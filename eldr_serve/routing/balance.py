@@ -99,7 +99,7 @@ class BalanceRoute(PooledPolicy):
     def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
         return Newcomers(_prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         open_to_it = workers
         if not self._pool:
@@ -109,7 +109,7 @@ class BalanceRoute(PooledPolicy):
         worker = _best_worker(open_to_it, handoff, loads, self._score(len(workers)), self._project(loads))
         return Decision(worker, len(open_to_it), None, self.name)
 
-    def dispatch(
+    def _dispatch(
         self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         workers = loads.workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from eldr_serve.routing.activation import ExpectedActivation, Levels, probability
 from eldr_serve.routing.cost import TERMS, StepCost
 from eldr_serve.routing.policies import Policy, available, in_range, shortest
-from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError
+from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError, WorkerLoad
 
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
@@ -73,7 +74,7 @@ class MarginalCost(Policy):
         if self._fixed is None:
             self.cost = cost
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         levels = self.active.levels(handoff)
         if levels is None:
@@ -91,7 +92,7 @@ class MarginalCost(Policy):
         marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
         return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
 
-    def added_cost(self, handoff: Handoff, loads: Loads) -> NDArray[np.float64]:
+    def added_cost(self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad]) -> NDArray[np.float64]:
         """Seconds a step, over all its requests, that each worker would lose by the newcomer; float64[W].
 
         Zeros where nothing is known of the request.
@@ -101,7 +102,7 @@ class MarginalCost(Policy):
             return np.zeros(len(loads))
         self.active.grow(len(loads))
         added = self.active.idle[: len(loads)] @ probability(levels)
-        return self._marginal(np.arange(len(loads)), loads, added, handoff.prompt_tokens)
+        return self._marginal(np.arange(len(loads)), Loads.of(loads), added, handoff.prompt_tokens)
 
     def _marginal(
         self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.cost import StepCost
-from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError
+from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError, WorkerLoad
 
 _REGISTRY: dict[str, type[Policy]] = {}
 
@@ -60,17 +60,22 @@ class Policy(ABC):
         self.table = table
         return self
 
-    @abstractmethod
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def choose(
+        self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad], rng: np.random.Generator
+    ) -> Decision:
         """Choose among the available workers.
 
         Args:
-            loads: what each worker holds; its entries are what Decision.worker means.
+            loads: one a worker; indices are what Decision.worker means.
             rng: source of random choices, so that a run repeats by seed.
 
         Raises:
             NoWorkerError: no worker is available.
         """
+        return self._choose(handoff, Loads.of(loads), rng)
+
+    @abstractmethod
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision: ...
 
     def placed(self, handoff: Handoff, worker: int) -> None:  # noqa: B027
         """The request runs on `worker` from now on, whoever chose it."""
@@ -98,19 +103,24 @@ class PooledPolicy(Policy):
         """Whether requests wait at all; False sends each at once, by `choose`."""
         return True
 
-    @abstractmethod
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[Handoff], loads: Loads | Sequence[WorkerLoad], rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         """Give workers to some of the waiting requests; the others wait on.
 
         Args:
             waiting: in order of arrival.
-            loads: what each worker holds, without the requests that are about to be placed.
+            loads: one a worker, without the requests that are about to be placed.
 
         Returns:
             (index into `waiting`, decision), each index at most once, in the order of placing.
         """
+        return self._dispatch(waiting, Loads.of(loads), rng)
+
+    @abstractmethod
+    def _dispatch(
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]: ...
 
 
 def make_policy(name: str, /, **parameters: Any) -> Policy:
@@ -176,7 +186,7 @@ class Random(Policy):
 
     name = "random"
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
 
@@ -190,7 +200,7 @@ class RoundRobin(Policy):
         super().__init__()
         self._last = -1
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         later = workers[workers > self._last]
         self._last = int(later[0] if len(later) else workers[0])
@@ -202,7 +212,7 @@ class ShortestQueue(Policy):
 
     name = "shortest-queue"
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return shortest(available(loads), loads, self.name)
 
 
@@ -211,7 +221,7 @@ class PowerOfTwo(Policy):
 
     name = "power-of-two"
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
         return shortest(workers[np.sort(drawn)], loads, self.name)
@@ -222,7 +232,7 @@ class LeastTokens(Policy):
 
     name = "least-tokens"
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         tokens = loads.kv_tokens[workers]
         worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
@@ -237,7 +247,7 @@ class Domain(Policy):
 
     name = "domain"
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if handoff.domain is None:
             return shortest(workers, loads, "no-domain")
@@ -280,7 +290,7 @@ class LocalityBand(Policy):
     def parameters(self) -> dict[str, Any]:
         return {"band": self._band, "max_load_ratio": self._max_load_ratio}
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if self.table is None:
             return self._lightest(workers, handoff, loads, "no-table")

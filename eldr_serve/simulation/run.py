@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import Decision, Handoff, Loads, Policy, PooledPolicy
+from eldr_serve.routing import Decision, Handoff, Loads, Policy, PooledPolicy, WorkerLoad
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.simulation.cluster import Cluster, Prefill
@@ -150,7 +150,7 @@ class _Simulation:
         self._prefilled_by = [0] * n
         self._workers = [_Worker() for _ in range(decode.workers)]
         # What the router knows: of all requests that were placed, running or not.
-        self._loads = Loads.of(*[(0, 0)] * decode.workers)
+        self._loads = Loads.of([WorkerLoad(0, 0)] * decode.workers)
         self._wants_progress = type(policy).progressed is not Policy.progressed
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker

@@ -192,7 +192,7 @@ class _Timed(PooledPolicy):
         self._policy = policy
         self.seconds: list[float] = []
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return self._policy.choose(handoff, loads, rng)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
@@ -204,7 +204,7 @@ class _Timed(PooledPolicy):
     def progressed(self, generated_tokens: Mapping[str, int]) -> None:
         self._policy.progressed(generated_tokens)
 
-    def dispatch(
+    def _dispatch(
         self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         started = time.perf_counter()

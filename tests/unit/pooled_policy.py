@@ -27,10 +27,10 @@ class Slots(PooledPolicy):
     def pooled(self) -> bool:
         return self._pool
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "at-once")
 
-    def dispatch(
+    def _dispatch(
         self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         self.waiting = list(waiting)

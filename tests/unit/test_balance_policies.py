@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from eldr_serve.routing import (
     PolicyError,
     PooledPolicy,
     StepCost,
+    WorkerLoad,
     make_policy,
 )
 
@@ -32,11 +32,11 @@ def waiting(*tokens: int, max_new_tokens: int = 1000) -> list[Handoff]:
     return [Handoff(f"w{n}", None, prompt, max_new_tokens) for n, prompt in enumerate(tokens)]
 
 
-def loads(*kv_tokens: int, in_flight: int = 1) -> Loads:
-    return Loads.of(*[(in_flight, tokens) for tokens in kv_tokens])
+def loads(*kv_tokens: int, in_flight: int = 1) -> list[WorkerLoad]:
+    return [WorkerLoad(in_flight, tokens) for tokens in kv_tokens]
 
 
-def dispatched(policy: Any, requests: list[Handoff], state: Loads) -> dict[int, int]:
+def dispatched(policy: Any, requests: list[Handoff], state: list[WorkerLoad]) -> dict[int, int]:
     return {index: decision.worker for index, decision in policy.dispatch(requests, state, RNG)}
 
 
@@ -64,53 +64,53 @@ def test_every_slot_is_filled_and_none_twice(
     policy = make_policy(name, slots=4, patience=3, **parameters)
     assert isinstance(policy, PooledPolicy)
     rng = np.random.default_rng(seed)
-    state = Loads.of(*[(n, kv, available) for n, kv, available in workers])
+    state = [WorkerLoad(n, kv, available) for n, kv, available in workers]
     pool = waiting(*tokens)
     for n in range(int(rng.integers(4))):  # of which it was told
         policy.placed(Handoff(f"held{n}", None, 100, 50), int(rng.integers(len(state))))
     while True:
-        free = np.where(state.available, np.maximum(4 - state.in_flight, 0), 0).tolist()
+        free = [max(0, 4 - load.in_flight) if load.available else 0 for load in state]
         given_out = policy.dispatch(pool, state, rng)
         indices = [index for index, _ in given_out]
         assert len(set(indices)) == len(indices) == min(len(pool), sum(free))
         for w in range(len(state)):
             assert sum(decision.worker == w for _, decision in given_out) <= free[w]
-        assert all(d.reason == name and d.band == len(state.workers) for _, d in given_out)
+        assert all(d.reason == name and d.band == sum(s.available for s in state) for _, d in given_out)
         if not given_out:
             break
         pool = [h for n, h in enumerate(pool) if n not in indices]
         # Everybody on available workers leaves.
-        state = replace(state, in_flight=np.where(state.available, 0, state.in_flight))
+        state = [WorkerLoad(0 if s.available else s.in_flight, s.kv_tokens, s.available) for s in state]
 
 
 def test_while_slots_abound_the_largest_goes_to_the_worker_with_most() -> None:
     policy: Any = make_policy("balance-route", slots=8, threshold=0)
-    state = Loads.of((5, 1000), (2, 400), (4, 700))
+    state = [WorkerLoad(5, 1000), WorkerLoad(2, 400), WorkerLoad(4, 700)]
     first = policy.dispatch(waiting(50, 500, 90), state, RNG)[0]
     assert (first[0], first[1].worker) == (1, 1)
 
 
 def test_what_fits_the_margin_best_goes_there() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99)
-    one_slot = Loads.of((2, 1000), (1, 600))
+    one_slot = [WorkerLoad(2, 1000), WorkerLoad(1, 600)]
     assert dispatched(policy, waiting(900, 350, 600), one_slot) == {1: 1}
     assert dispatched(policy, waiting(900, 410, 600), one_slot) == {1: 1}  # overflows the least
 
 
 def test_a_set_may_fill_the_margin_better_than_any_request() -> None:
     policy: Any = make_policy("balance-route", slots=4, threshold=99)
-    state = Loads.of((4, 1000), (2, 100))
+    state = [WorkerLoad(4, 1000), WorkerLoad(2, 100)]
     assert dispatched(policy, waiting(800, 450, 700, 449), state) == {1: 1, 3: 1}
 
 
 def test_only_the_longest_waiting_are_compared_in_sets() -> None:
     policy: Any = make_policy("balance-route", slots=3, threshold=99, window=2)
-    state = Loads.of((3, 1000), (1, 600))
+    state = [WorkerLoad(3, 1000), WorkerLoad(1, 600)]
     assert dispatched(policy, waiting(10, 20, 400), state) == {0: 1, 1: 1}
 
 
 def test_a_single_request_is_taken_from_further_back() -> None:
-    state = Loads.of((2, 1000), (1, 600))
+    state = [WorkerLoad(2, 1000), WorkerLoad(1, 600)]
     for reach, taken in ((2, 1), (3, 2)):
         policy: Any = make_policy("balance-route", slots=2, threshold=99, window=2, reach=reach)
         assert dispatched(policy, waiting(10, 20, 400), state) == {taken: 1}
@@ -123,14 +123,14 @@ def test_a_request_that_soon_ends_may_overflow_a_margin_that_others_may_not() ->
     policy.predictor = Oracle(lengths)
     policy.placed(Handoff("heavy", None, 900, 99), 0)
     policy.placed(Handoff("light", None, 100, 99), 1)
-    state = Loads.of((2, 900), (1, 100))
+    state = [WorkerLoad(2, 900), WorkerLoad(1, 100)]
     pool = [Handoff("long", None, 700, 99), Handoff("brief", None, 700, 99)]
     assert [index for index, _ in policy.dispatch(pool, state, RNG)] == [1]
 
 
 def test_a_request_lets_only_so_many_pass() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, patience=3)
-    state = Loads.of((2, 1000), (1, 900))
+    state = [WorkerLoad(2, 1000), WorkerLoad(1, 900)]
     pool = [Handoff("large", None, 5000, 10), *waiting(*[100] * 9)]
     order = []
     for _ in range(5):
@@ -142,20 +142,20 @@ def test_a_request_lets_only_so_many_pass() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_an_immediate_request_goes_where_it_fits_whatever_the_slots(name: str) -> None:
     policy = make_policy(name)
-    full = Loads.of((500, 1000), (500, 900), (500, 100))
+    full = [WorkerLoad(500, 1000), WorkerLoad(500, 900), WorkerLoad(500, 100)]
     assert policy.choose(Handoff("r", None, 300, 10), full, RNG).worker == 2
-    assert policy.choose(Handoff("r", None, 0, 10), Loads.of((3, 5)), RNG).worker == 0
+    assert policy.choose(Handoff("r", None, 0, 10), [WorkerLoad(3, 5)], RNG).worker == 0
     with pytest.raises(NoWorkerError):
-        policy.choose(Handoff("r", None, 5, 10), Loads.of((0, 0, False)), RNG)
+        policy.choose(Handoff("r", None, 5, 10), [WorkerLoad(0, 0, available=False)], RNG)
 
 
 def test_without_a_pool_requests_go_at_once_up_to_a_few_beyond_the_slots() -> None:
     policy: Any = make_policy("balance-route", pool=False, slots=4, overcommit=1)
     assert not policy.pooled
-    state = Loads.of((5, 10), (4, 900), (4, 1000))
+    state = [WorkerLoad(5, 10), WorkerLoad(4, 900), WorkerLoad(4, 1000)]
     decision = policy.choose(Handoff("r", None, 50, 10), state, RNG)
     assert (decision.worker, decision.band) == (1, 2)
-    full = Loads.of((5, 10), (5, 900))
+    full = [WorkerLoad(5, 10), WorkerLoad(5, 900)]
     assert policy.choose(Handoff("r", None, 50, 10), full, RNG).worker == 0
 
 
@@ -175,7 +175,7 @@ def banded(band_tokens: float, **more: Any) -> Any:
 
 
 def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
-    state = Loads.of((1, 900), (0, 0), (1, 100))
+    state = [WorkerLoad(1, 900), WorkerLoad(0, 0), WorkerLoad(1, 100)]
     marginal: Any = make_policy("marginal-cost")
     cost = StepCost(1e-3, 1e-5, 1e-9, 1e-3)
     for experts in ([0, 1], [2, 3], [5, 6]):
@@ -191,7 +191,7 @@ def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
 
 
 def test_within_the_balance_band_the_request_goes_where_its_experts_are() -> None:
-    state = Loads.of((1, 700), (1, 700), (2, 1000))
+    state = [WorkerLoad(1, 700), WorkerLoad(1, 700), WorkerLoad(2, 1000)]
     pool = [using("x", [2, 3]), using("y", [0, 1])]
     assert dispatched(banded(50), pool, state) == {0: 1, 1: 0}
     assert dispatched(banded(50), pool[::-1], state) == {0: 0, 1: 1}
@@ -199,7 +199,7 @@ def test_within_the_balance_band_the_request_goes_where_its_experts_are() -> Non
 
 def test_of_many_waiting_the_one_at_home_is_taken_and_only_if_it_balances_as_well() -> None:
     """One slot on worker 0, which lacks 300 tokens: the stranger fills the margin, the friend does not."""
-    state = Loads.of((1, 700), (2, 900), (2, 1000))
+    state = [WorkerLoad(1, 700), WorkerLoad(2, 900), WorkerLoad(2, 1000)]
     pool = [using("stranger", [2, 3], 300), using("friend", [0, 1], 220)]
     assert dispatched(banded(100), pool, state) == {1: 0}
     assert dispatched(banded(10), pool, state) == {0: 0}
@@ -207,14 +207,14 @@ def test_of_many_waiting_the_one_at_home_is_taken_and_only_if_it_balances_as_wel
 
 def test_what_a_request_would_add_anywhere_does_not_count_against_it() -> None:
     """`wide` adds two experts to worker 0 and three to worker 1; `narrow` one and none."""
-    state = Loads.of((1, 700), (2, 700), (2, 1000))
+    state = [WorkerLoad(1, 700), WorkerLoad(2, 700), WorkerLoad(2, 1000)]
     pool = [using("narrow", [2]), using("wide", [0, 5, 6])]
     assert dispatched(banded(50), pool, state) == {1: 0}
 
 
 def test_the_overdue_go_first_within_the_balance_band_too() -> None:
     policy = banded(1e6, patience=2, reach=3)
-    state = Loads.of((1, 700), (2, 900))
+    state = [WorkerLoad(1, 700), WorkerLoad(2, 900)]
     pool = [using("stranger", [2, 3]), *(using(f"friend{n}", [0, 1]) for n in range(6))]
     order = []
     for _ in range(4):
@@ -225,7 +225,7 @@ def test_the_overdue_go_first_within_the_balance_band_too() -> None:
 
 def test_a_balance_band_without_counts_goes_by_balance_alone() -> None:
     policy: Any = make_policy("balance-band", slots=2, band_tokens=0)
-    assert dispatched(policy, waiting(900, 290), Loads.of((1, 700), (2, 1000))) == {1: 0}
+    assert dispatched(policy, waiting(900, 290), [WorkerLoad(1, 700), WorkerLoad(2, 1000)]) == {1: 0}
     assert policy.parameters == make_policy("balance-band", **policy.parameters).parameters
 
 
@@ -233,10 +233,10 @@ def test_a_balance_band_without_counts_goes_by_balance_alone() -> None:
 def test_nobody_to_place_or_nowhere_to_go(name: str) -> None:
     policy: Any = make_policy(name, slots=2)
     assert policy.dispatch([], loads(0, 0), RNG) == []
-    assert policy.dispatch(waiting(5), Loads.of((0, 0, False)), RNG) == []
-    assert policy.dispatch(waiting(5), Loads.of((2, 9), (7, 9)), RNG) == []
-    assert policy.dispatch(waiting(5), Loads.of(), RNG) == []
-    assert dispatched(policy, waiting(0, 0, 0), Loads.of((0, 0))).keys() <= {0, 1, 2}
+    assert policy.dispatch(waiting(5), [WorkerLoad(0, 0, available=False)], RNG) == []
+    assert policy.dispatch(waiting(5), [WorkerLoad(2, 9), WorkerLoad(7, 9)], RNG) == []
+    assert policy.dispatch(waiting(5), [], RNG) == []
+    assert dispatched(policy, waiting(0, 0, 0), [WorkerLoad(0, 0)]).keys() <= {0, 1, 2}
 
 
 def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
@@ -255,10 +255,10 @@ def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
 def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=3)
     policy.placed(Handoff("a", None, 100, 900), 1)
-    projected = policy._project(Loads.of((2, 700), (2, 150), (0, 0)))
+    projected = policy._project(Loads.of([WorkerLoad(2, 700), WorkerLoad(2, 150), WorkerLoad(0, 0)]))
     assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
     policy.placed(Handoff("b", None, 50, 900), 0)
-    gone = policy._project(Loads.of((0, 0), (1, 100)))
+    gone = policy._project(Loads.of([WorkerLoad(0, 0), WorkerLoad(1, 100)]))
     assert gone[0].tolist() == [0, 1, 2, 3]
     assert gone[1].tolist() == [100, 101, 102, 103]
 
@@ -283,9 +283,9 @@ def test_the_band_is_localitys_and_the_choice_within_is_by_score() -> None:
     policy: Any = make_policy("locality-balance", band=0.25, horizon=5).with_table(unit_table(3))
     like = np.array([0.75, 0.5, 0.0], np.float32)
     asked = Handoff("r", None, 100, 10, similarity=like)
-    safe = policy.choose(asked, Loads.of((1, 500), (1, 0), (1, 900)), RNG)
+    safe = policy.choose(asked, [WorkerLoad(1, 500), WorkerLoad(1, 0), WorkerLoad(1, 900)], RNG)
     assert (safe.worker, safe.band, safe.similarity, safe.reason) == (0, 2, 0.75, "locality-balance")
-    overflow = policy.choose(asked, Loads.of((1, 900), (9, 600), (1, 900)), RNG)
+    overflow = policy.choose(asked, [WorkerLoad(1, 900), WorkerLoad(9, 600), WorkerLoad(1, 900)], RNG)
     assert (overflow.worker, overflow.similarity) == (1, 0.5)
 
 
@@ -304,7 +304,7 @@ def test_without_a_usable_signature_the_score_decides_among_all(
     request = Handoff(
         **({"request_id": "r", "signature": None, "prompt_tokens": 9, "max_new_tokens": 5} | fields)
     )
-    decision = policy.choose(request, Loads.of((0, 900), (9, 100), (1, 500)), RNG)
+    decision = policy.choose(request, [WorkerLoad(0, 900), WorkerLoad(9, 100), WorkerLoad(1, 500)], RNG)
     assert (decision.worker, decision.band, decision.reason) == (1, 3, reason)
 
 

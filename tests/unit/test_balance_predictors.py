@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.routing import BoostedTrees, Handoff, Loads, Oracle, PromptKeyed, Survival, make_policy
+from eldr_serve.routing import BoostedTrees, Handoff, Oracle, PromptKeyed, Survival, WorkerLoad, make_policy
 from eldr_serve.routing.lookahead import Lookahead
 from eldr_serve.routing.predictors import PREDICTORS
 
@@ -201,7 +201,7 @@ def test_nonsense_never_stops_routing(answer: Any) -> None:
         policy.released(f"old{n}")
     newcomer = Handoff("r", None, 10, 999)
     policy.placed(newcomer, 0)
-    loads = Loads.of((1, 10), (0, 0))
+    loads = [WorkerLoad(1, 10), WorkerLoad(0, 0)]
     assert policy.dispatch([Handoff("s", None, 5, 9)], loads, RNG)[0][1].worker == 1
     assert policy._lookahead._running.remaining.tolist() == [3]
     assert policy.predictor_failures > 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.routing import Handoff, Loads, MarginalCost, PolicyError, StepCost, StepSums, make_policy
+from eldr_serve.routing import Handoff, MarginalCost, PolicyError, StepCost, StepSums, WorkerLoad, make_policy
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
@@ -40,8 +40,8 @@ def total_seconds(cost: StepCost, on_worker: list[Handoff]) -> float:
     return len(on_worker) * float(cost.seconds(len(on_worker), tokens, expected_union(on_worker)))
 
 
-def loads(placement: list[list[Handoff]]) -> Loads:
-    return Loads.of(*[(len(p), sum(h.prompt_tokens for h in p)) for p in placement])
+def loads(placement: list[list[Handoff]]) -> list[WorkerLoad]:
+    return [WorkerLoad(len(p), sum(h.prompt_tokens for h in p)) for p in placement]
 
 
 def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
@@ -112,10 +112,10 @@ def test_like_goes_to_like_until_load_forbids_it() -> None:
     policy = make_policy("marginal-cost", prior_tokens=0.0)
     policy.placed(handoff("a", 1), 0)
     policy.placed(handoff("b", 2), 1)
-    pair = Loads.of((1, 40), (1, 40))
+    pair = [WorkerLoad(1, 40), WorkerLoad(1, 40)]
     assert policy.choose(handoff("c", 1), pair, RNG).worker == 0
     assert policy.choose(handoff("c", 2), pair, RNG).worker == 1
-    assert policy.choose(handoff("c", 1), Loads.of((60, 2400), (1, 40)), RNG).worker == 1
+    assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
 
 
 def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() -> None:
@@ -150,20 +150,22 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
 def test_without_counts_load_decides_then_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
     bare = Handoff("bare", None, 10, 5)
-    first = policy.choose(bare, Loads.of((2, 0), (1, 0)), RNG)
+    first = policy.choose(bare, [WorkerLoad(2, 0), WorkerLoad(1, 0)], RNG)
     assert (first.worker, first.reason) == (1, "no-signature")
     policy.placed(bare, 1)
     policy.placed(handoff("a", 1), 0)
-    later = policy.choose(bare, Loads.of((1, 40), (9, 90)), RNG)
+    later = policy.choose(bare, [WorkerLoad(1, 40), WorkerLoad(9, 90)], RNG)
     assert (later.worker, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        assert policy.choose(Handoff("odd", odd, 10, 5), Loads.of((1, 9), (9, 9)), RNG).worker == 0
+        assert (
+            policy.choose(Handoff("odd", odd, 10, 5), [WorkerLoad(1, 9), WorkerLoad(9, 9)], RNG).worker == 0
+        )
 
 
 def test_a_vacant_worker_is_never_chosen() -> None:
     policy = make_policy("marginal-cost")
     policy.placed(handoff("a", 1), 0)
-    state = Loads.of((1, 40), (0, 0, False), (50, 900))
+    state = [WorkerLoad(1, 40), WorkerLoad(0, 0, available=False), WorkerLoad(50, 900)]
     assert policy.choose(handoff("b", 2), state, RNG).worker != 1
 
 

@@ -20,9 +20,9 @@ from eldr_serve.routing import (
     Decision,
     Handoff,
     LoadLedger,
-    Loads,
     NoWorkerError,
     PolicyError,
+    WorkerLoad,
     make_policy,
     policy_names,
     worker_similarity,
@@ -31,8 +31,8 @@ from eldr_serve.routing import (
 RNG = np.random.default_rng(0)
 
 
-def loads(*in_flight: int) -> Loads:
-    return Loads.of(*[(n, 100 * n) for n in in_flight])
+def loads(*in_flight: int) -> list[WorkerLoad]:
+    return [WorkerLoad(n, 100 * n) for n in in_flight]
 
 
 def handoff(**fields: Any) -> Handoff:
@@ -55,7 +55,7 @@ def band(width: float, k: int = 3, **parameters: Any) -> Any:
 def test_load_policies() -> None:
     state = loads(3, 1, 2)
     assert make_policy("shortest-queue").choose(handoff(), state, RNG).worker == 1
-    tokens = Loads.of((1, 500), (9, 20), (1, 300))
+    tokens = [WorkerLoad(1, 500), WorkerLoad(9, 20), WorkerLoad(1, 300)]
     assert make_policy("least-tokens").choose(handoff(), tokens, RNG).worker == 1
     robin = make_policy("round-robin")
     assert [robin.choose(handoff(), state, RNG).worker for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
@@ -133,7 +133,7 @@ def test_the_band_rule_equals_its_definition(
 @given(available=st.lists(st.booleans(), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_no_policy_takes_a_worker_that_is_not_available(name: str, available: list[bool], seed: int) -> None:
     policy = make_policy(name).with_table(unit_table(4))
-    state = Loads.of(*[(w % 3, w, a) for w, a in enumerate(available)])
+    state = [WorkerLoad(w % 3, w, available=a) for w, a in enumerate(available)]
     request = handoff(signature=counts_for(seed % 4), domain="domain1")
     rng = np.random.default_rng(seed)
     if not any(available):

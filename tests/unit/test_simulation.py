@@ -21,10 +21,10 @@ L, E, TOP_K = 2, 70, 3
 class Hoarding(PooledPolicy):
     """Lets requests wait until three are there or a worker is idle."""
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
 
-    def dispatch(
+    def _dispatch(
         self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         idle = np.flatnonzero(loads.available & (loads.in_flight == 0)).tolist()
