@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.routing import Handoff, MarginalCost, PolicyError, StepCost, StepSums, WorkerLoad, make_policy
+from eldr_serve.routing import (
+    Handoff,
+    Loads,
+    MarginalCost,
+    PolicyError,
+    StepCost,
+    StepSums,
+    WorkerLoad,
+    make_policy,
+)
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
@@ -140,7 +149,7 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
         added = policy.active.idle @ np.minimum(
             newcomer.signature[policy.active.layers].reshape(-1) / 100, 0.98
         )
-        marginal = policy._marginal(np.arange(700), loads(placement), added, 100)
+        marginal = policy._marginal(np.arange(700), Loads.of(loads(placement)), added, 100)
         regret.append(marginal[worker] / marginal.min() - 1)
     assert policy.active.idle.shape == (700, shape[0] * shape[1])
     assert float(np.mean(regret)) < 0.02
