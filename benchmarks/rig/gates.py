@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.progress import track
 from safetensors.numpy import load_file, save
@@ -28,6 +27,7 @@ def gate_scores(tokens: list[list[int]], work: Path) -> dict[str, NDArray[np.flo
     name = hashlib.sha256(json.dumps([tokens, weights_name()]).encode()).hexdigest()[:10]
     path = work / f"gates_{name}.safetensors"
     if not path.exists():
+        import torch
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()

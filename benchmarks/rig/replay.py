@@ -266,8 +266,9 @@ class Bench:
             table, _ = fit_table(trace, workers, seed=self._seed)
             scores = self._gates(transform)[fit]
             mask = select_layers(scores, trace.decode_probability, seed=self._seed)
-            table = replace(table, spec=SignatureSpec(np.ones_like(table.spec.idf), mask.kept))
-            clusters = balanced_kmeans(table.spec.encode(scores), workers, seed=self._seed)
+            spec = SignatureSpec(np.ones_like(table.spec.idf), mask.kept)
+            clusters = balanced_kmeans(spec.encode(scores), workers, seed=self._seed)
+            table = replace(table, spec=spec, centroids=clusters.centroids)
         return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
     def _gates(self, name: str) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import thread_time
+from time import process_time, thread_time
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,7 @@ class ReplayEngine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
+        import torch
         from vllm import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -99,6 +100,9 @@ class ReplayEngine:
             **engine_kwargs("decode", device="cpu", async_scheduling=False),
         ).create_engine_config(UsageContext.LLM_CLASS)
         self._engine = LLMEngine(config, Executor.get_class(config), log_stats=True, stat_loggers=[Recorder])
+        # Where torch was imported before, the environment came too late; a second thread would spin
+        # beside the steps and share their work.
+        torch.set_num_threads(1)
 
     def warm(self, prompts: Sequence[list[int]]) -> None:
         """Bring the prompts' KV blocks into the prefix cache."""
@@ -117,12 +121,16 @@ class ReplayEngine:
 
         The clock is the sum of the steps' CPU times. An engine here is one thread that never sleeps, so
         that is what a step takes on a core of its own; that others ran on the core is not in it.
+
+        Raises:
+            RuntimeError: another thread of the process shared the work, so that the clock is wrong.
         """
         from vllm import SamplingParams
 
         times: dict[str, list[float]] = {a.request_id: [] for a in arrivals}
         waiting = sorted(arrivals, key=lambda a: a.arrival_s, reverse=True)
         steps, now = Steps(), 0.0
+        process, thread = process_time(), thread_time()
         while waiting or self._engine.has_unfinished_requests():
             if not self._engine.has_unfinished_requests():
                 now = max(now, waiting[-1].arrival_s)
@@ -147,4 +155,7 @@ class ReplayEngine:
                 steps.requests.append(record["requests"])
                 steps.kv_tokens.append(record["kv_tokens"])
                 steps.experts.append(sum(record["active_by_layer"]))
+        process, thread = process_time() - process, thread_time() - thread
+        if process > 1.2 * thread + 0.1:
+            raise RuntimeError(f"other threads computed {process - thread:.1f} s beside the engine's own")
         return {name: np.array(t) for name, t in times.items()}, steps

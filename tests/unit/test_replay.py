@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from traces import synthetic_trace
 
 from benchmarks.moe_layer_latency import routes
+from benchmarks.rig import replay
 from benchmarks.rig.capture import Captured
-from benchmarks.rig.replay import Load, loads_of
+from benchmarks.rig.replay import Bench, Load, loads_of
 from benchmarks.rig.replay_engine import BLOCK, aligned
 from offline.cli import BadInput
 
@@ -52,3 +55,17 @@ def test_workloads_are_split_without_overlap() -> None:
     assert not set(fit) & set(rest)
     assert len(fit) == round(0.4 * len(domains))
     assert data.trace.subset(fit).ids == [data.trace.ids[i] for i in fit]
+
+
+def test_a_table_of_gate_scores_is_that_of_counts_where_the_scores_are_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = synthetic_trace()
+    scores = {"gate-prob": trace.prefill_counts.astype(np.float32)}
+    monkeypatch.setattr(replay, "gate_scores", lambda tokens, work: scores)
+    bench = Bench.__new__(Bench)
+    bench.data, bench._seed, bench._work = Captured(trace, []), 0, Path()
+    fit = np.arange(0, len(trace.ids), 2)
+    by_scores, by_counts = (bench._table(fit, 3, True, name) for name in ("gate-prob", "count"))
+    assert by_scores.spec.layers.tolist() == by_counts.spec.layers.tolist()
+    assert np.array_equal(by_scores.centroids, by_counts.centroids)
