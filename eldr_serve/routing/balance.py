@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -116,25 +117,47 @@ class BalanceRoute(PooledPolicy):
         free = np.maximum(self._slots - loads.in_flight[workers], 0)
         if not waiting or not free.any():
             return []
-        overtaken = [self._overtaken.get(handoff.request_id, 0) for handoff in waiting]
-        overdue = [index for index, times in enumerate(overtaken) if times >= self._patience]
-        given = self._fill(waiting, loads, workers, free, overdue)
+        overtaken = self._overtaken_by_index(waiting)
+        overdue = [index for index, times in overtaken.items() if times >= self._patience]
+        # A pool may be deep, but what lies further back cannot be reached now.
+        others = (index for index in range(len(waiting)) if overtaken.get(index, 0) < self._patience)
+        reachable = overdue + list(islice(others, max(self._reach, self._window) + int(free.sum())))
+        requests = [waiting[index] for index in reachable]
+        given = [
+            (reachable[column], row)
+            for column, row in self._fill(requests, len(overdue), loads, workers, free)
+        ]
         admitted = sorted(index for index, _ in given)
-        self._overtaken = {
-            waiting[index].request_id: times + len(admitted) - bisect_right(admitted, index)
-            for index, times in enumerate(overtaken)
-        }
+        for index in range(admitted[-1]):
+            overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
+        for index in admitted:
+            overtaken.pop(index, None)
+        self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
         return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in given]
+
+    def _overtaken_by_index(self, waiting: Sequence[Handoff]) -> dict[int, int]:
+        """How often each waiting request was overtaken, where it was; ascending."""
+        found: dict[int, int] = {}
+        for index, handoff in enumerate(waiting):
+            if len(found) == len(self._overtaken):
+                break
+            if times := self._overtaken.get(handoff.request_id):
+                found[index] = times
+        return found
 
     def _fill(
         self,
         waiting: Sequence[Handoff],
+        overdue: int,
         loads: Loads,
         workers: NDArray[np.int64],
         free: NDArray[np.int64],
-        overdue: list[int],
     ) -> list[tuple[int, int]]:
-        """(index into `waiting`, index into `workers`) of those placed; `free` slots are used up."""
+        """(index into `waiting`, index into `workers`) of those placed; `free` slots are used up.
+
+        Args:
+            waiting: those that can be reached; the first so many are overdue and go before the others.
+        """
         return dispatch(
             self._newcomers(waiting),
             Slots(free, self._project(loads)[workers]),

@@ -91,20 +91,18 @@ class BalanceBand(BalanceRouteHorizon):
     def _fill(
         self,
         waiting: Sequence[Handoff],
+        overdue: int,
         loads: Loads,
         workers: NDArray[np.int64],
         free: NDArray[np.int64],
-        overdue: list[int],
     ) -> list[tuple[int, int]]:
-        others = sorted(set(range(len(waiting))).difference(overdue))
-        reachable = [*overdue, *others][: len(overdue) + self._reach + int(free.sum()) - 1]
-        p = self._probabilities(waiting, reachable)
+        p = self._probabilities(waiting)
         if p is None:
-            return super()._fill(waiting, loads, workers, free, overdue)
+            return super()._fill(waiting, overdue, loads, workers, free)
         self._active.grow(len(loads))
         batches = _Batches(
-            self._newcomers([waiting[i] for i in reachable]),
-            np.array([waiting[i].prompt_tokens for i in reachable], np.float64),
+            self._newcomers(waiting),
+            np.array([handoff.prompt_tokens for handoff in waiting], np.float64),
             p,
             free,
             loads.in_flight[workers].astype(np.float64),
@@ -114,7 +112,7 @@ class BalanceBand(BalanceRouteHorizon):
         )
         band = self._band_tokens * self._discounted.gain
         given: list[tuple[int, int]] = []
-        for columns in np.split(np.arange(len(reachable)), [len(overdue)]):
+        for columns in np.split(np.arange(len(waiting)), [overdue]):
             while len(columns) and free.any():
                 if len(waiting) - len(given) <= free.sum():
                     worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
@@ -122,24 +120,23 @@ class BalanceBand(BalanceRouteHorizon):
                     worker, column = batches.most_at_home(columns[: self._reach], self._discounted, band)
                 batches.admit(worker, column)
                 columns = columns[columns != column]
-                given.append((reachable[column], worker))
+                given.append((column, worker))
         return given
 
-    def _probabilities(self, waiting: Sequence[Handoff], chosen: list[int]) -> NDArray[np.float32] | None:
+    def _probabilities(self, waiting: Sequence[Handoff]) -> NDArray[np.float32] | None:
         """float32[n, L*E], zeros where nothing is known of a request; None if of no request."""
         known: dict[str, NDArray[np.float32]] = {}
-        for i in chosen:
-            name = waiting[i].request_id
-            p = self._p.get(name)
-            if p is None and (levels := self._active.levels(waiting[i])) is not None:
+        for handoff in waiting:
+            p = self._p.get(handoff.request_id)
+            if p is None and (levels := self._active.levels(handoff)) is not None:
                 p = probability(levels)
             if p is not None:
-                known[name] = p
+                known[handoff.request_id] = p
         self._p = known
         if not known:
             return None
         nothing = np.zeros_like(next(iter(known.values())))
-        return np.stack([known.get(waiting[i].request_id, nothing) for i in chosen])
+        return np.stack([known.get(handoff.request_id, nothing) for handoff in waiting])
 
 
 class _Batches:

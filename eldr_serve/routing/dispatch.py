@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,7 +64,7 @@ def dispatch(
     threshold: int,
     window: int,
     reach: int,
-    overdue: Sequence[int] = (),
+    overdue: int = 0,
 ) -> list[tuple[int, int]]:
     """Fill the free slots, or as many as there are requests.
 
@@ -74,14 +72,14 @@ def dispatch(
         threshold: free slots in all up to which sets of requests are compared.
         window: requests, longest waiting first, whose sets are compared.
         reach: the same for a single request.
-        overdue: requests that go before all others.
+        overdue: the first so many requests go before all others.
 
     Returns:
         (request, worker), in the order of placing.
     """
     given: list[tuple[int, int]] = []
-    others = sorted(set(range(len(newcomers.added))).difference(overdue))
-    for waiting in (list(overdue), others):
+    everybody = list(range(len(newcomers.added)))
+    for waiting in (everybody[:overdue], everybody[overdue:]):
         while waiting and slots.free.any():
             worker = slots.next()
             # Stage 1, slots abound: one request. Stage 2: the best set that the worker has slots for.
