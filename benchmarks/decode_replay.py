@@ -24,6 +24,7 @@ ARMS = [
     Arm("domain", "domain"),
     Arm("locality-band", "locality-band"),
     Arm("marginal-cost", "marginal-cost"),
+    Arm("marginal-cost, home 0.2", "marginal-cost", {"home": 0.2}),
     Arm(TRUE, "marginal-cost", true_decode=True),
 ]
 

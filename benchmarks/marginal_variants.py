@@ -117,6 +117,9 @@ def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
         "p to the power 1.5": _with(_Sharper(1.5)),
         "look-ahead, 64 requests": _with(_LookAhead(64)),
         "learned map": _with(_Learned(fitted_on)),
+        "home 0.1": MarginalCost(home=0.1),
+        "home 0.2": MarginalCost(home=0.2),
+        "home 0.5": MarginalCost(home=0.5),
     }
 
 

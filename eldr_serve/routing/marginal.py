@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.routing.activation import ExpectedActivation, Levels, probability
 from eldr_serve.routing.cost import TERMS, StepCost
-from eldr_serve.routing.policies import Policy, available, in_range, shortest
+from eldr_serve.routing.policies import Policy, available, in_range, shortest, worker_similarity
 from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError, WorkerLoad
 
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
@@ -31,6 +31,9 @@ class MarginalCost(Policy):
             short prompts say little.
         expert_weight: an active expert counts as so many. Above 1 the rule looks beyond the requests
             that are there: a worker that keeps to its experts draws more of the same kind.
+        home: where a table is live, a worker whose centroid is by d (cosine) less like the request than
+            the nearest one costs 1 + home * d times as much. Above 0 workers specialise further: lower
+            medians, higher tails. Without a table it has no effect.
         cost: a StepCost's terms in s, or None to start with defaults and follow the engines' steps.
     """
 
@@ -42,9 +45,12 @@ class MarginalCost(Policy):
         *,
         prior_tokens: float = 0.0,
         expert_weight: float = 1.0,
+        home: float = 0.0,
         cost: dict[str, float] | None = None,
     ) -> None:
         super().__init__()
+        if not in_range(home, 0.0, 1e6):
+            raise PolicyError(f"home is {home!r}, it must be 0 or more")
         if not in_range(expert_weight, 0.0, 1e6):
             raise PolicyError(f"expert_weight is {expert_weight!r}, it must be 0 or more")
         if not in_range(prior_tokens, 0.0, 1e6):
@@ -57,6 +63,7 @@ class MarginalCost(Policy):
             raise PolicyError(f"cost is {cost!r}, it must map {', '.join(TERMS)} to seconds, 0 or more")
         self._prior_tokens = prior_tokens
         self._expert_weight = expert_weight
+        self._home = home
         self._fixed = cost
         self.cost = StepCost(**(cost or {}))
         self.active = ExpectedActivation(prior_tokens)
@@ -67,6 +74,7 @@ class MarginalCost(Policy):
         return {
             "prior_tokens": self._prior_tokens,
             "expert_weight": self._expert_weight,
+            "home": self._home,
             "cost": self._fixed,
         }
 
@@ -87,9 +95,11 @@ class MarginalCost(Policy):
             coarse = self.active.coarse_cells
             added = idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
             marginal = self._marginal(candidates, loads, added[candidates], handoff.prompt_tokens)
+            marginal *= self._distance(handoff, len(loads))[candidates]
             candidates = candidates[np.argpartition(marginal, _FINALISTS)[:_FINALISTS]]
         added = (idle if len(candidates) == len(idle) else idle[candidates]) @ p
         marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
+        marginal *= self._distance(handoff, len(loads))[candidates]
         return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
 
     def added_cost(self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad]) -> NDArray[np.float64]:
@@ -116,6 +126,15 @@ class MarginalCost(Policy):
             more_experts=self._expert_weight * added,
         )
         return np.asarray(marginal)
+
+    def _distance(self, handoff: Handoff, num_workers: int) -> NDArray[np.float64]:
+        """float64[W], what each worker's cost is multiplied by for being another's home; 1 or more."""
+        similarity = handoff.similarity
+        if not self._home or similarity is None or not len(similarity) or not np.isfinite(similarity).all():
+            return np.ones(num_workers)
+        own = worker_similarity(similarity, num_workers).astype(np.float64)
+        charged: NDArray[np.float64] = 1 + self._home * (own.max() - own)
+        return charged
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         asked, self._asked = self._asked, None  # what is learnt below may change the levels of others

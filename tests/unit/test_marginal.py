@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,26 @@ def test_like_goes_to_like_until_load_forbids_it() -> None:
     assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
 
 
+@pytest.mark.parametrize("workers", [4, 700])  # weighed all at once, and in two rounds
+def test_home_is_a_charge_on_workers_of_less_similar_centroids(workers: int) -> None:
+    rng = np.random.default_rng(1)
+    similarity = rng.uniform(0.2, 0.9, workers).astype(np.float32)
+    state = [WorkerLoad(int(n), 40 * int(n)) for n in rng.integers(0, 9, workers)]
+    newcomer = replace(handoff("r", 7), similarity=similarity)
+
+    def chosen(request: Handoff, home: float) -> int:
+        return make_policy("marginal-cost", home=home).choose(request, state, RNG).worker
+
+    plain = MarginalCost().added_cost(newcomer, state)
+    for home in (0.3, 2.0):
+        charged = plain * (1 + home * (similarity.max() - similarity.astype(float)))
+        assert chosen(newcomer, home) == charged.argmin()
+    assert chosen(newcomer, 1e6) == similarity.argmax()
+    assert plain[chosen(newcomer, 0.0)] == plain.min()  # several may be equal
+    for unusable in (None, np.full(workers, np.nan, np.float32), np.zeros(0, np.float32)):
+        assert plain[chosen(replace(newcomer, similarity=unusable), 1e6)] == plain.min()
+
+
 def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() -> None:
     rng = np.random.default_rng(3)
     shape = (16, 32)
@@ -198,6 +219,8 @@ def test_the_weight_of_experts_is_that_of_their_cost() -> None:
         placement[first].append(newcomer)
         for policy in policies:
             policy.placed(newcomer, first)
+    with pytest.raises(PolicyError, match="home"):
+        make_policy("marginal-cost", home=-0.1)
     with pytest.raises(PolicyError, match="expert_weight"):
         make_policy("marginal-cost", expert_weight=-1)
 
