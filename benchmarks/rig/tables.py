@@ -132,6 +132,12 @@ CLAIMS = [
     ),
     Claim("fit of 1,000 requests at 48 x 128, K=16", "fit_time", "{fit_p50_s:.1f} s", {"workers": 16}),
     Claim(
+        "simulated against measured TPOT, `marginal-cost`, p50 / p99 ([every policy](docs/evidence.md))",
+        "simulator_validation",
+        "{workload}: {p50_error_pct:+.1f} / {p99_error_pct:+.1f} %",
+        {"policy": "marginal-cost"},
+    ),
+    Claim(
         "KV imbalance of 16 workers in lockstep, times below shortest-queue's, Azure traces, simulated: "
         "`balance-route`",
         "balanceroute_table1",
