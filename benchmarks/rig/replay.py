@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -261,18 +262,19 @@ class Bench:
             table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
             if balanced:
                 return table
-            clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+            spec = table.spec
+            clusters = kmeans(spec.encode(trace.prefill_counts), workers, seed=self._seed)
         else:
             table, _ = fit_table(trace, workers, seed=self._seed)
-            scores = self._gates(transform)[fit]
+            scores = self._gates[transform][fit]
             mask = select_layers(scores, trace.decode_probability, seed=self._seed)
             spec = SignatureSpec(np.ones_like(table.spec.idf), mask.kept)
             clusters = balanced_kmeans(spec.encode(scores), workers, seed=self._seed)
-            table = replace(table, spec=spec, centroids=clusters.centroids)
-        return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
+        return replace(table, spec=spec, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
-    def _gates(self, name: str) -> NDArray[np.float32]:
-        return gate_scores(self.data.tokens, self._work)[name]
+    @cached_property
+    def _gates(self) -> dict[str, NDArray[np.float32]]:
+        return gate_scores(self.data.tokens, self._work)
 
     def _place(
         self,
@@ -286,7 +288,7 @@ class Bench:
         policy.follow_cost(self.cost)
         experts = self._experts(arm.true_decode)
         if arm.transform not in TRANSFORMS:
-            experts = replace(experts, counts=self._gates(arm.transform))
+            experts = replace(experts, counts=self._gates[arm.transform])
         return self._simulated(load, chosen, arrival_s, policy, self.cost, experts)
 
     def _simulated(

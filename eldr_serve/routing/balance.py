@@ -98,7 +98,7 @@ class BalanceRoute(PooledPolicy):
         return loads.kv_tokens[:, None].astype(np.float64)
 
     def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
-        return Newcomers(_prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
+        return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
@@ -298,7 +298,7 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
         return self._lookahead.project(loads)
 
     def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
-        return Newcomers(_prompt_tokens(waiting), self._lookahead.stays(waiting), self._lookahead.horizon)
+        return Newcomers(prompt_tokens(waiting), self._lookahead.stays(waiting), self._lookahead.horizon)
 
 
 class LocalityBalance(_LooksAhead, LocalityBand):
@@ -376,7 +376,8 @@ def _best_worker(
     return int(candidates[order[0]])
 
 
-def _prompt_tokens(waiting: Sequence[Handoff]) -> NDArray[np.float64]:
+def prompt_tokens(waiting: Sequence[Handoff]) -> NDArray[np.float64]:
+    """float64[n]."""
     return np.array([handoff.prompt_tokens for handoff in waiting], np.float64)
 
 

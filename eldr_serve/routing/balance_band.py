@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.activation import ExpectedActivation, probability
-from eldr_serve.routing.balance import BalanceRouteHorizon
+from eldr_serve.routing.balance import BalanceRouteHorizon, prompt_tokens
 from eldr_serve.routing.cost import StepCost
 from eldr_serve.routing.dispatch import Newcomers
 from eldr_serve.routing.fscore import FScore
@@ -102,7 +102,7 @@ class BalanceBand(BalanceRouteHorizon):
         self._active.grow(len(loads))
         batches = _Batches(
             self._newcomers(waiting),
-            np.array([handoff.prompt_tokens for handoff in waiting], np.float64),
+            prompt_tokens(waiting),
             p,
             free,
             loads.in_flight[workers].astype(np.float64),

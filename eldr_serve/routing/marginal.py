@@ -90,16 +90,16 @@ class MarginalCost(Policy):
         self._asked = (handoff, levels)
         self.active.grow(len(loads))
         idle, p = self.active.idle, probability(levels)
-        candidates = workers
+        candidates, charge = workers, self._charge(handoff, len(loads))
         if len(workers) > _MANY:
             coarse = self.active.coarse_cells
             added = idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
             marginal = self._marginal(candidates, loads, added[candidates], handoff.prompt_tokens)
-            marginal *= self._distance(handoff, len(loads))[candidates]
+            marginal *= charge[candidates]
             candidates = candidates[np.argpartition(marginal, _FINALISTS)[:_FINALISTS]]
         added = (idle if len(candidates) == len(idle) else idle[candidates]) @ p
         marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
-        marginal *= self._distance(handoff, len(loads))[candidates]
+        marginal *= charge[candidates]
         return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
 
     def added_cost(self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad]) -> NDArray[np.float64]:
@@ -127,7 +127,7 @@ class MarginalCost(Policy):
         )
         return np.asarray(marginal)
 
-    def _distance(self, handoff: Handoff, num_workers: int) -> NDArray[np.float64]:
+    def _charge(self, handoff: Handoff, num_workers: int) -> NDArray[np.float64]:
         """float64[W], what each worker's cost is multiplied by for being another's home; 1 or more."""
         similarity = handoff.similarity
         if not self._home or similarity is None or not len(similarity) or not np.isfinite(similarity).all():
