@@ -65,9 +65,8 @@ class FakePrefill:
             {"do_remote_prefill": True, "remote_request_id": request.request_id, SIGNATURE: packed}
         )
 
-    async def release_kv(self, release: ReleaseKv) -> bool:
+    async def release_kv(self, release: ReleaseKv) -> None:
         """There is nothing to release."""
-        return False
 
     async def check_health(self) -> None:
         """Always well."""

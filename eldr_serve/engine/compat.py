@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ __all__ = [
     "UnsupportedEngineError",
     "check_engine",
     "check_expert_placement",
-    "expire_send_lease",
+    "expire_send_leases",
     "get_ep_group",
     "get_kv_transfer_group",
     "get_node_count",
@@ -91,6 +91,7 @@ def _check_vllm() -> None:
         (NixlPullConnector, "bind_kv_cache_manager"),
         (NixlPullConnector, "build_connector_worker_meta"),
         (NixlPullConnector, "request_finished_all_groups"),
+        (NixlPullConnector, "get_transfer_results"),
         (base_worker, "nixl_agent_config"),
     )
     for owner, name in needed:
@@ -183,12 +184,11 @@ def step_slots() -> Tensor | None:
     return next(iter(slots.values()), None)
 
 
-def expire_send_lease(worker: Any, request_ids: list[str]) -> list[str]:
-    """End the lease of finished prompts; their blocks are freed in the next step. Returns those held."""
-    held = [request_id for request_id in request_ids if request_id in worker._reqs_to_send]
-    for request_id in held:
-        worker._reqs_to_send[request_id] = 0.0
-    return held
+def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
+    """End the leases of finished prompts; their blocks are freed when transfers are next looked at."""
+    for engine_id in engine_ids:
+        if engine_id in worker._reqs_to_send:
+            worker._reqs_to_send[engine_id] = 0.0
 
 
 @contextmanager

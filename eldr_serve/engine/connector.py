@@ -30,24 +30,27 @@ from eldr_serve.engine.compat import (
     NixlConnectorMetadata,
     NixlPullConnector,
     check_engine,
-    expire_send_lease,
+    expire_send_leases,
     moe_routers,
     polled_nixl,
     step_slots,
 )
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.stats import EldrPromMetrics, EldrStats
+from eldr_serve.engine.unwanted import Unwanted
 from eldr_serve.signature import pack_counts
 
 SIGNATURE = "eldr_signature"
 CALIBRATE = "eldr_calibrate"
 ROUTES = "eldr_routes"
+REQUEST = "eldr_request"  # the caller's name for a prompt, by which it can be given up
 
 
 class EldrMetadata(NixlConnectorMetadata):
-    """What the scheduler sends to the workers: NIXL's part and the step's plan."""
+    """What the scheduler sends to the workers: NIXL's part, the step's plan, and prompts that ended."""
 
     plan: StepPlan
+    held: dict[str, str]  # engine's id -> caller's name, of prompts whose blocks wait for a decode engine
 
 
 @dataclass
@@ -85,11 +88,13 @@ class EldrConnector(NixlPullConnector):
         # scheduler half
         self._tracked: dict[str, _Tracked] = {}
         self._requests: dict[str, Any] = {}
+        self._held: dict[str, str] = {}  # since the last step
         # worker half
         self._capture: ExpertCapture | None = None
         self._timer: StepTimer | None = None
         self._counts = StepCounts()
         self._stats = EldrStats()
+        self._unwanted = Unwanted()
 
     # -- scheduler half ----------------------------------------------------------------------------
 
@@ -105,6 +110,7 @@ class EldrConnector(NixlPullConnector):
         meta = EldrMetadata()
         meta.__dict__.update(super().build_connector_meta(scheduler_output).__dict__)
         meta.plan = self._plan(scheduler_output.num_scheduled_tokens)
+        meta.held, self._held = self._held, {}
         return meta
 
     def _plan(self, scheduled: dict[str, int]) -> StepPlan:
@@ -159,6 +165,9 @@ class EldrConnector(NixlPullConnector):
         self, request: Any, delay_free: bool, params: dict[str, Any] | None
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
+        name = (request.kv_transfer_params or {}).get(REQUEST)
+        if delay_free and name is not None:
+            self._held[request.request_id] = str(name)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or tracked.prompt_counts is None:
             return delay_free, params
@@ -187,6 +196,8 @@ class EldrConnector(NixlPullConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, EldrMetadata):
+            self._unwanted.hold(connector_metadata.held)
         if self._timer is not None:
             self._timer.begin()
 
@@ -222,9 +233,16 @@ class EldrConnector(NixlPullConnector):
         counts, self._counts = self._counts, StepCounts()
         return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
 
-    def release(self, request_ids: list[str]) -> list[str]:
-        """Free the blocks of finished prompts that no decode engine will read; returns those held."""
-        return expire_send_lease(self.connector_worker, request_ids)
+    def give_up(self, names: list[str]) -> None:
+        """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
+        self._unwanted.give_up(names)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
+        expire_send_leases(self.connector_worker, self._unwanted.due())
+        results = super().get_transfer_results(finished_req_ids)
+        self._unwanted.freed(results.finished_sending)
+        return results
 
     # -- stats -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from eldr_serve.engine.compat import get_kv_transfer_group, has_kv_transfer_grou
 class EldrWorkerExtension:
     """Mixed into vLLM's worker."""
 
-    def eldr_release(self, request_ids: list[str]) -> list[str]:
-        """Free finished prompts' blocks now; returns the ids that still held some."""
-        return get_kv_transfer_group().release(request_ids) if has_kv_transfer_group() else []
+    def eldr_give_up(self, names: list[str]) -> None:
+        """Free the blocks of prompts that no decode engine will read, once they have ended."""
+        if has_kv_transfer_group():
+            get_kv_transfer_group().give_up(names)

@@ -71,7 +71,6 @@ def build_app(args: dict[str, Any]) -> Application:
         prefill_config,
         name_prefix="Prefill:",
         deployment_cls=PrefillServer,
-        bind_kwargs={"kv_lease_s": parsed.path.kv_lease_s},
     )
     decode = build_llm_deployment(
         decode_config,

@@ -14,6 +14,7 @@ from eldr_serve.signature import unpack_counts
 # Keys of ours in `kv_transfer_params`; the engines ignore the ones that they do not know.
 SIGNATURE = "eldr_signature"  # from the prefill engine: packed expert counts of the prompt
 REPLICA = "eldr_replica"  # the replica that a call must go to
+REQUEST = "eldr_request"  # the name of a prefill call, by which its blocks can be given up
 ATTEMPT = "eldr_attempt"  # how many prefill replicas have failed this request
 
 GenerationRequest: TypeAlias = Any  # ChatCompletionRequest | CompletionRequest, unknown to mypy
@@ -85,6 +86,7 @@ def prefill_request(request: GenerationRequest, request_id: str, attempt: int) -
             "remote_block_ids": None,
             "remote_host": None,
             "remote_port": None,
+            REQUEST: request_id,
             ATTEMPT: attempt,
         },
     }

@@ -1,0 +1,88 @@
+"""One in-process prefill engine whose prompts nobody reads: which of them give their blocks back."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+STEPS = 20  # of a tiny model: far below a second, where the lease is 300 s
+
+
+def main(model: str, out: str, asynchronous: bool) -> None:
+    from vllm import LLM, SamplingParams
+
+    from eldr_serve.engine.compat import get_kv_transfer_group
+    from eldr_serve.engine.config import engine_kwargs
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=512,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=24,
+        **engine_kwargs(
+            "prefill", device="cpu", block_size=32, async_scheduling=asynchronous, kv_lease_s=300.0
+        ),
+    )
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core  # in process
+
+    def give_up(name: str) -> None:
+        llm.collective_rpc("eldr_give_up", args=([name],))
+
+    def prefill(name: str, *, named: bool = True, stop_after: int | None = None) -> list[str]:
+        """Add a prompt of 100 tokens and step to its end; returns ids of finished prompts."""
+        params = {"do_remote_decode": True} | ({"eldr_request": name} if named else {})
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        # The engine's id is not the caller's name: a client may choose it by a header.
+        engine.add_request(f"client-{name}", {"prompt_token_ids": list(range(1, 101))}, sampling)
+        ended: list[str] = []
+        for _ in range(STEPS if stop_after is None else stop_after):
+            ended += [o.request_id for o in engine.step() if o.finished]
+        return ended
+
+    def used() -> int:
+        """Blocks in use after some more steps."""
+        for _ in range(STEPS):
+            engine.step()
+        return round(core.scheduler.kv_cache_manager.usage * 23)
+
+    connector = get_kv_transfer_group()  # the worker's half
+    found: dict[str, object] = {"idle": used()}
+
+    found["ended"] = prefill("after")
+    found["held"] = used()
+    give_up("after")
+    found["given up after its end"] = used()
+
+    give_up("before")
+    prefill("before")
+    found["given up before it came"] = used()
+
+    prefill("during", stop_after=1)
+    give_up("during")
+    found["given up while it was computed"] = used()
+
+    prefill("heartbeat")
+    (held,) = connector.connector_worker._reqs_to_send
+    give_up("heartbeat")
+    connector.connector_worker._handle_heartbeat(held)
+    found["given up, prolonged by a heartbeat"] = used()
+
+    prefill("other")
+    give_up("oth")
+    found["another was given up"] = used()
+    give_up("other")
+    prefill("nameless", named=False)
+    give_up("nameless")
+    found["without a name"] = used()
+
+    found["remembered"] = [len(connector._unwanted._names), len(connector._unwanted._given_up)]
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    main(sys.argv[1], sys.argv[2], sys.argv[3] == "async")
