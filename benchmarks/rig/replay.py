@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.rig.capture import GROUPS, Captured, captured
 from benchmarks.rig.engines import WEIGHTS, weights_name
 from benchmarks.rig.gates import gate_scores
+from benchmarks.rig.journal import Journal
 from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import balanced_kmeans, kmeans
@@ -117,8 +118,17 @@ class Bench:
     """The captured requests, one engine, and its step cost."""
 
     def __init__(
-        self, prompts: Path, *, requests: int, output_tokens: int, intermediate: int, work: Path, seed: int
+        self,
+        prompts: Path,
+        *,
+        requests: int,
+        output_tokens: int,
+        intermediate: int,
+        work: Path,
+        seed: int,
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self.data: Captured = captured(
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
@@ -128,6 +138,7 @@ class Bench:
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._engine = ReplayEngine(str(widened(intermediate, work)))
+        self._fitted_on = self._fitting_steps()
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
@@ -205,8 +216,10 @@ class Bench:
         names = ("requests", "kv_tokens", "experts", "seconds")
         return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
 
-    def _fit_cost(self) -> tuple[StepCost, float]:
-        """Over batches of 1 to 40, of one domain or many."""
+    def _fitting_steps(self) -> Steps:
+        """Of batches of 1 to 40, of one domain or many."""
+        if (known := self._journal.get("fitting steps")) is not None:
+            return Steps(**known)
         seen, domains = Steps(), np.array(self.data.trace.domains)
         names, sizes = np.unique(domains, return_counts=True)
         single = names[np.argsort(-sizes)[:2]]
@@ -220,11 +233,15 @@ class Bench:
                 ]
                 self._engine.warm([arrival.tokens for arrival in arrivals])
                 seen.extend(self._engine.run(arrivals)[1])
+        self._journal.put("fitting steps", vars(seen))
+        return seen
+
+    def _fit_cost(self) -> tuple[StepCost, float]:
+        seen = self._fitted_on
         sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.seconds)
         cost = sums.fit()
         if cost is None:
             raise BadInput("the engine's steps do not depend on active experts; widen the model")
-        self._fitted_on = seen
         return cost, sums.error(cost)
 
     def _plan(self, load: Load, arms: Sequence[Arm], repeats: int) -> Case:
@@ -315,6 +332,16 @@ class Bench:
 
     def _replay(self, case: Case, worker: int, label: str, repeat: int) -> None:
         jobs = np.flatnonzero(case.outcomes[label].worker == worker)
+        key = f"{case.load} worker {worker} repeat {repeat} {label}"
+        known = self._journal.get(key)
+        if known is None:
+            known = self._measured(case, worker, jobs)
+            self._journal.put(key, known)
+        case.replayed_tpot_s[label][repeat, jobs] = known["tpot_s"]
+        case.replayed_first_s[label][repeat, jobs] = known["first_s"]
+        case.steps[label].extend(Steps(**known["steps"]))
+
+    def _measured(self, case: Case, worker: int, jobs: NDArray[np.int64]) -> dict[str, Any]:
         arrivals = [
             Arrival(
                 f"{worker}:{j}",
@@ -327,11 +354,12 @@ class Bench:
         ]
         self._engine.warm([arrival.tokens for arrival in arrivals])
         times, steps = self._engine.run(arrivals)
-        for j, arrival in zip(jobs, arrivals, strict=True):
-            at = times[arrival.request_id]
-            case.replayed_tpot_s[label][repeat, j] = (at[-1] - at[0]) / (len(at) - 1)
-            case.replayed_first_s[label][repeat, j] = at[0] - arrival.arrival_s
-        case.steps[label].extend(steps)
+        at = [times[arrival.request_id] for arrival in arrivals]
+        return {
+            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
+            "first_s": [t[0] - arrival.arrival_s for t, arrival in zip(at, arrivals, strict=True)],
+            "steps": vars(steps),
+        }
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:

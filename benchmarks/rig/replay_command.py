@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rig.journal import Journal
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
@@ -27,7 +28,7 @@ from benchmarks.rig.options import (
 from benchmarks.rig.replay import Arm, Bench, Case, loads_of, rows_of
 from eldr_serve.files import write_whole
 from offline.plots import bars
-from offline.results import publish
+from offline.results import environment, publish
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,18 @@ def replay_command(
         steps_out: StepsOutOption = None,
         out: OutOption = None,
     ) -> None:
-        """Place requests in each arm and replay every worker's schedule on one engine."""
+        """Place requests in each arm and replay every worker's schedule on one engine.
+
+        Stopped and started again with the same options, at the same commit, it goes on where it was.
+        """
         loads = loads_of(groups, workers, batch, per_worker)
+        asked = {
+            "benchmark": name, "arms": [asdict(arm) for arm in arms],
+            "loads": [asdict(load) for load in loads],
+            "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
+            "intermediate": intermediate, "repeats": repeats, "seed": seed,
+        }  # fmt: skip
+        journal = Journal(work / f"{name}.jsonl", asked | environment())
         bench = Bench(
             prompts,
             requests=requests,
@@ -99,10 +110,12 @@ def replay_command(
             intermediate=intermediate,
             work=work,
             seed=seed,
+            journal=journal,
         )
         inputs = bench.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
         report(Replayed(name, bench, bench.compare(loads, arms, repeats), inputs, seed, out))
         if steps_out is not None:
             write_whole(steps_out, bench.step_lines())
+        journal.remove()
 
     return command

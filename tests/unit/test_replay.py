@@ -13,8 +13,9 @@ from traces import synthetic_trace
 from benchmarks.moe_layer_latency import routes
 from benchmarks.rig import replay
 from benchmarks.rig.capture import Captured
-from benchmarks.rig.replay import Bench, Load, loads_of
-from benchmarks.rig.replay_engine import BLOCK, aligned
+from benchmarks.rig.journal import Journal
+from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, Load, loads_of
+from benchmarks.rig.replay_engine import BLOCK, Arrival, Steps, aligned
 from offline.cli import BadInput
 
 
@@ -69,3 +70,70 @@ def test_a_table_of_gate_scores_is_that_of_counts_where_the_scores_are_counts(
     by_scores, by_counts = (bench._table(fit, 3, True, name) for name in ("gate-prob", "count"))
     assert by_scores.spec.layers.tolist() == by_counts.spec.layers.tolist()
     assert np.array_equal(by_scores.centroids, by_counts.centroids)
+
+
+class _Engine:
+    """Steps of one request each, that cost what a random number of experts does; stops after so many runs."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs = 0
+        self._most = runs
+        self._rng = np.random.default_rng(0)
+
+    def warm(self, prompts: list[list[int]]) -> None:
+        pass
+
+    def run(self, arrivals: list[Arrival]) -> tuple[dict[str, np.ndarray], Steps]:
+        if self.runs == self._most:
+            raise KeyboardInterrupt
+        self.runs += 1
+        experts = self._rng.integers(10, 60, 8).tolist()
+        steps = Steps([1e-3 + 1e-4 * n for n in experts], [1] * 8, [100] * 8, experts)
+        return {a.request_id: a.arrival_s + np.cumsum(self._rng.random(3)) for a in arrivals}, steps
+
+
+def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace = synthetic_trace(num_layers=LAYERS)
+    data = Captured(trace, [[1, 2, 3]] * len(trace.ids))
+    monkeypatch.setattr(replay, "captured", lambda *_, **__: data)
+    monkeypatch.setattr(replay, "widened", lambda *_: tmp_path)
+    arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
+    engines: list[_Engine] = []
+
+    def compared(runs: int) -> list[Case]:
+        engines.append(_Engine(runs))
+        monkeypatch.setattr(replay, "ReplayEngine", lambda _: engines[-1])
+        bench = Bench(
+            tmp_path, requests=60, output_tokens=4, intermediate=32, work=tmp_path, seed=0,
+            journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
+        )  # fmt: skip
+        return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
+
+    needed = 16 + 3 * 2 * 2  # batches of the fit; workers x arms x repeats
+    for runs in (7, 20):
+        with pytest.raises(KeyboardInterrupt):
+            compared(runs)
+    # The fit was stopped within and begun again; what came after it was kept.
+    (done,) = compared(100)
+    assert [engine.runs for engine in engines] == [7, 20, needed - 20]
+    assert all((times > 0).all() for times in done.replayed_tpot_s.values())
+    (read,) = compared(0)
+    for label in done.steps:
+        assert np.array_equal(done.replayed_tpot_s[label], read.replayed_tpot_s[label])
+        assert done.steps[label] == read.steps[label]
+
+
+def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "run.jsonl"
+    Journal(path, {"seed": 0}).put("a", [1.5])
+    with path.open("a") as file:
+        file.write('["b", [2')  # the run died while it wrote
+    again = Journal(path, {"seed": 0})
+    assert (again.get("a"), again.get("b")) == ([1.5], None)
+    again.put("b", [2.5])
+    assert Journal(path, {"seed": 0}).get("b") == [2.5]
+    assert Journal(path, {"seed": 1}).get("a") is None
+    again.remove()
+    assert not path.exists()
