@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from service import ADMIN_KEY, POOL_TTL_S, ROOT, Service, submit_job, wait_for
 MODEL = ROOT / "demo_model" / "weights"
 PROMPTS = ROOT / "demo_model" / "prompts"
 PORT = 8231
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
 ENGINE_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
