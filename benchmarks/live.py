@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,13 @@ def live(
 def served(
     arguments: dict[str, Any], data: Captured, options: dict[str, Any], *, port: int, folder: Path, seed: int
 ) -> dict[str, Any]:
-    """Serve with these `args` and a table fitted on all of `data`; what loadgen.compare then says."""
+    """Serve with these `args` and a table fitted on all of `data`; what loadgen.compare then says.
+
+    A comparison in `folder` that was stopped goes on; one that has ended was another run's.
+    """
+    comparison = folder / "comparison"
+    if (comparison / "compare.json").exists():
+        shutil.rmtree(comparison)
     workers = arguments["decode_config"]["deployment_config"]["num_replicas"]
     folder.mkdir(parents=True, exist_ok=True)
     table = (folder / f"table_{workers}.safetensors").resolve()
@@ -89,15 +96,15 @@ def served(
         serve.run(build_app(arguments), name="eldr", route_prefix="/")
         url = f"http://127.0.0.1:{port}"
         wait_ready(url, 300)
-        options |= {"host": url, "out": folder, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
+        options |= {"host": url, "out": comparison, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
         done = subprocess.run(
             [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
             env=os.environ | {"ELDR_ADMIN_KEY": "live"},
             check=False,
         )
     if done.returncode:
-        raise BadInput(f"the comparison ended with status {done.returncode}; see {folder}")
-    result: dict[str, Any] = json.loads((folder / "compare.json").read_text())
+        raise BadInput(f"the comparison ended with status {done.returncode}; see {comparison}")
+    result: dict[str, Any] = json.loads((comparison / "compare.json").read_text())
     return result
 
 
