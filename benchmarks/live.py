@@ -3,10 +3,11 @@
     python -m benchmarks.live
 
 The whole product under load: 1 prefill and 4 decode engines behind the real ingress, open-loop Poisson
-arrivals, policies in random order in every round (loadgen.compare). The locality-band's table is fitted
-on prompts of the capture. On a machine with fewer cores than engines they wait for each other; then the
-work that a policy saves anywhere shortens everybody's steps, and load balance matters less than it
-would. See decode_replay for the same without contention.
+arrivals, policies in random order in every round (loadgen.compare). Each workload has a run of its own,
+with a table fitted on 40 % of its captured prompts and load from the others. Stopped and started again
+with the same options, it goes on where it was. On a machine with fewer cores than engines they wait for
+each other; then the work that a policy saves anywhere shortens everybody's steps, and load balance
+matters less than it would. See decode_replay for the same without contention.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.rig.capture import Captured, captured
+from benchmarks.rig.capture import GROUPS, captured
 from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
-from benchmarks.rig.engines import our_arguments
+from benchmarks.rig.engines import WEIGHTS, our_arguments
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
     CapturedOption,
+    GroupsOption,
     OutOption,
     PromptsOption,
     SeedOption,
@@ -35,20 +37,26 @@ from benchmarks.rig.options import (
 )
 from benchmarks.rig.replay import widened
 from benchmarks.streams import wait_ready
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.files import write_whole
 from eldr_serve.fitting import fit_table
 from loadgen.figures import BASELINES
+from loadgen.workload import read_prompts
+from offline.calibrate import prompt_tokens
 from offline.cli import BadInput, run
 from offline.results import publish
 
+MAX_TOKENS = 64  # of every answer
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 
 def live(
     prompts: PromptsOption = PROMPTS,
+    groups: GroupsOption = "all,language,task",
     policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 4.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 4,
-    block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 30,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 3,
+    block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 20,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 8,
     deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo_4d.yaml"),
     intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 512,
@@ -59,35 +67,65 @@ def live(
     out: OutOption = None,
 ) -> None:
     """Serve, fit, and compare policies under the same load."""
+    if unknown := [g for g in groups.split(",") if g not in GROUPS]:
+        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
     unwind_on_sigterm()
     data = captured(prompts, work, requests=requests, seed=seed)
-    arguments = our_arguments(deployment, widened(intermediate, work))
-    options = {
-        "policies": policies, "prompts": prompts, "rate": rate, "rounds": rounds, "seed": seed,
-        "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
-    }  # fmt: skip
-    result = served(arguments, data, options, port=port, folder=work / "live", seed=seed)
+    rows: list[dict[str, Any]] = []
+    folders = {group: work / f"live_{group}" for group in groups.split(",")}
+    for group, folder in folders.items():
+        fit, rest = data.split(group, 0.4, seed)
+        arguments = our_arguments(deployment, widened(intermediate, work))
+        load = folder / "prompts.jsonl"
+        _write_prompts(load, prompts, {data.trace.ids[i] for i in rest}, arguments)
+        options = {
+            "policies": policies, "prompts": load, "rate": rate, "rounds": rounds, "seed": seed,
+            "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds, "max-tokens": MAX_TOKENS,
+        }  # fmt: skip
+        table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
+        result = served(arguments, table, options, port=port, folder=folder)
+        rows += [{"workload": group, **row} for row in result["rows"]]
     publish(
-        "live", result["rows"], seed=seed, out=out, notes=result["notes"],
+        "live", rows, seed=seed, out=out, notes=result["notes"],
         inputs=result["inputs"] | {"deployment": deployment.stem, "intermediate": intermediate},
     )  # fmt: skip
+    for folder in folders.values():
+        finish(folder)
+
+
+def workers_of(arguments: dict[str, Any]) -> int:
+    """Decode workers of a deployment's `args`."""
+    return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
+
+
+def _write_prompts(path: Path, prompts: Path, ids: set[str], arguments: dict[str, Any]) -> None:
+    """Those of the ids whose prompts fit in the engines' context, with their answers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    longest = arguments["decode_config"]["engine_kwargs"]["max_model_len"] - MAX_TOKENS
+    found = [
+        {"id": p.id, "domain": p.domain, "prompt": p.text}
+        for p in read_prompts([prompts])
+        if p.id in ids and len(prompt_tokens(tokenizer, p.text, chat=True)) <= longest
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in found))
 
 
 def served(
-    arguments: dict[str, Any], data: Captured, options: dict[str, Any], *, port: int, folder: Path, seed: int
+    arguments: dict[str, Any], table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path
 ) -> dict[str, Any]:
-    """Serve with these `args` and a table fitted on all of `data`; what loadgen.compare then says.
+    """Serve with these `args` and the table; what loadgen.compare then says.
 
-    A comparison in `folder` that was stopped goes on; one that has ended was another run's.
+    A comparison that is in the folder goes on, until `finish`.
     """
-    comparison = folder / "comparison"
-    if (comparison / "compare.json").exists():
-        shutil.rmtree(comparison)
-    workers = arguments["decode_config"]["deployment_config"]["num_replicas"]
     folder.mkdir(parents=True, exist_ok=True)
-    table = (folder / f"table_{workers}.safetensors").resolve()
-    fit_table(data.trace.subset(data.group("all")), workers, seed=seed)[0].save(table)
-    arguments |= {"router": {"policy": "shortest-queue", "table": str(table)}, "admin_key": "live"}
+    table_file, comparison = (folder / "table.safetensors").resolve(), folder / "comparison"
+    if (comparison / "compare.json").exists():
+        return _read(comparison)
+    table.save(table_file)
+    arguments |= {"router": {"policy": "shortest-queue", "table": str(table_file)}, "admin_key": "live"}
     with local_ray(http_port=port, metrics_port=port + 1):
         from ray import serve
 
@@ -103,7 +141,18 @@ def served(
             check=False,
         )
     if done.returncode:
+        (comparison / "compare.json").unlink(missing_ok=True)
         raise BadInput(f"the comparison ended with status {done.returncode}; see {comparison}")
+    return _read(comparison)
+
+
+def finish(folder: Path) -> None:
+    """The comparison's figures are published: the next run is another. Its report stays."""
+    shutil.rmtree(folder / "published", ignore_errors=True)
+    (folder / "comparison").rename(folder / "published")
+
+
+def _read(comparison: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((comparison / "compare.json").read_text())
     return result
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.live import served
+from benchmarks.live import finish, served, workers_of
 from benchmarks.rig.capture import captured
 from benchmarks.rig.cluster import unwind_on_sigterm
 from benchmarks.rig.engines import our_arguments
@@ -30,6 +30,7 @@ from benchmarks.rig.options import (
 )
 from benchmarks.rig.replay import widened
 from eldr_serve.files import write_whole
+from eldr_serve.fitting import fit_table
 from loadgen.workload import balanced_sample, read_prompts
 from offline.cli import run
 from offline.results import publish
@@ -63,20 +64,24 @@ def prefix_cache(
     lines = [json.dumps({"id": p.id, "domain": p.domain, "prompt": p.text}) for p in longest]
     write_whole(repeated, "\n".join(lines) + "\n")
     rows: list[dict[str, Any]] = []
-    for state in ("on", "off"):
+    folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
+    for state in folders:
         arguments = our_arguments(deployment, widened(intermediate, work))
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         options = {
             "policies": policies, "prompts": repeated, "rate": rate, "rounds": rounds, "seed": seed,
             "block-seconds": block_seconds, "warm-up-seconds": 8,
         }  # fmt: skip
-        result = served(arguments, data, options, port=port, folder=work / f"prefix_cache_{state}", seed=seed)
+        table, _ = fit_table(data.trace, workers_of(arguments), seed=seed)
+        result = served(arguments, table, options, port=port, folder=folders[state])
         rows += [{"prefix_cache": state, **row} for row in result["rows"]]
     publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],
         inputs=result["inputs"]
         | {"distinct": distinct, "deployment": deployment.stem, "intermediate": intermediate},
     )  # fmt: skip
+    for folder in folders.values():
+        finish(folder)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,7 @@ class RouterClient:
         """Correct a lease if another replica than the leased one really serves the request."""
         lease = self._leases.get(request_id)
         if lease is not None and lease.replica != replica:
+            self.count("served_elsewhere")
             corrected = replace(lease, replica=replica, worker=-1, best=False, reason="served-elsewhere")
             self._keep(corrected)
             self._tell(corrected)

@@ -225,6 +225,11 @@ async def test_a_lease_served_elsewhere_is_corrected() -> None:
         assert lease.replica == "r1"
         client.served_by("a", "r0")
         await settled(lambda: actor.state._running["a"].lease.replica == "r0")
+        # One that ends before the correction could be sent is counted all the same.
+        await client.place(request("b"), counts_for(1))
+        client.served_by("b", "r0" if client._leases["b"].replica == "r1" else "r1")
+        client.release("b")
+        await settled(lambda: actor.state.counters["served_elsewhere"] == 2)
 
 
 # -- requests that wait in the actor's pool ------------------------------------------------------------
