@@ -31,6 +31,7 @@ from benchmarks.rig.options import (
     CapturedOption,
     GroupsOption,
     OutOption,
+    OutputOption,
     PromptsOption,
     SeedOption,
     WorkOption,
@@ -46,7 +47,6 @@ from offline.calibrate import prompt_tokens
 from offline.cli import BadInput, run
 from offline.results import publish
 
-MAX_TOKENS = 64  # of every answer
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 
@@ -54,12 +54,14 @@ def live(
     prompts: PromptsOption = PROMPTS,
     groups: GroupsOption = "all,language,task",
     policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 3,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 20,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 8,
     deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo_4d.yaml"),
-    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 512,
+    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 4096,
+    output_tokens: OutputOption = 128,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 256,
     requests: CapturedOption = 2400,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8340,
     work: WorkOption = WORK,
@@ -77,17 +79,22 @@ def live(
         fit, rest = data.split(group, 0.4, seed)
         arguments = our_arguments(deployment, widened(intermediate, work))
         load = folder / "prompts.jsonl"
-        _write_prompts(load, prompts, {data.trace.ids[i] for i in rest}, arguments)
+        _write_prompts(load, prompts, {data.trace.ids[i] for i in rest}, max_prompt_tokens)
         options = {
             "policies": policies, "prompts": load, "rate": rate, "rounds": rounds, "seed": seed,
-            "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds, "max-tokens": MAX_TOKENS,
+            "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds, "max-tokens": output_tokens,
         }  # fmt: skip
         table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
         result = served(arguments, table, options, port=port, folder=folder)
         rows += [{"workload": group, **row} for row in result["rows"]]
     publish(
         "live", rows, seed=seed, out=out, notes=result["notes"],
-        inputs=result["inputs"] | {"deployment": deployment.stem, "intermediate": intermediate},
+        inputs=result["inputs"]
+        | {
+            "deployment": deployment.stem,
+            "intermediate": intermediate,
+            "max_prompt_tokens": max_prompt_tokens,
+        },
     )  # fmt: skip
     for folder in folders.values():
         finish(folder)
@@ -98,16 +105,15 @@ def workers_of(arguments: dict[str, Any]) -> int:
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
 
-def _write_prompts(path: Path, prompts: Path, ids: set[str], arguments: dict[str, Any]) -> None:
-    """Those of the ids whose prompts fit in the engines' context, with their answers."""
+def _write_prompts(path: Path, prompts: Path, ids: set[str], most_tokens: int) -> None:
+    """Those of the ids, without the longer ones."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-    longest = arguments["decode_config"]["engine_kwargs"]["max_model_len"] - MAX_TOKENS
     found = [
         {"id": p.id, "domain": p.domain, "prompt": p.text}
         for p in read_prompts([prompts])
-        if p.id in ids and len(prompt_tokens(tokenizer, p.text, chat=True)) <= longest
+        if p.id in ids and len(prompt_tokens(tokenizer, p.text, chat=True)) <= most_tokens
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(record) + "\n" for record in found))

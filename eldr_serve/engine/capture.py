@@ -129,8 +129,11 @@ class ExpertCapture:
 class StepTimer:
     """Time from the start of a step in the worker to the end of its forward, s.
 
-    On CPU the forward has really ended when it returns. On CUDA it has only been launched, so events
-    are recorded instead, and a step's time is known one or more steps later.
+    On CPU the forward has really ended when it returns, and the time is that of the thread: engines may
+    share cores, and what others run in between is no cost of this step. (It would also grow with how
+    many requests run anywhere, and a cost fitted to it would take that for the cost of a request.) On
+    CUDA the forward has only been launched, so events are recorded instead, and a step's time is known
+    one or more steps later.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -141,11 +144,11 @@ class StepTimer:
 
     def begin(self) -> None:
         """A step begins."""
-        self._start = self._event() if self._cuda else time.perf_counter()
+        self._start = self._event() if self._cuda else time.thread_time()
 
     def stop(self) -> None:
         """The step's forward is over."""
-        self._end = self._event() if self._cuda else time.perf_counter()
+        self._end = self._event() if self._cuda else time.thread_time()
 
     def finish(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """`record` is the stopped step's; returns the records whose time is now known, with `seconds`."""

@@ -20,7 +20,7 @@ _STEP_METRICS: dict[str, tuple[str, list[float], str]] = {
         "active_experts",
     ),
     "eldr_decode_step_seconds": (
-        "Time of a decode step's forward in the worker, s.",
+        "Time of a decode step's forward in the worker, s; on CPU that of its thread.",
         [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0],
         "seconds",
     ),
