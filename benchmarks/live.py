@@ -17,12 +17,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.rig.capture import GROUPS, captured
+from benchmarks.rig.capture import captured, groups_of
 from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
 from benchmarks.rig.engines import WEIGHTS, our_arguments
 from benchmarks.rig.options import (
@@ -39,10 +40,9 @@ from benchmarks.rig.options import (
 from benchmarks.rig.replay import widened
 from benchmarks.streams import wait_ready
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.files import write_whole
 from eldr_serve.fitting import fit_table
 from loadgen.figures import BASELINES
-from loadgen.workload import read_prompts
+from loadgen.workload import Prompt, read_prompts, write_prompts
 from offline.calibrate import prompt_tokens
 from offline.cli import BadInput, run
 from offline.results import publish
@@ -69,17 +69,17 @@ def live(
     out: OutOption = None,
 ) -> None:
     """Serve, fit, and compare policies under the same load."""
-    if unknown := [g for g in groups.split(",") if g not in GROUPS]:
-        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    folders = {group: work / f"live_{group}" for group in groups_of(groups)}
     unwind_on_sigterm()
     data = captured(prompts, work, requests=requests, seed=seed)
+    fitting = _fitting(prompts, data.trace.ids, max_prompt_tokens)
     rows: list[dict[str, Any]] = []
-    folders = {group: work / f"live_{group}" for group in groups.split(",")}
     for group, folder in folders.items():
         fit, rest = data.split(group, 0.4, seed)
         arguments = our_arguments(deployment, widened(intermediate, work))
-        load = folder / "prompts.jsonl"
-        _write_prompts(load, prompts, {data.trace.ids[i] for i in rest}, max_prompt_tokens)
+        held_out, load = {data.trace.ids[i] for i in rest}, folder / "prompts.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_prompts(load, (p for p in fitting if p.id in held_out))
         options = {
             "policies": policies, "prompts": load, "rate": rate, "rounds": rounds, "seed": seed,
             "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds, "max-tokens": output_tokens,
@@ -105,18 +105,16 @@ def workers_of(arguments: dict[str, Any]) -> int:
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
 
-def _write_prompts(path: Path, prompts: Path, ids: set[str], most_tokens: int) -> None:
+def _fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
     """Those of the ids, without the longer ones."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-    found = [
-        {"id": p.id, "domain": p.domain, "prompt": p.text}
+    wanted, tokenizer = set(ids), AutoTokenizer.from_pretrained(WEIGHTS)
+    return [
+        p
         for p in read_prompts([prompts])
-        if p.id in ids and len(prompt_tokens(tokenizer, p.text, chat=True)) <= most_tokens
+        if p.id in wanted and len(prompt_tokens(tokenizer, p.text, chat=True)) <= most_tokens
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in found))
 
 
 def served(

@@ -9,7 +9,6 @@ TPOT as it is.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +28,8 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from benchmarks.rig.replay import widened
-from eldr_serve.files import write_whole
 from eldr_serve.fitting import fit_table
-from loadgen.workload import balanced_sample, read_prompts
+from loadgen.workload import balanced_sample, read_prompts, write_prompts
 from offline.cli import run
 from offline.results import publish
 
@@ -61,18 +59,18 @@ def prefix_cache(
     sample = balanced_sample(read_prompts([prompts]), 8 * distinct, seed)
     longest = sorted((p for p in sample if len(p.text) < 3000), key=lambda p: -len(p.text))[:distinct]
     repeated = work / "prefix_cache_prompts.jsonl"
-    lines = [json.dumps({"id": p.id, "domain": p.domain, "prompt": p.text}) for p in longest]
-    write_whole(repeated, "\n".join(lines) + "\n")
+    write_prompts(repeated, longest)
+    model = widened(intermediate, work)
+    table, _ = fit_table(data.trace, workers_of(our_arguments(deployment, model)), seed=seed)
     rows: list[dict[str, Any]] = []
     folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
     for state in folders:
-        arguments = our_arguments(deployment, widened(intermediate, work))
+        arguments = our_arguments(deployment, model)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         options = {
             "policies": policies, "prompts": repeated, "rate": rate, "rounds": rounds, "seed": seed,
             "block-seconds": block_seconds, "warm-up-seconds": 8,
         }  # fmt: skip
-        table, _ = fit_table(data.trace, workers_of(arguments), seed=seed)
         result = served(arguments, table, options, port=port, folder=folders[state])
         rows += [{"prefix_cache": state, **row} for row in result["rows"]]
     publish(

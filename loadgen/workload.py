@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eldr_serve.files import write_whole
+
 SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
@@ -36,6 +38,12 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     if not prompts:
         raise WorkloadError("the workload holds no prompt")
     return prompts
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """A file that read_prompts reads, whole or not at all."""
+    records = ({"id": p.id, "domain": p.domain, "prompt": p.text} for p in prompts)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:

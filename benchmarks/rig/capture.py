@@ -35,6 +35,14 @@ GROUPS = ("all", "language", "task")
 _TOP_K = 4  # of the demo model
 
 
+def groups_of(names: str) -> list[str]:
+    """The workloads named, with commas; BadInput if one is unknown."""
+    chosen = names.split(",")
+    if unknown := [name for name in chosen if name not in GROUPS]:
+        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    return chosen
+
+
 @dataclass(frozen=True)
 class Captured:
     """A trace with routes, and the token ids of its prompts."""

@@ -15,6 +15,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.ingress import make_fastapi_ingress
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.serving.compat import to_model_metadata
 from eldr_serve.serving.decode_router import RouterSpec
 from eldr_serve.serving.ingress import (
@@ -26,7 +27,6 @@ from eldr_serve.serving.ingress import (
 )
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.servers import ReleaseKv
-from eldr_serve.serving.wire import SIGNATURE
 from eldr_serve.signature import SignatureSpec, pack_counts
 
 MODEL = "fake"

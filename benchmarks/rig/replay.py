@@ -26,7 +26,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.rig.capture import GROUPS, Captured, captured
+from benchmarks.rig.capture import Captured, captured, groups_of
 from benchmarks.rig.engines import WEIGHTS, weights_name
 from benchmarks.rig.gates import gate_scores
 from benchmarks.rig.journal import Journal
@@ -368,14 +368,13 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
     Raises:
         BadInput: an unknown workload, or a number that is none.
     """
-    if unknown := [g for g in groups.split(",") if g not in GROUPS]:
-        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    chosen = groups_of(groups)
     for option, value in (("--workers", workers), ("--batch", batch)):
         if not all(k.isdigit() and int(k) for k in value.split(",")):
             raise BadInput(f"{option} is {value!r}, it must be numbers with commas")
     return [
         Load(g, int(k), int(b), per_worker)
-        for g in groups.split(",")
+        for g in chosen
         for k in workers.split(",")
         for b in batch.split(",")
     ]

@@ -35,15 +35,11 @@ from eldr_serve.engine.compat import (
     polled_nixl,
     step_slots,
 )
+from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.stats import EldrPromMetrics, EldrStats
 from eldr_serve.engine.unwanted import Unwanted
 from eldr_serve.signature import pack_counts
-
-SIGNATURE = "eldr_signature"
-CALIBRATE = "eldr_calibrate"
-ROUTES = "eldr_routes"
-REQUEST = "eldr_request"  # the caller's name for a prompt, by which it can be given up
 
 
 class EldrMetadata(NixlConnectorMetadata):

@@ -25,7 +25,7 @@ _REPORT_PERIOD_S = 2.0
 class ReleaseKv:
     """Give back the KV blocks that a prefill engine keeps for a decode that will not come."""
 
-    request_id: str  # as the prefill call carried it (wire.REQUEST)
+    request_id: str  # as the prefill call carried it (keys.REQUEST)
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)  # addresses the replica
 
 

@@ -8,13 +8,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.engine.keys import REQUEST, SIGNATURE
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
 from eldr_serve.signature import unpack_counts
 
-# Keys of ours in `kv_transfer_params`; the engines ignore the ones that they do not know.
-SIGNATURE = "eldr_signature"  # from the prefill engine: packed expert counts of the prompt
+# Further keys of ours in `kv_transfer_params`, beside those of the engines, which ignore them.
 REPLICA = "eldr_replica"  # the replica that a call must go to
-REQUEST = "eldr_request"  # the name of a prefill call, by which its blocks can be given up
 ATTEMPT = "eldr_attempt"  # how many prefill replicas have failed this request
 
 GenerationRequest: TypeAlias = Any  # ChatCompletionRequest | CompletionRequest, unknown to mypy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.sse import StreamError, read_stream
-from loadgen.workload import Prompt, WorkloadError, balanced_sample, read_prompts
+from loadgen.workload import Prompt, WorkloadError, balanced_sample, read_prompts, write_prompts
 
 
 class Clock:
@@ -106,3 +106,9 @@ def test_a_balanced_sample_gives_each_domain_its_share() -> None:
     assert sizes == {"a": 20, "b": 20, "c": 5}
     assert sample == balanced_sample(prompts, 45, seed=1)
     assert len(balanced_sample(prompts, 1000)) == 205
+
+
+def test_written_prompts_are_read_as_they_were(tmp_path: Path) -> None:
+    prompts = [Prompt("1", "code", 'x\n"y"'), Prompt("2", "zh", "\u4f60\u2028\u597d")]
+    write_prompts(tmp_path / "a.jsonl", prompts)
+    assert read_prompts([tmp_path]) == prompts
