@@ -2,12 +2,15 @@
 
     python -m benchmarks.live
 
-The whole product under load: 1 prefill and 4 decode engines behind the real ingress, open-loop Poisson
-arrivals, policies in random order in every round (loadgen.compare). Each workload has a run of its own,
-with a table fitted on 40 % of its captured prompts and load from the others. Stopped and started again
-with the same options, it goes on where it was. On a machine with fewer cores than engines they wait for
-each other; then the work that a policy saves anywhere shortens everybody's steps, and load balance
-matters less than it would. See decode_replay for the same without contention.
+The whole product under load: 1 prefill and 4 decode engines behind the real ingress, policies in random
+order in every round (loadgen.compare). Each workload has a run of its own, with a table fitted on 40 % of
+its captured prompts and load from the others. Stopped and started again with the same options, it goes on
+where it was.
+
+On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
+anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
+answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what the cores do for each token
+between engine and client outweighs the experts. See decode_replay for the same without contention.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from offline.calibrate import prompt_tokens
 from offline.cli import BadInput, run
 from offline.results import publish
 
+_KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 
@@ -54,12 +58,14 @@ def live(
     prompts: PromptsOption = PROMPTS,
     groups: GroupsOption = "all,language,task",
     policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 1.5,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")] = 32,
+    rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 3,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 20,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 8,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
     deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo_4d.yaml"),
-    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 1024,
+    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 1536,
+    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")] = 16,
     output_tokens: OutputOption = 128,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 256,
     requests: CapturedOption = 2400,
@@ -77,11 +83,18 @@ def live(
     for group, folder in folders.items():
         fit, rest = data.split(group, 0.4, seed)
         arguments = our_arguments(deployment, widened(intermediate, work))
+        for role in ("prefill_config", "decode_config"):
+            arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
+            arguments[role]["engine_kwargs"] |= {
+                "kv_cache_memory_bytes": _KV_BYTES,
+                "stream_interval": stream_interval,
+            }
         held_out, load = {data.trace.ids[i] for i in rest}, folder / "prompts.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         write_prompts(load, (p for p in fitting if p.id in held_out))
         options = {
-            "policies": policies, "prompts": load, "rate": rate, "rounds": rounds, "seed": seed,
+            "policies": policies, "prompts": load, "rounds": rounds, "seed": seed,
+            **({"rate": rate} if rate else {"in-flight": in_flight}),
             "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds, "max-tokens": output_tokens,
         }  # fmt: skip
         table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
@@ -93,6 +106,7 @@ def live(
         | {
             "deployment": deployment.stem,
             "intermediate": intermediate,
+            "stream_interval": stream_interval,
             "max_prompt_tokens": max_prompt_tokens,
         },
     )  # fmt: skip

@@ -65,11 +65,6 @@ def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arriv
     return itertools.islice(stream, index, None, workers)
 
 
-def until(stream: Iterable[Arrival], horizon_s: float) -> Iterator[Arrival]:
-    """The arrivals that are due before the horizon, s from the start; those without a time are all."""
-    return itertools.takewhile(lambda arrival: arrival.due_s is None or arrival.due_s < horizon_s, stream)
-
-
 def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
     return itertools.accumulate(rng.expovariate(rate) for _ in itertools.count())
 

@@ -1,8 +1,9 @@
-"""One block: a stretch of open-loop load under one policy, on engines that keep running."""
+"""One block: a stretch of load under one policy, on engines that keep running."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -27,10 +28,10 @@ class Shape:
 
     prompts: str
     model: str
-    rate: float  # requests/s
+    rate: float  # requests/s; 0: a closed loop
     seconds: int  # measured
     warm_up_s: int  # before it; its requests are in no figure
-    users: int  # requests in flight, at most
+    users: int  # requests in flight, at most; in a closed loop always
     max_tokens: int
     temperature: float
 
@@ -62,9 +63,19 @@ class Block:
     best: int = 0  # of these, on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
 
-    def measured(self, warm_up_s: float) -> list[dict[str, Any]]:
-        """Requests that were due after the warm-up."""
-        return [record for record in self.requests if record["due_s"] >= warm_up_s]
+    def measured(self, warm_up_s: float, seconds: float) -> list[dict[str, Any]]:
+        """Requests that were due after the warm-up; of a closed loop, those that ended in the measured part.
+
+        A closed loop's last answers come while others are no longer replaced: they are in no figure.
+        """
+        found = []
+        for record in self.requests:
+            due_s, until_s = record["due_s"], math.inf
+            if due_s is None:
+                due_s, until_s = record["sent_s"] + (record.get("end_s") or 0.0), warm_up_s + seconds
+            if warm_up_s <= due_s < until_s:
+                found.append(record)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """As read back by Block(**...)."""
@@ -113,7 +124,7 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--model": shape.model,
         "--rate": shape.rate,
         "--users": shape.users,
-        "--spawn-rate": shape.users,
+        "--spawn-rate": shape.users if shape.rate else 2 * shape.users / max(1, shape.warm_up_s),
         "--run-time": f"{shape.warm_up_s + shape.seconds}s",
         "--max-tokens": shape.max_tokens,
         "--temperature": shape.temperature,

@@ -6,6 +6,8 @@
 Policies take turns in blocks of load, in an order drawn for each round. All policies of a round meet the
 same requests at the same times, so that a difference is theirs. A run that was stopped goes on where it
 was when it is called again with the same settings. The server gets its own policy back at the end.
+With `--in-flight` instead of `--rate` the load is a closed loop: where engines share cores, and slow each
+other down, an open loop makes of each difference a longer queue, a closed one keeps batches alike.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _WIDTH = 120  # of the table, also where the output is not a terminal
 
 def compare(
     policies: Annotated[str, typer.Option(help="Names by commas; name:parameter=value for parameters.")],
-    rate: Annotated[float, typer.Option(help="Requests/s, Poisson arrivals.")],
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests/s, Poisson arrivals.")] = None,
+    in_flight: Annotated[int | None, typer.Option(help="Closed loop: requests in flight, always.")] = None,
     host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
     prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts with domains.")] = Path(
         "demo_model/prompts"
@@ -52,7 +55,7 @@ def compare(
     block_seconds: Annotated[int, typer.Option(help="Measured part of a block, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
     rounds: Annotated[int, typer.Option(help="Blocks of each policy.")] = 4,
-    users: Annotated[int, typer.Option(help="Requests in flight, at most.")] = 256,
+    users: Annotated[int, typer.Option(help="Requests in flight of an open loop, at most.")] = 256,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of every request.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
     model: Annotated[str, typer.Option(help="Model id to ask for.")] = "eldr-demo",
@@ -71,7 +74,8 @@ def compare(
 ) -> None:
     """Compare policies under the same load; resume with the same settings."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    shape = Shape(str(prompts), model, rate, block_seconds, warm_up_seconds, users, max_tokens, temperature)
+    per_s, most = _loop(rate, in_flight, users)
+    shape = Shape(str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature)
     settings = _settings(names, shape, rounds, seed, host, prompts)
     service = Service(host, os.environ.get(admin_key_env, ""), metrics or ())
     folder = Folder(out, settings)
@@ -91,12 +95,23 @@ def compare(
         raise typer.Exit(1)
 
 
+def _loop(rate: float | None, in_flight: int | None, users: int) -> tuple[float, int]:
+    """Requests/s and users of either loop."""
+    if (rate is None) == (in_flight is None):
+        raise BadInput("give either --rate, for an open loop, or --in-flight, for a closed one")
+    if in_flight is not None:
+        if in_flight < 1:
+            raise BadInput(f"--in-flight is {in_flight}, it must be at least 1")
+        return 0.0, in_flight
+    if not (rate is not None and math.isfinite(rate) and rate > 0):
+        raise BadInput(f"--rate is {rate}, it must be above 0 requests/s")
+    return rate, users
+
+
 def _settings(
     names: list[str], shape: Shape, rounds: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
     """Everything that the figures depend on; BadInput if one of them cannot be used."""
-    if not (math.isfinite(shape.rate) and shape.rate > 0):
-        raise BadInput(f"--rate is {shape.rate}, it must be above 0 requests/s")
     for option, value, least in (
         ("--block-seconds", shape.seconds, 1),
         ("--warm-up-seconds", shape.warm_up_s, 0),
@@ -203,6 +218,7 @@ def _publish(
         inputs=inputs,
         machine=environment(),
         warm_up_s=shape.warm_up_s,
+        seconds=shape.seconds,
     )
     write_whole(out / "report.html", report)
     console.print(f"report: {out / 'report.html'}; figures: {out / 'compare.json'}")
@@ -212,7 +228,8 @@ def _publish(
 def _verdict(blocks: list[Block], failures: int) -> tuple[str, bool]:
     """The first line, and whether it says that the figures are not what they should be."""
     records = [record for block in blocks for record in block.requests]
-    late_s = float(np.quantile([r["late_s"] for r in records], 0.99)) if records else None
+    late = [r["late_s"] for r in records if r["late_s"] is not None]
+    late_s = float(np.quantile(late, 0.99)) if late else None
     foreign = sum(
         r.get("policy") not in (None, parse_policy(b.policy)[0]) for b in blocks for r in b.requests
     )

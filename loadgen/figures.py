@@ -43,13 +43,16 @@ def rows_of(
     The baseline of a difference is the best of BASELINES in the run by that figure.
     """
     records = {
-        p: [(b.round, r) for b in blocks if b.policy == p for r in b.measured(warm_up_s)] for p in policies
+        p: [(b.round, r) for b in blocks if b.policy == p for r in b.measured(warm_up_s, seconds)]
+        for p in policies
     }
     arrivals = sorted({(round_, r["number"]) for found in records.values() for round_, r in found})
     unit = {arrival: number for number, arrival in enumerate(arrivals)}
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
     measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
-    rows = [_counts(policy, [b for b in blocks if b.policy == policy], warm_up_s) for policy in policies]
+    rows = [
+        _counts(policy, [b for b in blocks if b.policy == policy], warm_up_s, seconds) for policy in policies
+    ]
 
     def add(name: str, values: list[tuple[float, Floats]], *, more_is_better: bool = False) -> None:
         best = _best(policies, [value for value, _ in values], more_is_better)
@@ -88,9 +91,9 @@ def active_by_round(policies: list[str], blocks: list[Block]) -> dict[str, list[
     }
 
 
-def _counts(policy: str, blocks: list[Block], warm_up_s: int) -> dict[str, Any]:
-    requests = [r for b in blocks for r in b.measured(warm_up_s)]
-    late = [1000 * r["late_s"] for r in requests]
+def _counts(policy: str, blocks: list[Block], warm_up_s: int, seconds: int) -> dict[str, Any]:
+    requests = [r for b in blocks for r in b.measured(warm_up_s, seconds)]
+    late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
     engines = [b.engines for b in blocks if b.engines]
     steps = sum(e["steps"] for e in engines) or math.nan
     placed = sum(b.placed for b in blocks)

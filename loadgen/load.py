@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from loadgen.arrivals import Arrival, closed_loop, open_loop, share, until
+from loadgen.arrivals import Arrival, closed_loop, open_loop, share
 from loadgen.stats import Slo
 from loadgen.traces import read_trace, replay
 from loadgen.workload import WorkloadError, read_prompts
@@ -24,7 +24,7 @@ class Load:
     Args:
         options: the command line, as in loadgen.locustfile.
         index, workers: which share of the arrivals is sent from here.
-        horizon_s: no request that is due later is sent.
+        horizon_s: no request that is due later, or without a time taken later, is sent.
 
     Raises:
         WorkloadError: a workload, a trace or a value that cannot be used.
@@ -41,8 +41,7 @@ class Load:
         self._told = False
         self._lock = threading.Lock()
         self._arrivals = share(self._stream(workers), index, workers)
-        if horizon_s is not None:
-            self._arrivals = until(self._arrivals, horizon_s)
+        self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._file: TextIO | None = None
         if options.record:
             path = Path(options.record)
@@ -91,14 +90,17 @@ class Load:
         """The next arrival, at the time that it is due or, if no user was free then, later."""
         self._began.wait()
         with self._lock:
-            arrival = next(self._arrivals, None)
-            if arrival is None:
+            arrival = None if self._ended else next(self._arrivals, None)
+            if arrival is None or self._due_s(arrival) >= self._horizon_s:
                 self._ended = True
                 return None
             self._in_flight += 1
         if arrival.due_s is not None:
             time.sleep(max(0.0, arrival.due_s - self.now_s()))
         return arrival
+
+    def _due_s(self, arrival: Arrival) -> float:
+        return self.now_s() if arrival.due_s is None else arrival.due_s
 
     def done(self, line: dict[str, Any]) -> None:
         """Record a request that ended, well or not."""

@@ -5,9 +5,9 @@
 
 Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. A request
 is due by the clock, whatever the server does, as long as one of `--users` is free; how late each was sent
-is recorded. What is due within `--run-time`, or the whole trace, is sent, and the run ends with the last
-answer. Closed loop, without either: each user sends its next request when its last one ended. With
-`--master` and `--worker` each worker sends its share.
+is recorded. Closed loop, without either: each user sends its next request when its last one ended. What is
+due within `--run-time`, or the whole trace, is sent, and the run ends with the last answer. With `--master`
+and `--worker` each worker sends its share.
 
 One JSON line a request goes to `--record`, as it ends. Times are in s: due_s, sent_s and late_s from the
 start of the load, the others from the sending. Statistics of type STREAM are in ms.
@@ -102,8 +102,8 @@ def _init(environment: Environment, **_: Any) -> None:
     except WorkloadError as error:
         print(f"locust: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if options.headless and (options.rate or options.trace):
-        # Locust would stop users that still wait for what is due; an open loop ends with its last answer.
+    if options.headless:
+        # Locust would stop users that still wait for what is due, or for an answer.
         _session.horizon_s, options.run_time = options.run_time, None
 
 
@@ -128,6 +128,9 @@ def _begin(environment: Environment, **_: Any) -> None:
         print(f"locust: {error}", file=sys.stderr)
         environment.process_exit_code = 2
         runner.quit()
+        return
+    if not (options.rate or options.trace):
+        _session.load.begin()  # nothing is due by the clock: users may come one by one
 
 
 @events.spawning_complete.add_listener

@@ -45,6 +45,7 @@ def html_report(
     inputs: dict[str, Any],
     machine: dict[str, Any],
     warm_up_s: int,
+    seconds: int,
 ) -> str:
     """The page.
 
@@ -62,7 +63,9 @@ def html_report(
             "in that figure, with its own interval: where that holds 0, nothing was shown. " + notes
         ),
         picture("Time per output token", _percentiles(rows, "tpot"), "TPOT p50 and p99 with intervals"),
-        picture("Distributions", distributions(policies, blocks, warm_up_s), "ECDF of TPOT and of TTFT"),
+        picture(
+            "Distributions", distributions(policies, blocks, warm_up_s, seconds), "ECDF of TPOT and of TTFT"
+        ),
         picture("Active experts of a decode step", _active(policies, blocks), "active experts by policy"),
         picture("Load over time", load_over_time(policies, blocks), "requests in flight by worker"),
         "<h2>Settings</h2>",
@@ -89,12 +92,12 @@ def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def distributions(policies: list[str], blocks: list[Block], warm_up_s: int) -> Any:
+def distributions(policies: list[str], blocks: list[Block], warm_up_s: int, seconds: int) -> Any:
     """Figure: ECDFs of TPOT and of TTFT by policy."""
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
-            records = [r for b in blocks if b.policy == policy for r in b.measured(warm_up_s)]
+            records = [r for b in blocks if b.policy == policy for r in b.measured(warm_up_s, seconds)]
             values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
             if values:
                 axes.ecdf(values, label=policy)

@@ -45,16 +45,21 @@ def publish(
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    """The rows on the terminal, as wide as they are."""
+    """The rows on the terminal, as wide as they are; a column that a row lacks is empty there."""
     table = Table(title=title)
-    for column in rows[0]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
         table.add_column(column, no_wrap=True)
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
     for line in cells:
         table.add_row(*line)
     # Rows are wide, and a terminal's 80 columns would cut them short.
-    needed = 1 + sum(3 + max(map(len, column)) for column in zip(rows[0], *cells, strict=True))
+    needed = 1 + sum(3 + max(map(len, column)) for column in zip(columns, *cells, strict=True))
     Console(width=max(Console().width, needed)).print(table)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_result(

@@ -121,6 +121,7 @@ def vllm_servers(
                 number = len(started)
                 command = _server_command(config, kwargs, port + number)
                 env = ENGINE_ENV | config["runtime_env"]["env_vars"] | {
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as ours
                     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 100 + number),
                     "PYTHONPATH": str(ROOT),

@@ -50,7 +50,9 @@ def _table(arguments: str) -> str:
         key, _, value = condition.partition("=")
         rows = [row for row in rows if str(row[key]) == value]
     names = [column.strip() for column in columns.split(",")]
-    return _markdown(names, [[_number(row[column]) for column in names] for row in rows])
+    if unknown := set(names).difference(*rows):
+        raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
+    return _markdown(names, [[_number(row.get(column)) for column in names] for row in rows])
 
 
 def _markdown(names: list[str], cells: list[list[str]]) -> str:

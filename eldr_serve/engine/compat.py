@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +40,7 @@ __all__ = [
     "get_kv_transfer_group",
     "get_node_count",
     "has_kv_transfer_group",
+    "kept_affinity",
     "moe_layers",
     "moe_routers",
     "polled_nixl",
@@ -189,6 +191,24 @@ def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
     for engine_id in engine_ids:
         if engine_id in worker._reqs_to_send:
             worker._reqs_to_send[engine_id] = 0.0
+
+
+@contextmanager
+def kept_affinity() -> Iterator[None]:
+    """Within it, making a connector does not bind this thread to other cores for good.
+
+    On CPU NIXL's worker binds the thread that makes it to the last core of each NUMA node, to keep
+    transfers from the model's cores. But that thread runs the model too: all engines of a machine
+    would share that one core.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @contextmanager

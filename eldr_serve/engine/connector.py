@@ -31,6 +31,7 @@ from eldr_serve.engine.compat import (
     NixlPullConnector,
     check_engine,
     expire_send_leases,
+    kept_affinity,
     moe_routers,
     polled_nixl,
     step_slots,
@@ -76,7 +77,7 @@ class EldrConnector(NixlPullConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
-        with polled_nixl():
+        with polled_nixl(), kept_affinity():
             super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size

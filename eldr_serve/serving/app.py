@@ -16,7 +16,7 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
-from eldr_serve.serving.compat import check_ray, to_model_metadata
+from eldr_serve.serving.compat import OneProcessLLMConfig, check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.decode_router import RouterSpec, actor_name
 from eldr_serve.serving.errors import ConfigurationError
@@ -128,12 +128,23 @@ def llm_config(
         | deployment.get("request_router_config", {})
         | {"request_router_class": f"{_ROUTERS}.{router}", "request_router_kwargs": router_kwargs}
     )
+    kind = LLMConfig
+    if accelerator == "cpu" and _alone(config["engine_kwargs"]):
+        kind = OneProcessLLMConfig
+        environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
+        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else vLLM's platform undoes it
     try:
-        return LLMConfig.model_validate(config)
+        return kind.model_validate(config)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigurationError(f"{role}_config.{where}: {first['msg']}") from error
+
+
+def _alone(kwargs: dict[str, Any]) -> bool:
+    """Whether the engine has one rank, and nobody asked for an executor."""
+    ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
+    return bool(ranks == 1 and "distributed_executor_backend" not in kwargs)
 
 
 def _admin_key_sha256(args: EldrArgs) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import ray
 from ray.llm._internal.serve.core.configs.openai_api_models import (
@@ -15,6 +16,8 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
 from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
+from ray.serve.llm import LLMConfig
 from ray.serve.llm.ingress import OpenAiIngress
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.
@@ -23,6 +26,7 @@ __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
     "ErrorResponse",
+    "OneProcessLLMConfig",
     "OpenAIHTTPException",
     "RawRequestInfo",
     "check_ray",
@@ -31,6 +35,28 @@ __all__ = [
 ]
 
 _CHECKED = "2.60"
+
+
+class _OneProcess(VLLMEngineConfig):
+    def get_initialization_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = super().get_initialization_kwargs()
+        return kwargs | {"distributed_executor_backend": "uni"}
+
+
+class OneProcessLLMConfig(LLMConfig):
+    """An LLMConfig of an engine whose scheduler and model run in one process.
+
+    Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. There scheduler
+    and worker wait for each other by spinning, which takes a core for each engine under load, and the
+    process more takes 0.8 GB.
+    """
+
+    def get_engine_config(self) -> VLLMEngineConfig:
+        """As Ray makes it, but for the executor."""
+        config = super().get_engine_config()
+        if not isinstance(config, _OneProcess):
+            config = self._engine_config = _OneProcess(**dict(config))
+        return config
 
 
 def check_ray() -> None:

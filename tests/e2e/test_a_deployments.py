@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,28 @@ def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPa
         bundles = deployment._replica_config.placement_group_bundles
         assert sum(bundle.get("GPU", 0) for bundle in bundles) == gpus
     assert prefill.init_kwargs["llm_config"].model_id == decode.init_kwargs["llm_config"].model_id
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "executor"),
+    [
+        ("cpu_demo", {}, "uni"),
+        ("cpu_demo", {"tensor_parallel_size": 2}, "mp"),
+        ("cpu_demo", {"distributed_executor_backend": "mp"}, "mp"),
+        ("qwen3_30b_8p16d", {}, "ray"),
+    ],
+)
+def test_an_engine_of_one_rank_on_cpu_is_one_process(
+    name: str, asked: dict[str, Any], executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    args = arguments(name)
+    args["decode_config"]["engine_kwargs"] |= asked
+    config = engines(build_app(args))[1].init_kwargs["llm_config"]
+    there = pickle.loads(pickle.dumps(config)).get_engine_config()  # in the replica
+    assert there.get_initialization_kwargs()["distributed_executor_backend"] == executor
+    environment = there.runtime_env["env_vars"] if there.runtime_env else {}
+    assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if executor == "uni" else None)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 from service import Service, wait_for
 
@@ -29,6 +31,13 @@ def test_refit_swaps_a_table_for_the_live_replicas(table_file: Path, service: Se
     assert len(table.centroids) == len(status["workers"]) == 2
     assert status["table"]["version"] >= 1
     assert not status["table"]["refit_advised"]
+
+
+def test_engines_run_in_one_process_each_on_all_cores(service: Service) -> None:
+    mine = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("VLLM::")]
+    assert len(mine) == 3
+    assert {p.info["name"] for p in mine} == {"VLLM::EngineCor"}  # the kernel keeps 15 characters
+    assert all(set(p.cpu_affinity()) == os.sched_getaffinity(0) for p in mine)
 
 
 @pytest.mark.parametrize("policy", policy_names())

@@ -36,6 +36,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
 
     from eldr_serve.engine.config import engine_kwargs
 
+    cores = os.sched_getaffinity(0)
     llm = LLM(
         model=model,
         dtype="float32",
@@ -75,6 +76,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         "preemptions": metrics["vllm:num_preemptions"],
         "left_behind": [len(connector._tracked), len(connector._requests)],
         "steps": samples["eldr_decode_step_seconds_count"],
+        "cores": [sorted(cores), sorted(os.sched_getaffinity(0))],
         "capture_s": samples["eldr_capture_seconds_sum"] / samples["eldr_capture_seconds_count"],
     }
     Path(out).write_text(json.dumps(report))

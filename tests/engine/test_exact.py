@@ -75,6 +75,11 @@ def test_nothing_is_left_behind_in_the_scheduler(report: dict[str, Any]) -> None
     assert report["left_behind"] == [0, 0]
 
 
+def test_the_engine_may_use_all_cores(report: dict[str, Any]) -> None:
+    before, after = report["cores"]
+    assert before == after
+
+
 def test_decode_steps_and_capture_are_measured(report: dict[str, Any]) -> None:
     assert report["steps"] > 100
     assert 0 < report["capture_s"] < 1

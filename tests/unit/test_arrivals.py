@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loadgen.arrivals import closed_loop, open_loop, poisson, share, until
+from loadgen.arrivals import open_loop, poisson, share
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
 from loadgen.workload import Prompt, WorkloadError
 
@@ -63,14 +63,6 @@ def test_shares_are_together_the_stream_and_share_no_prompt() -> None:
         assert not {a.prompt.id for a in one} & {a.prompt.id for a in other}
     with pytest.raises(WorkloadError):
         open_loop(PROMPTS[:3], 5, max_tokens=8, workers=workers)
-
-
-def test_a_horizon_ends_an_open_loop_only() -> None:
-    due = [a.due_s for a in until(open_loop(PROMPTS, 50, max_tokens=8), 2.0)]
-    assert due
-    assert max(d for d in due if d is not None) < 2.0
-    closed = list(itertools.islice(until(closed_loop(PROMPTS, max_tokens=8), 2.0), 60))
-    assert [a.due_s for a in closed] == [None] * 60
 
 
 # -- traces ------------------------------------------------------------------------------------------

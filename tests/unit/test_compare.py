@@ -122,6 +122,27 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
         compare(**options(service, out))
 
 
+def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
+    service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.gap_s = 0.05
+    out = tmp_path / "compare"
+    closed = options(service, out, rate=None, in_flight=5)
+    compare(**closed)
+    assert "requests, none failed" in capsys.readouterr().out
+    blocks = [json.loads(file.read_text())["block"]["requests"] for file in sorted(out.glob("block_*"))]
+    prompts = [{r["number"]: r["id"] for r in block} for block in blocks]
+    assert len(prompts) == 2
+    for number in range(15):
+        assert len({ids[number] for ids in prompts}) == 1
+    for row, block in zip(json.loads((out / "compare.json").read_text())["rows"], blocks, strict=True):
+        # 5 in flight, 0.2 s each, for the 2 s that are measured; what ended before or after is in no figure.
+        assert 25 <= row["requests"] <= 55 < len(block)
+        assert row["late_p99_ms"] is None
+    with pytest.raises(BadInput, match=r"another .*users"):
+        compare(**closed | {"in_flight": 6})
+
+
 def test_failed_requests_are_in_the_first_line_and_the_status(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +197,9 @@ def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
         ({"rate": 0.0}, "--rate"),
         ({"rate": -2.0}, "--rate"),
         ({"rate": float("nan")}, "--rate"),
+        ({"rate": None}, "either --rate, .* or --in-flight"),
+        ({"in_flight": 4}, "either --rate, .* or --in-flight"),
+        ({"rate": None, "in_flight": 0}, "--in-flight is 0"),
         ({"rounds": 0}, "--rounds"),
         ({"block_seconds": 0}, "--block-seconds"),
         ({"warm_up_seconds": -1}, "--warm-up-seconds"),
@@ -217,6 +241,19 @@ def test_an_empty_workload_and_a_foreign_folder_are_refused(service: FakeService
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert {p.name for p in tmp_path.iterdir()} == {"empty.jsonl"}
+
+
+def test_what_ended_in_the_measured_part_of_a_closed_loop_is_measured() -> None:
+    def record(number: int, **times: float) -> dict[str, Any]:
+        return {"number": number, "due_s": None, **times}
+
+    ended = [
+        record(0, sent_s=0.0, end_s=9.9),
+        record(1, sent_s=0.0, end_s=10.0),
+        record(2, sent_s=19.0, end_s=0.9),
+    ]
+    block = Block("random", 0, [*ended, record(3, sent_s=19.5, end_s=0.5), record(4, sent_s=12.0)])
+    assert [r["number"] for r in block.measured(10, 10)] == [1, 2, 4]  # the last one failed
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:

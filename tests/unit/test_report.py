@@ -53,7 +53,7 @@ def write(path: Path, engines: dict[str, float] | None) -> Path:
     path.write_text(
         html_report(
             rows, made, verdict="240 requests, 6 FAILED", bad=True, notes="<b>not markup</b>",
-            inputs={"rate": 4.0}, machine={"commit": "abc"}, warm_up_s=2,
+            inputs={"rate": 4.0}, machine={"commit": "abc"}, warm_up_s=2, seconds=8,
         )
     )  # fmt: skip
     return path
