@@ -36,7 +36,7 @@ def test_refit_swaps_a_table_for_the_live_replicas(table_file: Path, service: Se
 def test_engines_run_in_one_process_each_on_all_cores(service: Service) -> None:
     mine = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("VLLM::")]
     assert len(mine) == 3
-    assert {p.info["name"] for p in mine} == {"VLLM::EngineCor"}  # the kernel keeps 15 characters
+    assert {p.info["name"] for p in mine} == {"VLLM::EngineCore"}
     assert all(set(p.cpu_affinity()) == os.sched_getaffinity(0) for p in mine)
 
 
