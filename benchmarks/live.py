@@ -64,7 +64,7 @@ def live(
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 20,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
     deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo_4d.yaml"),
-    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 1024,
+    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 1536,
     stream_interval: Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")] = 16,
     output_tokens: OutputOption = 96,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 256,

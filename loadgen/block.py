@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -129,6 +130,8 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--max-tokens": shape.max_tokens,
         "--temperature": shape.temperature,
         "--record": record,
+        # Other blocks sent the same prompts: with their prefixes cached the first one would pay for all.
+        "--cache-salt": uuid.uuid4().hex,
         "--seed": seed,
     }
     flags = ["--headless", "--ignore-eos", "--only-summary"]

@@ -63,6 +63,9 @@ def _arguments(parser: LocustArgumentParser) -> None:
     )
     group.add_argument("--ignore-eos", action="store_true", help="generate all of them")
     group.add_argument("--temperature", type=float, default=0.8, help="sampling temperature")
+    group.add_argument(
+        "--cache-salt", default="", help="vLLM's cache_salt: share prefixes with no other load"
+    )
     group.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="objective of goodput, ms")
     group.add_argument("--slo-tpot-ms", type=float, default=100.0, help="objective of goodput, ms")
     group.add_argument("--record", default="", help="file for one JSON line a request")
@@ -240,6 +243,7 @@ class StreamingUser(HttpUser):
             "seed": options.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"cache_salt": options.cache_salt} if options.cache_salt else {}),
         }
         start = time.perf_counter()
         with self.client.post(

@@ -88,6 +88,10 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
         for part in (service.bodies[: len(service.bodies) // 2], service.bodies[len(service.bodies) // 2 :])
     ]
     assert halves[0] == halves[1]
+    # No policy finds the prefixes that another one computed.
+    salts = [body["cache_salt"] for body in service.bodies]
+    assert len(set(salts)) == 2
+    assert len(set(salts[: len(salts) // 2])) == len(set(salts[len(salts) // 2 :])) == 1
     result = json.loads((out / "compare.json").read_text())
     assert set(result) == {"name", "commit", "machine", "versions", "seed", "inputs", "rows", "notes"}
     for row in result["rows"]:
