@@ -93,6 +93,7 @@ class Claim:
 
 
 _CHANGE = "{workload} K={workers}: {p50_change_pct:+.0f} / {p99_change_pct:+.0f} %"
+_LIVE = "{workload}: {tpot_p50_ms_change_pct:+.0f} / {tpot_p99_ms_change_pct:+.0f} %"
 _EXPERTS = "{same_domain:.1f} / {mixed:.1f} of 64 ({change_pct:+.0f} %)"
 _RATE = "{tpot_p50_ms:.1f} ms, {output_tokens_per_s:.0f} tokens/s"
 _TIME = "p50 {p50_us:.0f} us, p99 {p99_us:.0f} us"
@@ -106,6 +107,13 @@ CLAIMS = [
     Claim(
         "the same of `locality-band`, the paper's rule", "decode_replay", _CHANGE, {"arm": "locality-band"}
     ),
+    Claim(
+        "the same live, 1 prefill + 4 decode engines on the 2 cores: `marginal-cost`",
+        "live",
+        _LIVE,
+        {"policy": "marginal-cost"},
+    ),
+    Claim("the same live of `locality-band`", "live", _LIVE, {"policy": "locality-band"}),
     Claim(
         "active experts of a batch of 16: one language / mixed",
         "same_domain",
