@@ -19,6 +19,7 @@ from benchmarks.rig import tables
 from benchmarks.rig.client import Answer, most_open, summary
 from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from offline.cli import BadInput, run
+from offline.results import publish
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,3 +142,12 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
         text = page.read_text()
         assert "<!-- end -->" in text
         assert tables.filled(text) == text, f"run python -m benchmarks.rig.tables: {page.name} is older"
+
+
+def test_rows_may_lack_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [{"policy": "a", "p50": 1.0}, {"policy": "b", "p50": 2.0, "change": 3.5}]
+    publish("mixed", rows, inputs={}, seed=0, notes="", out=tmp_path / "mixed.json")
+    heads = next(line for line in capsys.readouterr().out.splitlines() if "policy" in line)
+    assert "p50" in heads
+    assert "change" in heads
+    assert json.loads((tmp_path / "mixed.json").read_text())["rows"] == rows
