@@ -51,7 +51,8 @@ def rows_of(
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
     measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
     rows = [
-        _counts(policy, [b for b in blocks if b.policy == policy], warm_up_s, seconds) for policy in policies
+        _counts(p, [b for b in blocks if b.policy == p], [record for _, record in records[p]])
+        for p in policies
     ]
 
     def add(name: str, values: list[tuple[float, Floats]], *, more_is_better: bool = False) -> None:
@@ -91,8 +92,7 @@ def active_by_round(policies: list[str], blocks: list[Block]) -> dict[str, list[
     }
 
 
-def _counts(policy: str, blocks: list[Block], warm_up_s: int, seconds: int) -> dict[str, Any]:
-    requests = [r for b in blocks for r in b.measured(warm_up_s, seconds)]
+def _counts(policy: str, blocks: list[Block], requests: list[dict[str, Any]]) -> dict[str, Any]:
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
     engines = [b.engines for b in blocks if b.engines]
     steps = sum(e["steps"] for e in engines) or math.nan
