@@ -32,8 +32,10 @@ from benchmarks.rig.options import (
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Handoff, MarginalCost, Policy, make_policy
+from eldr_serve.routing import Handoff, Loads, MarginalCost, Policy, make_policy
 from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
+from eldr_serve.routing.marginal import Known
+from eldr_serve.routing.policies import worker_similarity
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
@@ -97,6 +99,22 @@ class _Learned(ExpectedActivation):
         return super().levels(replace(handoff, signature=decode * handoff.prompt_tokens))
 
 
+class _ByCentroids(MarginalCost):
+    """Homes are the centroids of a table; they cost `strength` times the distance to the nearest."""
+
+    def __init__(self, strength: float) -> None:
+        super().__init__(home=0)
+        self._strength = strength
+
+    def _price(
+        self, workers: NDArray[np.int64], loads: Loads, known: Known, cells: int
+    ) -> NDArray[np.float64]:
+        price = super()._price(workers, loads, known, cells)
+        assert known.handoff.similarity is not None
+        own = worker_similarity(known.handoff.similarity, len(loads))[workers].astype(np.float64)
+        return price * (1 + self._strength * (own.max() - own))
+
+
 def _with(active: ExpectedActivation) -> MarginalCost:
     policy = MarginalCost()
     policy.active = active
@@ -117,9 +135,11 @@ def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
         "p to the power 1.5": _with(_Sharper(1.5)),
         "look-ahead, 64 requests": _with(_LookAhead(64)),
         "learned map": _with(_Learned(fitted_on)),
-        "home 0.1": MarginalCost(home=0.1),
+        "home 0": MarginalCost(home=0),
+        "home 0.05": MarginalCost(home=0.05),
         "home 0.2": MarginalCost(home=0.2),
         "home 0.5": MarginalCost(home=0.5),
+        "home by centroids": _ByCentroids(0.2),
     }
 
 

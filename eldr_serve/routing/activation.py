@@ -44,6 +44,7 @@ class ExpectedActivation:
         idle: float32[W, L*E], probability that a step of the worker does not activate the expert.
         union: float64[W], experts that a step is expected to activate.
         held: worker and levels of each request.
+        mean: float32[L*E], p of recent requests; None before the first.
         layers: int64[L], the order of layers in a row.
         coarse_cells: cells of every eighth layer, which come first.
     """
@@ -57,20 +58,12 @@ class ExpectedActivation:
         self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
         self._prior_tokens = prior_tokens
         self._shape: tuple[int, ...] = ()
-        self._prior: NDArray[np.float32] | None = None  # [L*E]
+        self.mean: NDArray[np.float32] | None = None
 
     def levels(self, handoff: Handoff) -> Levels | None:
         """uint8[L*E]; the prior's where the request has no usable counts; None without either."""
-        prior = self._prior
-        counts = handoff.signature
-        usable = (
-            counts is not None
-            and counts.ndim == 2
-            and handoff.prompt_tokens > 0
-            and self._shape in ((), counts.shape)
-        )
-        if usable:
-            assert counts is not None
+        prior, counts = self.mean, handoff.signature
+        if counts is not None and self.usable(handoff):
             if not self._shape:
                 self._shape = counts.shape
                 order = np.arange(len(counts))
@@ -88,6 +81,16 @@ class ExpectedActivation:
             return None
         return levels_of(p)
 
+    def usable(self, handoff: Handoff) -> bool:
+        """Whether the request has counts of its own, of the shape of the others'."""
+        counts = handoff.signature
+        return (
+            counts is not None
+            and counts.ndim == 2
+            and handoff.prompt_tokens > 0
+            and self._shape in ((), counts.shape)
+        )
+
     def placed(self, handoff: Handoff, worker: int, levels: Levels | None) -> None:
         """The request runs on `worker` from now on; `levels` are those that it had."""
         self.released(handoff.request_id)
@@ -97,7 +100,7 @@ class ExpectedActivation:
         self.held[handoff.request_id] = (worker, levels)
         self.depth[worker] += _SQUARES[levels]
         self._refresh(worker)
-        if handoff.signature is not None:
+        if self.usable(handoff):
             self._learn(probability(levels))
 
     def released(self, request_id: str) -> None:
@@ -117,10 +120,10 @@ class ExpectedActivation:
             self.union = np.append(self.union, np.zeros(more))
 
     def _learn(self, p: NDArray[np.float32]) -> None:
-        if self._prior is None:
-            self._prior = p.copy()
+        if self.mean is None:
+            self.mean = p.copy()
         else:
-            self._prior += (p - self._prior) / np.float32(64)
+            self.mean += (p - self.mean) / np.float32(64)
 
     def _refresh(self, worker: int) -> None:
         np.exp(-UNIT * self.depth[worker], out=self.idle[worker], casting="same_kind")

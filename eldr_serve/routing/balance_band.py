@@ -19,8 +19,8 @@ from eldr_serve.routing.types import Handoff, Loads, PolicyError
 
 class BalanceBand(BalanceRouteHorizon):
     """While every waiting request finds a slot, the worker where it adds the least decode time, as
-    marginal-cost. While more wait than slots are free, of the pairs of a request and a free worker whose F is
-    within a band of the best, the one whose experts are most at home there.
+    marginal-cost with `home` 0. While more wait than slots are free, of the pairs of a request and a free
+    worker whose F is within a band of the best, the one whose experts are most at home there.
 
     ELDR's band turned round: it balances among like workers, this looks for the like among balanced
     placements. Of a batch that is full anyway, the choice is which request comes next; so what counts is

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.activation import ExpectedActivation, Levels, probability
 from eldr_serve.routing.cost import TERMS, StepCost
-from eldr_serve.routing.policies import Policy, available, in_range, shortest, worker_similarity
+from eldr_serve.routing.homes import Homes, bent_of
+from eldr_serve.routing.policies import Policy, available, in_range, shortest
 from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError, WorkerLoad
 
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
 _FINALISTS = 32
+
+
+class Known(NamedTuple):
+    """What is known of a request that may be placed."""
+
+    handoff: Handoff
+    levels: Levels
+    p: NDArray[np.float32]
+    bent: NDArray[np.float32] | None  # None: nothing of its own
 
 
 class MarginalCost(Policy):
@@ -25,15 +35,15 @@ class MarginalCost(Policy):
     prefill counts / prompt tokens. Worker w's batch leaves the expert idle with probability
     prod(1 - p), so it is expected to activate U experts, and with the newcomer U + sum(idle * p).
     With step cost T the newcomer adds (b+1) T(b+1, U') - b T(b, U) to the b requests there and itself.
+    What is to come it meets by keeping workers to their kind of request (see Homes).
 
     Parameters:
         prior_tokens: the mean of recent requests counts as so many tokens beside the prompt's own;
             short prompts say little.
-        expert_weight: an active expert counts as so many. Above 1 the rule looks beyond the requests
-            that are there: a worker that keeps to its experts draws more of the same kind.
-        home: where a table is live, a worker whose centroid is by d (cosine) less like the request than
-            the nearest one costs 1 + home * d times as much. Above 0 workers specialise further: lower
-            medians, higher tails. Without a table it has no effect.
+        expert_weight: an active expert counts as so many.
+        home: a worker whose home is by d (cosine) less like the request than the one most like it costs
+            1 + home * d times as much. At 0 only the requests that are there count; much above 0.2
+            medians fall little further and tails rise.
         cost: a StepCost's terms in s, or None to start with defaults and follow the engines' steps.
     """
 
@@ -45,7 +55,7 @@ class MarginalCost(Policy):
         *,
         prior_tokens: float = 0.0,
         expert_weight: float = 1.0,
-        home: float = 0.0,
+        home: float = 0.1,
         cost: dict[str, float] | None = None,
     ) -> None:
         super().__init__()
@@ -67,7 +77,8 @@ class MarginalCost(Policy):
         self._fixed = cost
         self.cost = StepCost(**(cost or {}))
         self.active = ExpectedActivation(prior_tokens)
-        self._asked: tuple[Handoff, Levels] | None = None  # by choose, for placed
+        self.homes = Homes()
+        self._asked: Known | None = None  # by choose, for placed
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -84,23 +95,17 @@ class MarginalCost(Policy):
 
     def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        levels = self.active.levels(handoff)
-        if levels is None:
+        self._asked = known = self._known(handoff)
+        if known is None:
             return shortest(workers, loads, "no-signature")
-        self._asked = (handoff, levels)
         self.active.grow(len(loads))
-        idle, p = self.active.idle, probability(levels)
-        candidates, charge = workers, self._charge(handoff, len(loads))
+        self.homes.grow(len(loads), len(known.p))
+        candidates = workers
         if len(workers) > _MANY:
-            coarse = self.active.coarse_cells
-            added = idle[: len(loads), :coarse] @ p[:coarse] * (len(p) / coarse)
-            marginal = self._marginal(candidates, loads, added[candidates], handoff.prompt_tokens)
-            marginal *= charge[candidates]
-            candidates = candidates[np.argpartition(marginal, _FINALISTS)[:_FINALISTS]]
-        added = (idle if len(candidates) == len(idle) else idle[candidates]) @ p
-        marginal = self._marginal(candidates, loads, added, handoff.prompt_tokens)
-        marginal *= charge[candidates]
-        return Decision(int(candidates[marginal.argmin()]), len(workers), None, self.name)
+            price = self._price(candidates, loads, known, self.active.coarse_cells)
+            candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
+        price = self._price(candidates, loads, known, len(known.p))
+        return Decision(int(candidates[price.argmin()]), len(workers), None, self.name)
 
     def added_cost(self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad]) -> NDArray[np.float64]:
         """Seconds a step, over all its requests, that each worker would lose by the newcomer; float64[W].
@@ -127,19 +132,43 @@ class MarginalCost(Policy):
         )
         return np.asarray(marginal)
 
-    def _charge(self, handoff: Handoff, num_workers: int) -> NDArray[np.float64]:
-        """float64[W], what each worker's cost is multiplied by for being another's home; 1 or more."""
-        similarity = handoff.similarity
-        if not self._home or similarity is None or not len(similarity) or not np.isfinite(similarity).all():
-            return np.ones(num_workers)
-        own = worker_similarity(similarity, num_workers).astype(np.float64)
-        charged: NDArray[np.float64] = 1 + self._home * (own.max() - own)
-        return charged
+    def _price(
+        self, workers: NDArray[np.int64], loads: Loads, known: Known, cells: int
+    ) -> NDArray[np.float64]:
+        """What each of `workers` loses, more where others are more at home; from the first `cells`."""
+        added = _along(self.active.idle, workers, known.p, cells)
+        price = self._marginal(workers, loads, added, known.handoff.prompt_tokens)
+        if self._home and known.bent is not None:
+            likeness = self.homes.cosine(workers, _along(self.homes.home, workers, known.bent, cells))
+            price *= 1 + self._home * (likeness.max() - likeness)
+        return price
+
+    def _known(self, handoff: Handoff) -> Known | None:
+        levels = self.active.levels(handoff)
+        if levels is None:
+            return None
+        p, mean = probability(levels), self.active.mean
+        own = mean is not None and self.active.usable(handoff)
+        return Known(handoff, levels, p, bent_of(p, mean) if own and mean is not None else None)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
-        asked, self._asked = self._asked, None  # what is learnt below may change the levels of others
-        levels = asked[1] if asked is not None and asked[0] is handoff else self.active.levels(handoff)
-        self.active.placed(handoff, worker, levels)
+        asked, self._asked = self._asked, None  # what is learnt below may change what is known of others
+        known = asked if asked is not None and asked.handoff is handoff else self._known(handoff)
+        if known is not None and known.bent is not None and handoff.request_id not in self.active.held:
+            self.homes.learn(worker, known.bent)
+        self.active.placed(handoff, worker, known.levels if known is not None else None)
 
     def released(self, request_id: str) -> None:
         self.active.released(request_id)
+
+
+def _along(
+    rows: NDArray[np.float32], workers: NDArray[np.int64], vector: NDArray[np.float32], cells: int
+) -> NDArray[np.float32]:
+    """float32[n], rows[workers] @ vector, estimated from the first `cells` columns."""
+    few = 2 * len(workers) < len(rows)
+    found = (rows[workers] if few else rows)[:, :cells] @ vector[:cells]
+    if not few:
+        found = found[workers]
+    scaled: NDArray[np.float32] = found * np.float32(len(vector) / cells)
+    return scaled

@@ -176,7 +176,7 @@ def banded(band_tokens: float, **more: Any) -> Any:
 
 def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
     state = [WorkerLoad(1, 900), WorkerLoad(0, 0), WorkerLoad(1, 100)]
-    marginal: Any = make_policy("marginal-cost")
+    marginal: Any = make_policy("marginal-cost", home=0.0)
     cost = StepCost(1e-3, 1e-5, 1e-9, 1e-3)
     for experts in ([0, 1], [2, 3], [5, 6]):
         policy = banded(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ def loads(placement: list[list[Handoff]]) -> list[WorkerLoad]:
 
 def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
     cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
-    policy = make_policy("marginal-cost", cost=cost.as_dict())
+    policy = make_policy("marginal-cost", cost=cost.as_dict(), home=0.0)
     assert isinstance(policy, MarginalCost)
     placement = [[handoff("a", 1), handoff("b", 2)], [], [handoff("c", 3)]]
     for worker, there in enumerate(placement):
@@ -73,7 +72,7 @@ def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
 @given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
 def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
     cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
-    policy = make_policy("marginal-cost", prior_tokens=0.0, cost=cost.as_dict())
+    policy = make_policy("marginal-cost", home=0.0, cost=cost.as_dict())
     rng = np.random.default_rng(seed)
     placement: list[list[Handoff]] = [[] for _ in range(workers)]
     for i in range(requests):
@@ -128,24 +127,79 @@ def test_like_goes_to_like_until_load_forbids_it() -> None:
     assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
 
 
-@pytest.mark.parametrize("workers", [4, 700])  # weighed all at once, and in two rounds
-def test_home_is_a_charge_on_workers_of_less_similar_centroids(workers: int) -> None:
-    rng = np.random.default_rng(1)
-    similarity = rng.uniform(0.2, 0.9, workers).astype(np.float32)
-    state = [WorkerLoad(int(n), 40 * int(n)) for n in rng.integers(0, 9, workers)]
-    newcomer = replace(handoff("r", 7), similarity=similarity)
+def bents(requests: list[Handoff]) -> list[np.ndarray | None]:
+    """Of each request, placed one after the other: how it differs from the mean of those before."""
+    found: list[np.ndarray | None] = []
+    mean: np.ndarray | None = None
+    for h in requests:
+        p = probability(h)
+        found.append(None if mean is None else (p - mean) / np.linalg.norm(p - mean))
+        mean = p if mean is None else mean + (p - mean) / 64
+    return found
 
-    def chosen(request: Handoff, home: float) -> int:
-        return make_policy("marginal-cost", home=home).choose(request, state, RNG).worker
 
-    plain = MarginalCost().added_cost(newcomer, state)
-    for home in (0.3, 2.0):
-        charged = plain * (1 + home * (similarity.max() - similarity.astype(float)))
-        assert chosen(newcomer, home) == charged.argmin()
-    assert chosen(newcomer, 1e6) == similarity.argmax()
-    assert plain[chosen(newcomer, 0.0)] == plain.min()  # several may be equal
-    for unusable in (None, np.full(workers, np.nan, np.float32), np.zeros(0, np.float32)):
-        assert plain[chosen(replace(newcomer, similarity=unusable), 1e6)] == plain.min()
+def homes(placed: list[tuple[Handoff, int]], workers: int) -> np.ndarray:
+    home = np.zeros((workers, L * E))
+    for (_, worker), bent in zip(placed, bents([h for h, _ in placed]), strict=True):
+        if bent is not None:
+            home[worker] += (bent - home[worker]) / 32
+    return home
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), requests=st.integers(2, 40), strength=st.sampled_from([0.1, 0.5, 1e6]))
+def test_a_worker_costs_more_where_others_are_more_at_home(seed: int, requests: int, strength: float) -> None:
+    workers, cost = 4, StepCost(2e-3, 1e-4, 1e-7, 5e-5)
+    policy: Any = make_policy("marginal-cost", cost=cost.as_dict(), home=strength)
+    rng = np.random.default_rng(seed)
+    placed = [(handoff(f"r{i}", seed + i), int(rng.integers(workers - 1))) for i in range(requests)]
+    for h, worker in placed:
+        policy.placed(h, worker)
+    placement = [[h for h, w in placed if w == worker] for worker in range(workers)]
+    newcomer = handoff("new", seed + 999)
+    bent = bents([*(h for h, _ in placed), newcomer])[-1]
+    assert bent is not None
+    home = homes(placed, workers)
+    length = np.linalg.norm(home, axis=1)
+    likeness = np.divide(home @ bent, length, out=np.zeros(workers), where=length > 0)
+    price = policy.added_cost(newcomer, loads(placement)) * (1 + strength * (likeness.max() - likeness))
+    chosen = policy.choose(newcomer, loads(placement), rng).worker
+    assert price[chosen] <= price.min() * 1.01 + strength * 1e-3 * cost.fixed_s  # cells are kept in 8 bits
+
+
+def test_homes_learn_each_request_once_and_only_from_its_own_counts() -> None:
+    policy: Any = make_policy("marginal-cost")
+    placed = [(handoff(f"r{i}", i % 7), i % 3) for i in range(30)]
+    for h, worker in placed:
+        policy.placed(h, worker)
+    there = policy.homes.home.copy()
+    assert there == pytest.approx(homes(placed, 3), abs=0.01)
+    policy.placed(placed[-1][0], 2)  # told again, as after a change of workers
+    for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
+        policy.placed(Handoff("odd", odd, 10, 5), 1)
+    assert np.array_equal(policy.homes.home, there)
+
+
+@pytest.mark.parametrize(("home", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
+def test_workers_specialise_and_follow_the_traffic(home: float, least: float, most: float) -> None:
+    """Four kinds of request on four workers, one kind a worker at best; then the kinds change."""
+    cost = StepCost(2e-3, 1e-4, 0.0, 2e-5).as_dict()
+    policy, rng = make_policy("marginal-cost", cost=cost, home=home), np.random.default_rng(5)
+    placement: list[list[Handoff]] = [[] for _ in range(4)]
+    for phase, kinds in enumerate(([1, 2, 3, 4], [11, 12, 13, 14])):
+        went = np.zeros((4, 4))
+        for n in range(400):
+            kind = int(rng.integers(4))
+            newcomer = handoff(f"{phase}.{n}", kinds[kind])
+            worker = policy.choose(newcomer, loads(placement), rng).worker
+            policy.placed(newcomer, worker)
+            placement[worker].append(newcomer)
+            went[worker, kind] += n >= 200
+            if sum(map(len, placement)) > 24:
+                leaves = rng.choice(np.flatnonzero([len(p) for p in placement]))
+                policy.released(placement[leaves].pop(0).request_id)
+        purity = went.max(axis=1).sum() / went.sum()
+        assert least < purity <= most
 
 
 def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() -> None:
