@@ -48,6 +48,7 @@ from loadgen.figures import BASELINES
 from loadgen.workload import Prompt, read_prompts, write_prompts
 from offline.calibrate import prompt_tokens
 from offline.cli import BadInput, run
+from offline.plots import bars
 from offline.results import publish
 
 _KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
@@ -100,16 +101,25 @@ def live(
         table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
         result = served(arguments, table, options, port=port, folder=folder)
         rows += [{"workload": group, **row} for row in result["rows"]]
-    publish(
+    # Of the last workload, and alike for all but for the prompts: parts of one sample.
+    inputs = {k: v for k, v in result["inputs"].items() if not k.startswith("prompts")}
+    path = publish(
         "live", rows, seed=seed, out=out, notes=result["notes"],
-        inputs=result["inputs"]
+        inputs=inputs
         | {
+            "prompts": str(prompts),
+            "captured": requests,
             "deployment": deployment.stem,
             "intermediate": intermediate,
             "stream_interval": stream_interval,
             "max_prompt_tokens": max_prompt_tokens,
         },
     )  # fmt: skip
+    value = "tpot_p50_ms_change_pct"
+    low, high = f"{value}_low", f"{value}_high"
+    against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer
+    plotted = [against_itself | row for row in rows]
+    bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
     for folder in folders.values():
         finish(folder)
 

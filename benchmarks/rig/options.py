@@ -22,6 +22,9 @@ WorkOption = Annotated[Path, typer.Option(help="Folder for the capture and the w
 RepeatsOption = Annotated[
     int, typer.Option(min=1, help="Replays of each schedule; a request's time is the median of them.")
 ]
+EnginesOption = Annotated[
+    int, typer.Option(min=1, help="Replays side by side, each engine on a core of its own; 2 GiB each.")
+]
 SeedOption = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
 OutOption = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")

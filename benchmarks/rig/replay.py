@@ -1,9 +1,9 @@
-"""TPOT of placements without contention: every worker's schedule alone on one real engine.
+"""TPOT of placements without contention: every worker's schedule alone on a real engine.
 
 Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the
 step cost that was first fitted on this engine. Then each worker's requests are served, at their arrival
-times, by the real engine, one worker after the other, so that workers do not share cores as they would
-if they all ran here. The times are the real engine's; what is simulated is only who gets which request.
+times, by a real engine that has a core to itself, so that workers do not share cores as they would if
+they all ran here. The times are the real engine's; what is simulated is only who gets which request.
 Prompts' KV blocks are in the prefix cache, as if they had been transferred; the experts are wide enough
 to leave the CPU's caches (widened demo model, same function).
 """
@@ -30,7 +30,8 @@ from benchmarks.rig.capture import Captured, captured, groups_of
 from benchmarks.rig.engines import WEIGHTS, weights_name
 from benchmarks.rig.gates import gate_scores
 from benchmarks.rig.journal import Journal
-from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, ReplayEngine, Steps
+from benchmarks.rig.lanes import Replays
+from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import balanced_kmeans, kmeans
 from eldr_serve.fitting import fit_table
@@ -103,6 +104,39 @@ class Case:
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 
+@dataclass(frozen=True)
+class _Replay:
+    """One worker's schedule in one arm, once."""
+
+    case: Case
+    worker: int
+    repeat: int
+    label: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.case.load} worker {self.worker} repeat {self.repeat} {self.label}"
+
+    @property
+    def jobs(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
+
+    def measured(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
+        """What the journal keeps of the engine's answer."""
+        at = [times[str(j)] for j in self.jobs]
+        return {
+            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
+            "first_s": [t[0] - self.case.arrival_s[j] for t, j in zip(at, self.jobs, strict=True)],
+            "steps": vars(steps),
+        }
+
+    def keep(self, known: dict[str, Any]) -> None:
+        """Put what the journal kept into the case."""
+        self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = known["tpot_s"]
+        self.case.replayed_first_s[self.label][self.repeat, self.jobs] = known["first_s"]
+        self.case.steps[self.label].extend(Steps(**known["steps"]))
+
+
 class _Placed(Policy):
     """Placements that were made before; request ids are numbers, as the simulator gives them."""
 
@@ -121,6 +155,7 @@ class Bench:
         self,
         prompts: Path,
         *,
+        lanes: Replays,
         requests: int,
         output_tokens: int,
         intermediate: int,
@@ -129,6 +164,7 @@ class Bench:
         journal: Journal,
     ) -> None:
         self._journal = journal
+        self._lanes = lanes
         self.data: Captured = captured(
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
@@ -137,7 +173,10 @@ class Bench:
         self._made: dict[bool, Experts] = {}
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        self._engine = ReplayEngine(str(widened(intermediate, work)))
+        if (pace_s := journal.get("pace_s")) is None:
+            pace_s = lanes.pace_s()
+            journal.put("pace_s", pace_s)
+        self._pace_s: float = pace_s
         self._fitted_on = self._fitting_steps()
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
@@ -156,20 +195,26 @@ class Bench:
         """
         cases = [self._plan(load, arms, repeats) for load in loads]
         schedule = [
-            (case, worker, repeat)
+            _Replay(case, worker, repeat, arms[n].label)
             for repeat in range(repeats)
             for case in cases
             for worker in range(case.load.workers)
+            for n in self._rng.permutation(len(arms))
         ]
+        asked = {
+            replay.key: self._lanes.replay(self._arrivals(replay), self._pace_s)
+            for replay in schedule
+            if self._journal.get(replay.key) is None
+        }
         with progress_bar() as progress:
-            bar = progress.add_task("replaying", total=len(schedule) * len(arms))
-            for case, worker, repeat in schedule:
-                for n in self._rng.permutation(len(arms)):
-                    progress.update(
-                        bar, description=f"{case.load.group}, K={case.load.workers}, worker {worker}"
-                    )
-                    self._replay(case, worker, arms[n].label, repeat)
-                    progress.advance(bar)
+            bar = progress.add_task("replaying", total=len(schedule))
+            for replay in schedule:
+                load = replay.case.load
+                progress.update(bar, description=f"{load.group}, K={load.workers}, worker {replay.worker}")
+                if replay.key in asked:
+                    self._journal.put(replay.key, replay.measured(*asked.pop(replay.key).result()))
+                replay.keep(self._journal.get(replay.key))
+                progress.advance(bar)
         return cases
 
     def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
@@ -223,6 +268,7 @@ class Bench:
         seen, domains = Steps(), np.array(self.data.trace.domains)
         names, sizes = np.unique(domains, return_counts=True)
         single = names[np.argsort(-sizes)[:2]]
+        asked = []
         for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
             for size in (2, 10, 24, 40):
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
@@ -231,8 +277,9 @@ class Bench:
                     Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
                 ]
-                self._engine.warm([arrival.tokens for arrival in arrivals])
-                seen.extend(self._engine.run(arrivals)[1])
+                asked.append(self._lanes.replay(arrivals, self._pace_s))
+        for future in asked:
+            seen.extend(future.result()[1])
         self._journal.put("fitting steps", vars(seen))
         return seen
 
@@ -330,36 +377,18 @@ class Bench:
             )
         return self._made[true_decode]
 
-    def _replay(self, case: Case, worker: int, label: str, repeat: int) -> None:
-        jobs = np.flatnonzero(case.outcomes[label].worker == worker)
-        key = f"{case.load} worker {worker} repeat {repeat} {label}"
-        known = self._journal.get(key)
-        if known is None:
-            known = self._measured(case, worker, jobs)
-            self._journal.put(key, known)
-        case.replayed_tpot_s[label][repeat, jobs] = known["tpot_s"]
-        case.replayed_first_s[label][repeat, jobs] = known["first_s"]
-        case.steps[label].extend(Steps(**known["steps"]))
-
-    def _measured(self, case: Case, worker: int, jobs: NDArray[np.int64]) -> dict[str, Any]:
-        arrivals = [
+    def _arrivals(self, replay: _Replay) -> list[Arrival]:
+        case = replay.case
+        return [
             Arrival(
-                f"{worker}:{j}",
+                str(j),
                 float(case.arrival_s[j]),
                 self.data.tokens[case.requests[j]],
                 self._output_tokens,
                 int(case.requests[j]),
             )
-            for j in jobs
+            for j in replay.jobs
         ]
-        self._engine.warm([arrival.tokens for arrival in arrivals])
-        times, steps = self._engine.run(arrivals)
-        at = [times[arrival.request_id] for arrival in arrivals]
-        return {
-            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
-            "first_s": [t[0] - arrival.arrival_s for t, arrival in zip(at, arrivals, strict=True)],
-            "steps": vars(steps),
-        }
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:

@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.rig.journal import Journal
+from benchmarks.rig.lanes import Lanes
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
     BatchOption,
     CapturedOption,
+    EnginesOption,
     GroupsOption,
     IntermediateOption,
     OutOption,
@@ -25,7 +29,7 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.replay import Arm, Bench, Case, loads_of, rows_of
+from benchmarks.rig.replay import Arm, Bench, Case, loads_of, rows_of, widened
 from eldr_serve.files import write_whole
 from offline.plots import bars
 from offline.results import environment, publish
@@ -87,6 +91,7 @@ def replay_command(
         requests: CapturedOption = 2400,
         work: WorkOption = WORK,
         repeats: RepeatsOption = default_repeats,
+        engines: EnginesOption = 1,
         seed: SeedOption = 0,
         steps_out: StepsOutOption = None,
         out: OutOption = None,
@@ -100,20 +105,27 @@ def replay_command(
             "benchmark": name, "arms": [asdict(arm) for arm in arms],
             "loads": [asdict(load) for load in loads],
             "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
-            "intermediate": intermediate, "repeats": repeats, "seed": seed,
+            "intermediate": intermediate, "repeats": repeats, "engines": engines, "seed": seed,
         }  # fmt: skip
         journal = Journal(work / f"{name}.jsonl", asked | environment())
-        bench = Bench(
-            prompts,
-            requests=requests,
-            output_tokens=output_tokens,
-            intermediate=intermediate,
-            work=work,
-            seed=seed,
-            journal=journal,
-        )
-        inputs = bench.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
-        report(Replayed(name, bench, bench.compare(loads, arms, repeats), inputs, seed, out))
+        with Lanes(widened(intermediate, work), engines) as lanes:
+            bench = Bench(
+                prompts,
+                lanes=lanes,
+                requests=requests,
+                output_tokens=output_tokens,
+                intermediate=intermediate,
+                work=work,
+                seed=seed,
+                journal=journal,
+            )
+            cases = bench.compare(loads, arms, repeats)
+        slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
+        inputs = bench.inputs | {
+            "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
+            "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
+        }  # fmt: skip
+        report(Replayed(name, bench, cases, inputs, seed, out))
         if steps_out is not None:
             write_whole(steps_out, bench.step_lines())
         journal.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import process_time, thread_time
@@ -42,6 +43,7 @@ class Steps:
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
+    slowdown: list[float] = field(default_factory=list)  # of the core, which `seconds` are divided by
 
     def extend(self, other: Steps) -> None:
         """Take another run's steps too."""
@@ -60,6 +62,34 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Pace:
+    """How fast this core computes now, by a matrix product that stays in its cache.
+
+    Cores of shared machines are slower by up to a third for seconds or minutes, and a policy that meets
+    such a spell grows its batch, which costs more than the spell.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._multiply = lambda: torch.mm(left, right, out=out)
+        left, right, out = torch.randn(128, 256), torch.randn(256, 256), torch.empty(128, 256)
+        self._last: deque[float] = deque(maxlen=3)
+
+    def seconds(self) -> float:
+        """CPU time of the product, mean of the last three times that it was asked for."""
+        self._multiply()  # brings it into the cache
+        start = thread_time()
+        for _ in range(4):
+            self._multiply()
+        self._last.append(thread_time() - start)
+        return sum(self._last) / len(self._last)
+
+    def typical(self) -> float:
+        """Median over about a third of a second."""
+        return float(np.median([self.seconds() for _ in range(300)]))
 
 
 class ReplayEngine:
@@ -103,6 +133,7 @@ class ReplayEngine:
         # Where torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)
+        self.pace = Pace()
 
     def warm(self, prompts: Sequence[list[int]]) -> None:
         """Bring the prompts' KV blocks into the prefix cache."""
@@ -116,11 +147,12 @@ class ReplayEngine:
             self._engine.step()
         self._records.clear()
 
-    def run(self, arrivals: Sequence[Arrival]) -> tuple[dict[str, np.ndarray], Steps]:
+    def run(self, arrivals: Sequence[Arrival], pace_s: float) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
 
-        The clock is the sum of the steps' CPU times. An engine here is one thread that never sleeps, so
-        that is what a step takes on a core of its own; that others ran on the core is not in it.
+        The clock is the sum of the steps' CPU times, as they would be where Pace takes `pace_s`. An engine
+        here is one thread that never sleeps, so that is what a step takes on a core of its own; neither
+        that others ran on the core is in it, nor that the core was slow for a while.
 
         Raises:
             RuntimeError: another thread of the process shared the work, so that the clock is wrong.
@@ -144,9 +176,10 @@ class ReplayEngine:
                 )
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             self._records.clear()
+            slowdown = self.pace.seconds() / pace_s
             start = thread_time()
             outputs = self._engine.step()
-            seconds = thread_time() - start
+            seconds = (thread_time() - start) / slowdown
             now += seconds
             for output in outputs:
                 times[output.request_id].append(now)
@@ -155,6 +188,7 @@ class ReplayEngine:
                 steps.requests.append(record["requests"])
                 steps.kv_tokens.append(record["kv_tokens"])
                 steps.experts.append(sum(record["active_by_layer"]))
+                steps.slowdown.append(slowdown)
         process, thread = process_time() - process, thread_time() - thread
         if process > 1.2 * thread + 0.1:
             raise RuntimeError(f"other threads computed {process - thread:.1f} s beside the engine's own")

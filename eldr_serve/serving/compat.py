@@ -6,19 +6,26 @@ import inspect
 from typing import Any
 
 import ray
-from ray.llm._internal.serve.core.configs.openai_api_models import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ErrorResponse,
-    OpenAIHTTPException,
-    to_model_metadata,
-)
-from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
-from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
-from ray.llm._internal.serve.core.protocol import RawRequestInfo
-from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.ingress import OpenAiIngress
+
+_CHECKED = "2.60"
+try:
+    from ray.llm._internal.serve.core.configs.openai_api_models import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ErrorResponse,
+        OpenAIHTTPException,
+        to_model_metadata,
+    )
+    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
+    from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
+    from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
+except ImportError as error:
+    raise ImportError(
+        f"ray {ray.__version__} has moved what eldr-serve extends ({error}); it was checked on ray {_CHECKED}"
+    ) from error
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.
 __all__ = [
@@ -33,8 +40,6 @@ __all__ = [
     "picklable_chat",
     "to_model_metadata",
 ]
-
-_CHECKED = "2.60"
 
 
 class _OneProcess(VLLMEngineConfig):
@@ -62,11 +67,18 @@ class OneProcessLLMConfig(LLMConfig):
 def check_ray() -> None:
     """Raise RuntimeError with one sentence if this Ray is not laid out as the checked one."""
     hook = getattr(OpenAiIngress, "_get_response", None)
-    known = hook is not None and {"body", "call_method", "raw_request"} <= set(
+    answers = hook is not None and {"body", "call_method", "raw_request"} <= set(
         inspect.signature(hook).parameters
     )
-    if not known:
-        raise RuntimeError(
-            f"ray {ray.__version__} has no OpenAiIngress._get_response(body, call_method, raw_request), "
-            f"which eldr-serve extends; it was checked on ray {_CHECKED}"
-        )
+    engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
+        hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
+    )
+    for there, what in (
+        (answers, "OpenAiIngress._get_response(body, call_method, raw_request)"),
+        (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
+    ):
+        if not there:
+            raise RuntimeError(
+                f"ray {ray.__version__} has no {what}, which eldr-serve extends; "
+                f"it was checked on ray {_CHECKED}"
+            )

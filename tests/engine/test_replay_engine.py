@@ -15,9 +15,11 @@ from scripts import ROOT
 
 from benchmarks.rig.capture import captured
 from benchmarks.rig.gates import gate_scores
-from benchmarks.rig.replay import LAYERS
-from benchmarks.rig.replay_engine import ENGINE_ENV
+from benchmarks.rig.lanes import Lanes
+from benchmarks.rig.replay import LAYERS, widened
+from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival
 from eldr_serve.simulation.calibration import fit_steps
+from offline.cli import BadInput
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def replayed(name: str, work: Path, out: Path, **more: object) -> dict[str, Any]
 
 
 def test_a_replay_measures_every_request_of_every_arm(work: Path, tmp_path: Path) -> None:
-    result = replayed("band_width", work, tmp_path / "band.json")
+    result = replayed("band_width", work, tmp_path / "band.json", engines=2)
     assert result["inputs"]["step_cost"]["per_expert_s"] > 0
     arms = [row["arm"] for row in result["rows"]]
     assert arms == ["round-robin", "band 0.0", "band 0.1", "band 0.2", "band 0.3"]
@@ -61,10 +63,28 @@ def test_a_replay_measures_every_request_of_every_arm(work: Path, tmp_path: Path
     assert (tmp_path / "band.png").stat().st_size > 5000
 
 
+def test_an_engine_that_dies_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="engine died"), Lanes(tmp_path / "no model", 1) as lanes:
+        lanes.pace_s()
+
+
+def test_the_clock_runs_slower_as_the_core_does(work: Path) -> None:
+    arrivals = [Arrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
+    with Lanes(widened(1024, work), 1) as lanes:
+        assert lanes.pace_s() > 0
+        (as_now, steps), (slower, _) = (lanes.replay(arrivals, pace).result() for pace in (1.0, 1e-3))
+    assert set(as_now) == set(slower) == {"0", "1", "2", "3"}
+    assert all(len(times) == 20 and (np.diff(times) > 0).all() for times in as_now.values())
+    # A core that is a thousand times slower for the one than for the other.
+    assert 200 < as_now["0"][-1] / slower["0"][-1] < 5000
+    assert len(steps.slowdown) == len(steps.seconds) >= 19
+
+
 def test_the_engine_samples_the_captured_text_again(work: Path, tmp_path: Path) -> None:
     """So that simulator and engine have the same routes, and differ in time alone."""
     steps = tmp_path / "steps.jsonl"
-    options = {"steps-out": steps, "batch": 3, "per-worker": 6, "repeats": 2}
+    # So many at once that a slow spell of the machine hardly changes who shares a step with whom.
+    options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
     result = replayed("simulator_validation", work, tmp_path / "validation.json", **options)
     assert len(result["rows"]) == 8
     for row in result["rows"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks.moe_layer_latency import routes
 from benchmarks.rig import replay
 from benchmarks.rig.capture import Captured
 from benchmarks.rig.journal import Journal
+from benchmarks.rig.lanes import Lanes, Served
 from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, Load, loads_of
 from benchmarks.rig.replay_engine import BLOCK, Arrival, Steps, aligned
 from offline.cli import BadInput
@@ -72,7 +74,7 @@ def test_a_table_of_gate_scores_is_that_of_counts_where_the_scores_are_counts(
     assert np.array_equal(by_scores.centroids, by_counts.centroids)
 
 
-class _Engine:
+class _Lanes:
     """Steps of one request each, that cost what a random number of experts does; stops after so many runs."""
 
     def __init__(self, runs: int) -> None:
@@ -80,16 +82,21 @@ class _Engine:
         self._most = runs
         self._rng = np.random.default_rng(0)
 
-    def warm(self, prompts: list[list[int]]) -> None:
-        pass
+    def pace_s(self) -> float:
+        return 1e-3
 
-    def run(self, arrivals: list[Arrival]) -> tuple[dict[str, np.ndarray], Steps]:
+    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
+        assert pace_s == 1e-3
+        answer: Future[Served] = Future()
         if self.runs == self._most:
-            raise KeyboardInterrupt
+            answer.set_exception(KeyboardInterrupt())
+            return answer
         self.runs += 1
         experts = self._rng.integers(10, 60, 8).tolist()
-        steps = Steps([1e-3 + 1e-4 * n for n in experts], [1] * 8, [100] * 8, experts)
-        return {a.request_id: a.arrival_s + np.cumsum(self._rng.random(3)) for a in arrivals}, steps
+        steps = Steps([1e-3 + 1e-4 * n for n in experts], [1] * 8, [100] * 8, experts, [1.0] * 8)
+        times = {a.request_id: a.arrival_s + np.cumsum(self._rng.random(3)) for a in arrivals}
+        answer.set_result((times, steps))
+        return answer
 
 
 def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
@@ -98,15 +105,13 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
     trace = synthetic_trace(num_layers=LAYERS)
     data = Captured(trace, [[1, 2, 3]] * len(trace.ids))
     monkeypatch.setattr(replay, "captured", lambda *_, **__: data)
-    monkeypatch.setattr(replay, "widened", lambda *_: tmp_path)
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
-    engines: list[_Engine] = []
+    lanes: list[_Lanes] = []
 
     def compared(runs: int) -> list[Case]:
-        engines.append(_Engine(runs))
-        monkeypatch.setattr(replay, "ReplayEngine", lambda _: engines[-1])
+        lanes.append(_Lanes(runs))
         bench = Bench(
-            tmp_path, requests=60, output_tokens=4, intermediate=32, work=tmp_path, seed=0,
+            tmp_path, lanes=lanes[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path, seed=0,
             journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
         )  # fmt: skip
         return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
@@ -117,12 +122,17 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
             compared(runs)
     # The fit was stopped within and begun again; what came after it was kept.
     (done,) = compared(100)
-    assert [engine.runs for engine in engines] == [7, 20, needed - 20]
+    assert [lane.runs for lane in lanes] == [7, 20, needed - 20]
     assert all((times > 0).all() for times in done.replayed_tpot_s.values())
     (read,) = compared(0)
     for label in done.steps:
         assert np.array_equal(done.replayed_tpot_s[label], read.replayed_tpot_s[label])
         assert done.steps[label] == read.steps[label]
+
+
+def test_more_engines_than_cores_are_refused() -> None:
+    with pytest.raises(BadInput, match="cores"):
+        Lanes(Path("model"), 100_000)
 
 
 def test_a_journal_is_of_one_run(tmp_path: Path) -> None:

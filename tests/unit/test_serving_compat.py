@@ -1,0 +1,32 @@
+"""Another Ray is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.ingress import OpenAiIngress
+
+from eldr_serve.serving import compat
+
+
+def test_the_installed_ray_is_as_checked() -> None:
+    compat.check_ray()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replaced"),
+    [
+        (OpenAiIngress, "_get_response", lambda self, body: None),
+        (compat.VLLMEngineConfig, "get_initialization_kwargs", None),
+        (LLMConfig, "__private_attributes__", {}),
+    ],
+)
+def test_another_ray_is_refused(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replaced: object
+) -> None:
+    if replaced is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, replaced)
+    with pytest.raises(RuntimeError, match=r"which eldr-serve extends; it was checked on ray 2\.60"):
+        compat.check_ray()
