@@ -55,7 +55,7 @@ def against(
     def report(run: Replayed) -> None:
         rows = [row for case in run.cases for row in rows_of(case, baselines, run.seed)]
         notes = (
-            "placed in simulation, steps measured on real engines, each with a core to itself; changes against "
+            "placed in simulation, steps measured on real engines, each on its own core; changes against "
             f"the best of {', '.join(baselines)} at that percentile, 95 % intervals by bootstrap"
         )
         notes += f"; {note(rows)}" if note is not None else ""
