@@ -226,7 +226,7 @@ class Bench:
         trace = self.data.trace
         found = {}
         for label, outcome in case.outcomes.items():
-            judge = MarginalCost(cost=self.cost.as_dict())
+            judge = MarginalCost(home=0, cost=self.cost.as_dict())
             ledger = LoadLedger()
             workers = ledger.places(range(case.load.workers))
             ends: list[tuple[float, int]] = []

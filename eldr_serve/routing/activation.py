@@ -32,6 +32,13 @@ def probability(levels: Levels) -> NDArray[np.float32]:
     return active
 
 
+def grown(rows: NDArray[Any], workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
+    """`rows` and below them `fill`, of its dtype, in shape [workers, *cells]."""
+    have = len(rows)
+    more = np.full((workers - have, *cells), fill, rows.dtype)
+    return np.concatenate([rows.reshape(have, *cells), more])
+
+
 class ExpectedActivation:
     """A request activates expert e of layer l in a step with probability p[l,e], estimated by its
     prefill counts / prompt tokens; a worker's batch leaves the expert idle with probability
@@ -112,12 +119,11 @@ class ExpectedActivation:
 
     def grow(self, workers: int) -> None:
         """There are at least so many workers."""
-        have, cells = len(self.depth), int(np.prod(self._shape))
-        if workers > have:
-            more = workers - have
-            self.depth = np.vstack([self.depth.reshape(have, cells), np.zeros((more, cells), np.int32)])
-            self.idle = np.vstack([self.idle.reshape(have, cells), np.ones((more, cells), np.float32)])
-            self.union = np.append(self.union, np.zeros(more))
+        if workers > len(self.depth):
+            cells = int(np.prod(self._shape))
+            self.depth = grown(self.depth, workers, cells)
+            self.idle = grown(self.idle, workers, cells, fill=1)
+            self.union = grown(self.union, workers)
 
     def _learn(self, p: NDArray[np.float32]) -> None:
         if self.mean is None:

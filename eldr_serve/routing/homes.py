@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.routing.activation import grown
+
 _MEMORY = 32  # requests; what came before counts for a third
 
 
@@ -24,11 +26,9 @@ class Homes:
 
     def grow(self, workers: int, cells: int) -> None:
         """There are at least so many workers."""
-        have = len(self.home)
-        if workers > have:
-            more = workers - have
-            self.home = np.vstack([self.home.reshape(have, cells), np.zeros((more, cells), np.float32)])
-            self._length = np.append(self._length, np.zeros(more, np.float32))
+        if workers > len(self.home):
+            self.home = grown(self.home, workers, cells)
+            self._length = grown(self._length, workers)
 
     def learn(self, worker: int, bent: NDArray[np.float32]) -> None:
         """A request of that bent, float32[C], was placed there."""

@@ -25,7 +25,7 @@ class Known(NamedTuple):
     handoff: Handoff
     levels: Levels
     p: NDArray[np.float32]
-    bent: NDArray[np.float32] | None  # None: nothing of its own
+    bent: NDArray[np.float32] | None  # None: nothing of its own, or homes do not count
 
 
 class MarginalCost(Policy):
@@ -138,7 +138,7 @@ class MarginalCost(Policy):
         """What each of `workers` loses, more where others are more at home; from the first `cells`."""
         added = _along(self.active.idle, workers, known.p, cells)
         price = self._marginal(workers, loads, added, known.handoff.prompt_tokens)
-        if self._home and known.bent is not None:
+        if known.bent is not None:
             likeness = self.homes.cosine(workers, _along(self.homes.home, workers, known.bent, cells))
             price *= 1 + self._home * (likeness.max() - likeness)
         return price
@@ -147,9 +147,10 @@ class MarginalCost(Policy):
         levels = self.active.levels(handoff)
         if levels is None:
             return None
-        p, mean = probability(levels), self.active.mean
-        own = mean is not None and self.active.usable(handoff)
-        return Known(handoff, levels, p, bent_of(p, mean) if own and mean is not None else None)
+        p, mean, bent = probability(levels), self.active.mean, None
+        if self._home and mean is not None and self.active.usable(handoff):
+            bent = bent_of(p, mean)
+        return Known(handoff, levels, p, bent)
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         asked, self._asked = self._asked, None  # what is learnt below may change what is known of others
