@@ -34,6 +34,7 @@ from benchmarks.rig.options import (
     WORK,
     CapturedOption,
     GroupsOption,
+    IntermediateOption,
     OutOption,
     OutputOption,
     PromptsOption,
@@ -52,6 +53,10 @@ from offline.plots import bars
 from offline.results import publish
 
 _KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
+InFlightOption = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
+DeploymentOption = Annotated[Path, typer.Option(help="Deployment YAML.")]
+IntervalOption = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
+LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 
@@ -59,16 +64,16 @@ def live(
     prompts: PromptsOption = PROMPTS,
     groups: GroupsOption = "all,language,task",
     policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
-    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")] = 32,
+    in_flight: InFlightOption = 32,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 2,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 20,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo_4d.yaml"),
-    intermediate: Annotated[int, typer.Option(min=32, help="Neurons an expert.")] = 1536,
-    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")] = 16,
+    deployment: DeploymentOption = Path("deployments/cpu_demo_4d.yaml"),
+    intermediate: IntermediateOption = 1536,
+    stream_interval: IntervalOption = 16,
     output_tokens: OutputOption = 96,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 256,
+    max_prompt_tokens: LongestOption = 256,
     requests: CapturedOption = 2400,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8340,
     work: WorkOption = WORK,
@@ -79,20 +84,14 @@ def live(
     folders = {group: work / f"live_{group}" for group in groups_of(groups)}
     unwind_on_sigterm()
     data = captured(prompts, work, requests=requests, seed=seed)
-    fitting = _fitting(prompts, data.trace.ids, max_prompt_tokens)
+    fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
     rows: list[dict[str, Any]] = []
     for group, folder in folders.items():
         fit, rest = data.split(group, 0.4, seed)
-        arguments = our_arguments(deployment, widened(intermediate, work))
-        for role in ("prefill_config", "decode_config"):
-            arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
-            arguments[role]["engine_kwargs"] |= {
-                "kv_cache_memory_bytes": _KV_BYTES,
-                "stream_interval": stream_interval,
-            }
+        arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
         held_out, load = {data.trace.ids[i] for i in rest}, folder / "prompts.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        write_prompts(load, (p for p in fitting if p.id in held_out))
+        write_prompts(load, (p for p in fit_in if p.id in held_out))
         options = {
             "policies": policies, "prompts": load, "rounds": rounds, "seed": seed,
             **({"rate": rate} if rate else {"in-flight": in_flight}),
@@ -129,7 +128,19 @@ def workers_of(arguments: dict[str, Any]) -> int:
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
 
-def _fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
+def wide_arguments(deployment: Path, model: Path, stream_interval: int) -> dict[str, Any]:
+    """`args` of a deployment for a widened model, whose engines spend their time on experts."""
+    arguments = our_arguments(deployment, model)
+    for role in ("prefill_config", "decode_config"):
+        arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
+        arguments[role]["engine_kwargs"] |= {
+            "kv_cache_memory_bytes": _KV_BYTES,
+            "stream_interval": stream_interval,
+        }
+    return arguments
+
+
+def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
     """Those of the ids, without the longer ones."""
     from transformers import AutoTokenizer
 

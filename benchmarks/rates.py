@@ -9,14 +9,23 @@ from the hand-over to the end of the first decode step.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import against, replay_command
+from benchmarks.rig.replay_command import Rows, against, replay_command
 from loadgen.figures import BASELINES
 from offline.cli import run
+from offline.plots import lines
 
 ARMS = [Arm(name, name) for name in (*BASELINES, "domain", "locality-band", "marginal-cost")]
 
-rates = replay_command("rates", ARMS, against(BASELINES), default_batch="4,8,16,24")
+
+def by_rate(rows: Rows, path: Path) -> None:
+    """Median TPOT over the rate, a curve a policy."""
+    lines(rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s")
+
+
+rates = replay_command("rates", ARMS, against(BASELINES, draw=by_rate), default_batch="4,8,16,24")
 
 if __name__ == "__main__":
     run(rates)

@@ -47,8 +47,17 @@ class Replayed:
     out: Path | None
 
 
+Rows = list[dict[str, Any]]
+
+
+def _changes(rows: Rows, path: Path) -> None:
+    bars(rows, "arm", "p50_change_pct", path, interval=("p50_low_pct", "p50_high_pct"))
+
+
 def against(
-    baselines: Sequence[str], note: Callable[[list[dict[str, Any]]], str] | None = None
+    baselines: Sequence[str],
+    note: Callable[[Rows], str] | None = None,
+    draw: Callable[[Rows, Path], None] = _changes,
 ) -> Callable[[Replayed], None]:
     """The report of changes against the best of `baselines`; `note` adds a remark on the rows."""
 
@@ -60,9 +69,7 @@ def against(
         )
         notes += f"; {note(rows)}" if note is not None else ""
         path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)
-        bars(
-            rows, "arm", "p50_change_pct", path.with_suffix(".png"), interval=("p50_low_pct", "p50_high_pct")
-        )
+        draw(rows, path.with_suffix(".png"))
 
     return report
 
