@@ -47,18 +47,18 @@ from offline.results import publish
 
 def prefix_cache(
     prompts: PromptsOption = PROMPTS,
-    distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts, of the longest.")] = 32,
+    distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts, of the longest.")] = 12,
     policies: Annotated[
         str, typer.Option(help="Policies, with commas.")
     ] = "round-robin,locality-band,marginal-cost",
-    in_flight: InFlightOption = 24,
+    in_flight: InFlightOption = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy and cache state.")] = 3,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 25,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
     deployment: DeploymentOption = Path("deployments/cpu_demo.yaml"),
-    intermediate: IntermediateOption = 1536,
+    intermediate: IntermediateOption = 1024,
     stream_interval: IntervalOption = 16,
-    output_tokens: OutputOption = 96,
+    output_tokens: OutputOption = 64,
     max_prompt_tokens: LongestOption = 512,
     requests: CapturedOption = 2400,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8350,
