@@ -203,7 +203,9 @@ def _publish(
     console.print(first_line, style="bold red" if bad else "bold")
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
-        "batch size are means over decode steps, warm-up included; "
+        "batch size are means over decode steps, engine ms per token is the time of all decode steps over "
+        "their tokens (on CPU that of the engine's thread, whoever else waits for the core), all with the "
+        "warm-up; "
         "end is the time to the last token"
     )
     _print(console, figures_table(rows))

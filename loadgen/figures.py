@@ -75,6 +75,11 @@ def rows_of(
                 f"{key}_p{100 * q:.0f}_ms",
                 [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)],
             )
+    spent = [row["engine_ms_per_token"] for row in rows]
+    best = _best(policies, spent, more_is_better=False)
+    for number, row in enumerate(rows):
+        if best is not None and best != number:
+            row["engine_ms_per_token_change_pct"] = 100 * (spent[number] / spent[best] - 1)
     good = [_good(records[p], unit, slo) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
     return [{key: _known(value) for key, value in row.items()} for row in rows]
@@ -104,6 +109,9 @@ def _counts(policy: str, blocks: list[Block], requests: list[dict[str, Any]]) ->
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
         "active_experts": sum(e["active"] for e in engines) / steps,
         "batch_size": sum(e["batch"] for e in engines) / steps,
+        "engine_ms_per_token": 1000
+        * sum(e["seconds"] for e in engines)
+        / (sum(e["batch"] for e in engines) or math.nan),
         "best_worker_share": sum(b.best for b in blocks) / placed if placed else math.nan,
     }
 

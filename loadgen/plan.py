@@ -16,7 +16,7 @@ from eldr_serve.files import write_whole
 from loadgen.block import Block
 from offline.cli import BadInput
 
-SCHEMA = "eldr-compare/1"
+SCHEMA = "eldr-compare/2"
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,18 @@ _SHOWN = {
     "goodput_rps": "goodput, requests/s",
 }
 
+_COUNTED = (
+    "requests", "failures", "late_p99_ms", "active_experts", "batch_size", "engine_ms_per_token",
+    "best_worker_share",
+)  # fmt: skip
+
 
 def figures_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line a figure, one column a policy: value, interval, difference to the baseline."""
     lines = [
         {"figure": name} | {r["policy"]: _with_interval(r, key) for r in rows} for key, name in _SHOWN.items()
     ]
-    for key in ("requests", "failures", "late_p99_ms", "active_experts", "batch_size", "best_worker_share"):
+    for key in _COUNTED:
         lines.append({"figure": key.replace("_", " ")} | {r["policy"]: cell(r[key]) for r in rows})
     return lines
 

@@ -15,6 +15,7 @@ _TOTALS = {
     "ray_eldr_decode_step_experts_total": "active",
     "ray_eldr_decode_steps_total": "steps",
     "ray_eldr_decode_step_requests_total": "batch",
+    "ray_eldr_decode_seconds_total": "seconds",
 }
 _STILL_S = 6  # engines report every few seconds
 

@@ -39,6 +39,7 @@ _STEP_TOTALS: dict[str, tuple[str, str]] = {
         "active_experts",
     ),
     "eldr_decode_step_requests_total": ("Sum over decode steps of their requests.", "requests"),
+    "eldr_decode_seconds_total": ("Sum of eldr_decode_step_seconds, s.", "seconds"),
 }
 
 

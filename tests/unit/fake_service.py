@@ -125,12 +125,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _metrics(self) -> str:
-        """Every step: 2 requests, 20 active experts."""
+        """Every step: 2 requests, 20 active experts, 10 ms."""
         label, steps = f'{{ReplicaId="{REPLICAS[0]}"}}', self.server.steps
         return (
             f"ray_eldr_decode_step_experts_total{label} {20 * steps}\n"
             f"ray_eldr_decode_steps_total{label} {steps}\n"
             f"ray_eldr_decode_step_requests_total{label} {2 * steps}\n"
+            f"ray_eldr_decode_seconds_total{label} {0.01 * steps}\n"
             f'ray_eldr_decode_steps_total{{ReplicaId="prefill"}} 1000\n'
         )
 

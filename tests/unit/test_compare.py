@@ -98,12 +98,14 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
         assert 0 < row["requests"] < len(halves[0])
         assert row["active_experts"] == pytest.approx(20)
         assert row["batch_size"] == pytest.approx(2)
+        assert row["engine_ms_per_token"] == pytest.approx(5)
         assert row["handover_p50_ms"] == pytest.approx(12.5)
         assert row["ttft_p50_ms_low"] <= row["ttft_p50_ms"] <= row["ttft_p50_ms_high"]
         assert row["goodput_rps"] == pytest.approx(row["requests"] / 2)
     plain, banded = result["rows"]
     assert banded["tpot_p50_ms_baseline"] == "shortest-queue"
     assert "tpot_p50_ms_change_pct" not in plain
+    assert banded["engine_ms_per_token_change_pct"] == pytest.approx(0, abs=1e-6)
 
     # Again: nothing is sent, the same figures come out.
     sent = len(service.bodies)

@@ -69,7 +69,9 @@ def chromium(browser: str, profile: Path, page: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("engines", [{"active": 2500.0, "steps": 100.0, "batch": 800.0}, None])
+@pytest.mark.parametrize(
+    "engines", [{"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0}, None]
+)
 def test_the_report_renders_in_a_browser(
     browser: str, tmp_path: Path, engines: dict[str, float] | None
 ) -> None:
@@ -85,7 +87,7 @@ def test_the_report_renders_in_a_browser(
 
 
 def test_the_report_has_its_title_and_figures_and_no_broken_image(browser: str, tmp_path: Path) -> None:
-    page = write(tmp_path / "report.html", {"active": 2500.0, "steps": 100.0, "batch": 800.0})
+    page = write(tmp_path / "report.html", {"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0})
     probe = (
         "<script>addEventListener('load', () => {document.body.dataset.images = "
         "[...document.images].map(i => i.naturalWidth).join(' ')})</script>"
