@@ -137,7 +137,7 @@ def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
         "learned map": _with(_Learned(fitted_on)),
         "home 0": MarginalCost(home=0),
         "home 0.05": MarginalCost(home=0.05),
-        "home 0.2": MarginalCost(home=0.2),
+        "home 0.1": MarginalCost(home=0.1),
         "home 0.5": MarginalCost(home=0.5),
         "home by centroids": _ByCentroids(0.2),
     }

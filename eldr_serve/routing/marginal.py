@@ -55,7 +55,7 @@ class MarginalCost(Policy):
         *,
         prior_tokens: float = 0.0,
         expert_weight: float = 1.0,
-        home: float = 0.1,
+        home: float = 0.2,
         cost: dict[str, float] | None = None,
     ) -> None:
         super().__init__()
