@@ -3,9 +3,9 @@
     python -m benchmarks.live
 
 The whole product under load: 1 prefill and 4 decode engines behind the real ingress, policies in random
-order in every round (loadgen.compare). Each workload has a run of its own, with a table fitted on 40 % of
-its captured prompts and load from the others. Stopped and started again with the same options, it goes on
-where it was.
+order in every round (loadgen.compare). Each workload has a comparison of its own, with a table fitted on
+40 % of its captured prompts and load from the others. Stopped and started again with the same options, it
+goes on where it was.
 
 On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
 anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
@@ -20,10 +20,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 
 from benchmarks.rig.capture import captured, groups_of
@@ -52,10 +54,14 @@ from offline.cli import BadInput, run
 from offline.plots import bars
 from offline.results import publish
 
+_KEY = "live"
 _KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
 InFlightOption = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
 DeploymentOption = Annotated[Path, typer.Option(help="Deployment YAML.")]
 IntervalOption = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
+BurnInOption = Annotated[
+    int, typer.Option(min=0, help="Load on engines that have just started, in no figure, s.")
+]
 LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
@@ -69,6 +75,7 @@ def live(
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 2,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 40,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 15,
+    burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo_4d.yaml"),
     intermediate: IntermediateOption = 1536,
     stream_interval: IntervalOption = 16,
@@ -85,25 +92,31 @@ def live(
     unwind_on_sigterm()
     data = captured(prompts, work, requests=requests, seed=seed)
     fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
-    rows: list[dict[str, Any]] = []
-    for group, folder in folders.items():
-        fit, rest = data.split(group, 0.4, seed)
-        arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
-        held_out, load = {data.trace.ids[i] for i in rest}, folder / "prompts.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_prompts(load, (p for p in fit_in if p.id in held_out))
-        options = {
-            "policies": policies, "prompts": load, "rounds": rounds, "seed": seed,
-            **({"rate": rate} if rate else {"in-flight": in_flight}),
-            "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds, "max-tokens": output_tokens,
-        }  # fmt: skip
-        table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
-        result = served(arguments, table, options, port=port, folder=folder)
-        rows += [{"workload": group, **row} for row in result["rows"]]
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    results = {group: result_of(folder) for group, folder in folders.items()}
+    if None in results.values():
+        with serving(arguments, port=port) as url:
+            for group in [group for group, result in results.items() if result is None]:
+                fit, rest = data.split(group, 0.4, seed)
+                held_out, load = {data.trace.ids[i] for i in rest}, folders[group] / "prompts.jsonl"
+                load.parent.mkdir(parents=True, exist_ok=True)
+                write_prompts(load, (p for p in fit_in if p.id in held_out))
+                options = {
+                    "policies": policies, "prompts": load, "rounds": rounds, "seed": seed,
+                    **({"rate": rate} if rate else {"in-flight": in_flight}),
+                    "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
+                    "burn-in-seconds": burn_in_seconds, "max-tokens": output_tokens,
+                    "metrics": f"http://127.0.0.1:{port + 1}/metrics",
+                }  # fmt: skip
+                table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
+                results[group] = compared(url, table, options, folder=folders[group])
+    found = {group: result for group, result in results.items() if result is not None}
+    rows = [{"workload": group, **row} for group, result in found.items() for row in result["rows"]]
     # Of the last workload, and alike for all but for the prompts: parts of one sample.
-    inputs = {k: v for k, v in result["inputs"].items() if not k.startswith("prompts")}
+    *_, last = found.values()
+    inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
     path = publish(
-        "live", rows, seed=seed, out=out, notes=result["notes"],
+        "live", rows, seed=seed, out=out, notes=last["notes"],
         inputs=inputs
         | {
             "prompts": str(prompts),
@@ -152,19 +165,10 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
     ]
 
 
-def served(
-    arguments: dict[str, Any], table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path
-) -> dict[str, Any]:
-    """Serve with these `args` and the table; what loadgen.compare then says.
-
-    A comparison that is in the folder goes on, until `finish`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    table_file, comparison = (folder / "table.safetensors").resolve(), folder / "comparison"
-    if (comparison / "compare.json").exists():
-        return _read(comparison)
-    table.save(table_file)
-    arguments |= {"router": {"policy": "shortest-queue", "table": str(table_file)}, "admin_key": "live"}
+@contextmanager
+def serving(arguments: dict[str, Any], *, port: int) -> Iterator[str]:
+    """The application with these `args`, ready; its URL. Metrics are at the next port."""
+    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY}
     with local_ray(http_port=port, metrics_port=port + 1):
         from ray import serve
 
@@ -173,27 +177,44 @@ def served(
         serve.run(build_app(arguments), name="eldr", route_prefix="/")
         url = f"http://127.0.0.1:{port}"
         wait_ready(url, 300)
-        options |= {"host": url, "out": comparison, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
-        done = subprocess.run(
-            [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-            env=os.environ | {"ELDR_ADMIN_KEY": "live"},
-            check=False,
-        )
+        yield url
+
+
+def compared(url: str, table: RoutingTable, options: dict[str, Any], *, folder: Path) -> dict[str, Any]:
+    """Swap the table in; what loadgen.compare then says. One that is in the folder goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table_file, comparison = folder / "table.safetensors", folder / "comparison"
+    table.save(table_file)
+    key = {"authorization": f"Bearer {_KEY}"}
+    answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
+    answer.raise_for_status()
+    options |= {"host": url, "out": comparison}
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
+        env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
+        check=False,
+    )
     if done.returncode:
         (comparison / "compare.json").unlink(missing_ok=True)
         raise BadInput(f"the comparison ended with status {done.returncode}; see {comparison}")
-    return _read(comparison)
+    result = result_of(folder)
+    assert result is not None
+    return result
+
+
+def result_of(folder: Path) -> dict[str, Any] | None:
+    """What the comparison in the folder said, until `finish`; None if it has not ended."""
+    file = folder / "comparison" / "compare.json"
+    if not file.exists():
+        return None
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def finish(folder: Path) -> None:
     """The comparison's figures are published: the next run is another. Its report stays."""
     shutil.rmtree(folder / "published", ignore_errors=True)
     (folder / "comparison").rename(folder / "published")
-
-
-def _read(comparison: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((comparison / "compare.json").read_text())
-    return result
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.live import (
+    BurnInOption,
     DeploymentOption,
     InFlightOption,
     IntervalOption,
     LongestOption,
+    compared,
     finish,
     fitting,
-    served,
+    result_of,
+    serving,
     wide_arguments,
     workers_of,
 )
@@ -55,6 +58,7 @@ def prefix_cache(
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy and cache state.")] = 3,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 25,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
+    burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo.yaml"),
     intermediate: IntermediateOption = 1024,
     stream_interval: IntervalOption = 16,
@@ -77,16 +81,20 @@ def prefix_cache(
     model = widened(intermediate, work)
     rows: list[dict[str, Any]] = []
     folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
-    for state in folders:
+    for state, folder in folders.items():
         arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
         options = {
             "policies": policies, "prompts": repeated, "in-flight": in_flight, "rounds": rounds,
             "seed": seed, "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
-            "max-tokens": output_tokens,
+            "burn-in-seconds": burn_in_seconds, "max-tokens": output_tokens,
+            "metrics": f"http://127.0.0.1:{port + 1}/metrics",
         }  # fmt: skip
-        result = served(arguments, table, options, port=port, folder=folders[state])
+        result = result_of(folder)
+        if result is None:
+            with serving(arguments, port=port) as url:
+                result = compared(url, table, options, folder=folder)
         rows += [{"prefix_cache": state, **row} for row in result["rows"]]
     publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],

@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +54,9 @@ def compare(
     ),
     block_seconds: Annotated[int, typer.Option(help="Measured part of a block, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
+    burn_in_seconds: Annotated[
+        int, typer.Option(help="Load before the first block, for engines that have just started, s.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="Blocks of each policy.")] = 4,
     users: Annotated[int, typer.Option(help="Requests in flight of an open loop, at most.")] = 256,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of every request.")] = 64,
@@ -76,7 +79,7 @@ def compare(
     names = [name.strip() for name in policies.split(",") if name.strip()]
     per_s, most = _loop(rate, in_flight, users)
     shape = Shape(str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature)
-    settings = _settings(names, shape, rounds, seed, host, prompts)
+    settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
     service = Service(host, os.environ.get(admin_key_env, ""), metrics or ())
     folder = Folder(out, settings)
     steps = order(names, rounds, seed)
@@ -85,7 +88,12 @@ def compare(
     if len(blocks) < len(steps):
         try:
             with _policy_restored(service, folder, names):
-                blocks |= _measure(service, folder, [s for s in steps if s not in blocks], shape, console)
+                left = [step for step in steps if step not in blocks]
+                if burn_in_seconds:
+                    console.print(f"burn-in: {burn_in_seconds} s of load that is in no figure")
+                    first = Block(left[0].policy, left[0].round)
+                    drive(service, first, replace(shape, seconds=burn_in_seconds), seed=seed, scratch=out)
+                blocks |= _measure(service, folder, left, shape, console)
         except KeyboardInterrupt:
             console.print(f"stopped; the same command goes on from the blocks in {out}")
             raise typer.Exit(130) from None
@@ -109,12 +117,13 @@ def _loop(rate: float | None, in_flight: int | None, users: int) -> tuple[float,
 
 
 def _settings(
-    names: list[str], shape: Shape, rounds: int, seed: int, host: str, prompts: Path
+    names: list[str], shape: Shape, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
     """Everything that the figures depend on; BadInput if one of them cannot be used."""
     for option, value, least in (
         ("--block-seconds", shape.seconds, 1),
         ("--warm-up-seconds", shape.warm_up_s, 0),
+        ("--burn-in-seconds", burn_in_s, 0),
         ("--rounds", rounds, 1),
         ("--users", shape.users, 1),
         ("--max-tokens", shape.max_tokens, 1),
@@ -130,6 +139,7 @@ def _settings(
     return asdict(shape) | {
         "policies": names,
         "rounds": rounds,
+        "burn_in_s": burn_in_s,
         "seed": seed,
         "host": host,
         "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(),

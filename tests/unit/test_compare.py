@@ -128,6 +128,25 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
         compare(**options(service, out))
 
 
+def test_a_burn_in_is_load_before_the_first_block_and_in_no_figure(
+    service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "compare"
+    chosen = options(service, out, burn_in_seconds=2, metrics=[f"{service.url}/metrics"])
+    compare(**chosen)
+    assert "burn-in: 2 s" in capsys.readouterr().out
+    salts = [body["cache_salt"] for body in service.bodies]
+    assert len(set(salts)) == 3
+    burnt_in = salts.count(salts[0])
+    assert burnt_in > 10
+    blocks = [json.loads(file.read_text())["block"] for file in out.glob("block_*.json")]
+    assert sum(len(block["requests"]) for block in blocks) == len(salts) - burnt_in
+    compare(**chosen)
+    assert len(service.bodies) == len(salts)
+    with pytest.raises(BadInput, match=r"another .*burn_in"):
+        compare(**options(service, out))
+
+
 def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

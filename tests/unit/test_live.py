@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from traces import synthetic_trace
 
@@ -16,11 +16,14 @@ from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
 from loadgen.plan import Folder
 
+URL = "http://127.0.0.1:1"
+
 
 def test_a_comparison_is_kept_until_its_figures_are_published(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[bool] = []  # for each comparison: whether it found its own beginnings
+    tables: list[bytes] = []
 
     really = subprocess.run
 
@@ -28,6 +31,7 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
         if "loadgen.compare" not in command:
             return really(command, **kwargs)
         options = dict(word.removeprefix("--").split("=", 1) for word in command[3:])
+        assert options["host"] == URL
         path = Path(options["out"])
         folder = Folder(path, {"rate": options["rate"]})  # refuses what is not a comparison's
         seen.append((path / "plan.json").exists())
@@ -37,30 +41,36 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
         (path / "compare.json").write_text(json.dumps({"rate": options["rate"]}))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(live, "local_ray", lambda **_: nullcontext())
-    monkeypatch.setattr(live, "wait_ready", lambda *_: None)
+    def swap(url: str, *, content: bytes, headers: dict[str, str], **_: Any) -> httpx.Response:
+        assert url == f"{URL}/eldr/table"
+        assert headers["authorization"].startswith("Bearer ")
+        tables.append(content)
+        return httpx.Response(200, request=httpx.Request("PUT", url))
+
     monkeypatch.setattr(live.subprocess, "run", compare)
-    monkeypatch.setattr("ray.serve.run", lambda *_, **__: None)
-    monkeypatch.setattr("eldr_serve.serving.app.build_app", lambda arguments: None)
+    monkeypatch.setattr(live.httpx, "put", swap)
     table, _ = fit_table(synthetic_trace(), 2)
 
-    def served(rate: str) -> dict[str, Any]:
-        return live.served({}, table, {"rate": rate}, port=1, folder=tmp_path)
+    def compared(rate: str) -> dict[str, Any]:
+        return live.compared(URL, table, {"rate": rate}, folder=tmp_path)
 
+    assert live.result_of(tmp_path) is None
     with pytest.raises(live.BadInput, match="status 130"):
-        served("stop")
+        compared("stop")
+    assert live.result_of(tmp_path) is None
     (tmp_path / "comparison" / "plan.json").unlink()
-    assert served("4") == {"rate": "4"}
-    # Another workload of the same run was stopped: this one is not measured again.
-    assert served("4") == {"rate": "4"}
-    assert seen == [False, False]
+    assert compared("4") == live.result_of(tmp_path) == {"rate": "4"}
     live.finish(tmp_path)
-    assert served("8") == {"rate": "8"}
+    assert live.result_of(tmp_path) is None
+    assert compared("8") == {"rate": "8"}
     live.finish(tmp_path)
     assert json.loads((tmp_path / "published" / "compare.json").read_text()) == {"rate": "8"}
     with pytest.raises(live.BadInput):
-        served("stop")
+        compared("stop")
     with pytest.raises(live.BadInput, match="another rate"):
-        served("9")
+        compared("9")
     assert seen == [False, False, False, False]
-    assert len(RoutingTable.load(tmp_path / "table.safetensors").centroids) == 2
+    assert len(tables) == 5
+    file = tmp_path / "table.safetensors"
+    assert tables[-1] == file.read_bytes()
+    assert len(RoutingTable.load(file).centroids) == 2
