@@ -13,6 +13,7 @@ from eldr_serve.routing.types import Handoff
 _DEEPEST = 4.0  # p = 0.98; an expert that is all but always active costs nothing more anyway
 UNIT = _DEEPEST / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
+_MEMORY = 64  # requests in the mean; what came before counts for a third
 _COARSE = 8  # cells of every _COARSE-th layer come first
 _ACTIVE = -np.expm1(-UNIT * _SQUARES).astype(np.float32)  # level -> p
 
@@ -66,6 +67,7 @@ class ExpectedActivation:
         self._prior_tokens = prior_tokens
         self._shape: tuple[int, ...] = ()
         self.mean: NDArray[np.float32] | None = None
+        self._learned = 0  # requests in the mean, _MEMORY at most
 
     def levels(self, handoff: Handoff) -> Levels | None:
         """uint8[L*E]; the prior's where the request has no usable counts; None without either."""
@@ -126,10 +128,11 @@ class ExpectedActivation:
             self.union = grown(self.union, workers)
 
     def _learn(self, p: NDArray[np.float32]) -> None:
+        self._learned = min(self._learned + 1, _MEMORY)
         if self.mean is None:
             self.mean = p.copy()
         else:
-            self.mean += (p - self.mean) / np.float32(64)
+            self.mean += (p - self.mean) / np.float32(self._learned)
 
     def _refresh(self, worker: int) -> None:
         np.exp(-UNIT * self.depth[worker], out=self.idle[worker], casting="same_kind")

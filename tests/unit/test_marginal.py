@@ -131,10 +131,10 @@ def bents(requests: list[Handoff]) -> list[np.ndarray | None]:
     """Of each request, placed one after the other: how it differs from the mean of those before."""
     found: list[np.ndarray | None] = []
     mean: np.ndarray | None = None
-    for h in requests:
+    for n, h in enumerate(requests, start=1):
         p = probability(h)
         found.append(None if mean is None else (p - mean) / np.linalg.norm(p - mean))
-        mean = p if mean is None else mean + (p - mean) / 64
+        mean = p if mean is None else mean + (p - mean) / min(n, 64)
     return found
 
 
@@ -165,6 +165,15 @@ def test_a_worker_costs_more_where_others_are_more_at_home(seed: int, requests: 
     price = policy.added_cost(newcomer, loads(placement)) * (1 + strength * (likeness.max() - likeness))
     chosen = policy.choose(newcomer, loads(placement), rng).worker
     assert price[chosen] <= price.min() * 1.01 + strength * 1e-3 * cost.fixed_s  # cells are kept in 8 bits
+
+
+def test_the_mean_weighs_the_first_requests_alike() -> None:
+    policy: Any = make_policy("marginal-cost")
+    requests = [handoff(f"r{i}", i) for i in range(64)]
+    for h in requests:
+        policy.placed(h, 0)
+    mean = np.mean([probability(h) for h in requests], axis=0)
+    assert policy.active.mean == pytest.approx(mean, abs=0.01)  # cells are kept in 8 bits
 
 
 def test_homes_learn_each_request_once_and_only_from_its_own_counts() -> None:
