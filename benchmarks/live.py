@@ -93,10 +93,11 @@ def live(
     data = captured(prompts, work, requests=requests, seed=seed)
     fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
-    results = {group: result_of(folder) for group, folder in folders.items()}
-    if None in results.values():
-        with serving(arguments, port=port) as url:
-            for group in [group for group, result in results.items() if result is None]:
+    known = {group: result_of(folder) for group, folder in folders.items()}
+    results = {group: result for group, result in known.items() if result is not None}
+    if missing := [group for group in folders if group not in results]:
+        with serving(arguments, port=port):
+            for group in missing:
                 fit, rest = data.split(group, 0.4, seed)
                 held_out, load = {data.trace.ids[i] for i in rest}, folders[group] / "prompts.jsonl"
                 load.parent.mkdir(parents=True, exist_ok=True)
@@ -106,14 +107,12 @@ def live(
                     **({"rate": rate} if rate else {"in-flight": in_flight}),
                     "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
                     "burn-in-seconds": burn_in_seconds, "max-tokens": output_tokens,
-                    "metrics": f"http://127.0.0.1:{port + 1}/metrics",
                 }  # fmt: skip
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
-                results[group] = compared(url, table, options, folder=folders[group])
-    found = {group: result for group, result in results.items() if result is not None}
-    rows = [{"workload": group, **row} for group, result in found.items() for row in result["rows"]]
+                results[group] = compared(table, options, port=port, folder=folders[group])
+    rows = [{"workload": group, **row} for group in folders for row in results[group]["rows"]]
     # Of the last workload, and alike for all but for the prompts: parts of one sample.
-    *_, last = found.values()
+    last = results[list(folders)[-1]]
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
     path = publish(
         "live", rows, seed=seed, out=out, notes=last["notes"],
@@ -166,8 +165,8 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
 
 
 @contextmanager
-def serving(arguments: dict[str, Any], *, port: int) -> Iterator[str]:
-    """The application with these `args`, ready; its URL. Metrics are at the next port."""
+def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
+    """The application with these `args`, ready; metrics are at the next port."""
     arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY}
     with local_ray(http_port=port, metrics_port=port + 1):
         from ray import serve
@@ -175,20 +174,20 @@ def serving(arguments: dict[str, Any], *, port: int) -> Iterator[str]:
         from eldr_serve.serving.app import build_app
 
         serve.run(build_app(arguments), name="eldr", route_prefix="/")
-        url = f"http://127.0.0.1:{port}"
-        wait_ready(url, 300)
-        yield url
+        wait_ready(f"http://127.0.0.1:{port}", 300)
+        yield
 
 
-def compared(url: str, table: RoutingTable, options: dict[str, Any], *, folder: Path) -> dict[str, Any]:
-    """Swap the table in; what loadgen.compare then says. One that is in the folder goes on."""
+def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path) -> dict[str, Any]:
+    """Swap the table into what serves there; what loadgen.compare then says. One in the folder goes on."""
+    url = f"http://127.0.0.1:{port}"
     folder.mkdir(parents=True, exist_ok=True)
     table_file, comparison = folder / "table.safetensors", folder / "comparison"
     table.save(table_file)
     key = {"authorization": f"Bearer {_KEY}"}
     answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
     answer.raise_for_status()
-    options |= {"host": url, "out": comparison}
+    options |= {"host": url, "out": comparison, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
     done = subprocess.run(
         [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
         env=os.environ | {"ELDR_ADMIN_KEY": _KEY},

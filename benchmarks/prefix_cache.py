@@ -79,22 +79,22 @@ def prefix_cache(
     repeated = work / "prefix_cache_prompts.jsonl"
     write_prompts(repeated, balanced_sample(longest, distinct, seed))
     model = widened(intermediate, work)
+    workers = workers_of(wide_arguments(deployment, model, stream_interval))
+    table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
     rows: list[dict[str, Any]] = []
     folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
     for state, folder in folders.items():
         arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
-        table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
         options = {
             "policies": policies, "prompts": repeated, "in-flight": in_flight, "rounds": rounds,
             "seed": seed, "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
             "burn-in-seconds": burn_in_seconds, "max-tokens": output_tokens,
-            "metrics": f"http://127.0.0.1:{port + 1}/metrics",
         }  # fmt: skip
         result = result_of(folder)
         if result is None:
-            with serving(arguments, port=port) as url:
-                result = compared(url, table, options, folder=folder)
+            with serving(arguments, port=port):
+                result = compared(table, options, port=port, folder=folder)
         rows += [{"prefix_cache": state, **row} for row in result["rows"]]
     publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],

@@ -215,8 +215,7 @@ def _publish(
         f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
         "batch size are means over decode steps, engine ms per token is the time of all decode steps over "
         "their tokens (on CPU that of the engine's thread, whoever else waits for the core), all with the "
-        "warm-up; "
-        "end is the time to the last token"
+        "warm-up; end is the time to the last token"
     )
     _print(console, figures_table(rows))
     inputs = settings | {"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms}

@@ -101,6 +101,7 @@ def _counts(policy: str, blocks: list[Block], requests: list[dict[str, Any]]) ->
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
     engines = [b.engines for b in blocks if b.engines]
     steps = sum(e["steps"] for e in engines) or math.nan
+    tokens = sum(e["batch"] for e in engines)  # a request of a step is a token
     placed = sum(b.placed for b in blocks)
     return {
         "policy": policy,
@@ -108,10 +109,8 @@ def _counts(policy: str, blocks: list[Block], requests: list[dict[str, Any]]) ->
         "failures": sum("error" in r for b in blocks for r in b.requests),
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
         "active_experts": sum(e["active"] for e in engines) / steps,
-        "batch_size": sum(e["batch"] for e in engines) / steps,
-        "engine_ms_per_token": 1000
-        * sum(e["seconds"] for e in engines)
-        / (sum(e["batch"] for e in engines) or math.nan),
+        "batch_size": tokens / steps,
+        "engine_ms_per_token": 1000 * sum(e["seconds"] for e in engines) / (tokens or math.nan),
         "best_worker_share": sum(b.best for b in blocks) / placed if placed else math.nan,
     }
 

@@ -52,7 +52,7 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     table, _ = fit_table(synthetic_trace(), 2)
 
     def compared(rate: str) -> dict[str, Any]:
-        return live.compared(URL, table, {"rate": rate}, folder=tmp_path)
+        return live.compared(table, {"rate": rate}, port=1, folder=tmp_path)
 
     assert live.result_of(tmp_path) is None
     with pytest.raises(live.BadInput, match="status 130"):
