@@ -61,6 +61,7 @@ decode_replay = replay_command(
     default_workers="8,16",
     default_groups="all,language,task",
     default_per_worker=48,
+    default_intermediate=1536,  # as live has it
 )
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from benchmarks.rig.options import (
     CapturedOption,
     GroupsOption,
     IntermediateOption,
+    MeanOutputOption,
     OutOption,
-    OutputOption,
     PromptsOption,
     SeedOption,
     WorkOption,
@@ -70,16 +70,16 @@ def live(
     prompts: PromptsOption = PROMPTS,
     groups: GroupsOption = "all,language,task",
     policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
-    in_flight: InFlightOption = 32,
+    in_flight: InFlightOption = 64,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 2,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 40,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 15,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 25,
     burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo_4d.yaml"),
     intermediate: IntermediateOption = 1536,
     stream_interval: IntervalOption = 16,
-    output_tokens: OutputOption = 64,
+    output_tokens: MeanOutputOption = 64,
     max_prompt_tokens: LongestOption = 256,
     requests: CapturedOption = 2400,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8340,
@@ -106,7 +106,7 @@ def live(
                     "policies": policies, "prompts": load, "rounds": rounds, "seed": seed,
                     **({"rate": rate} if rate else {"in-flight": in_flight}),
                     "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
-                    "burn-in-seconds": burn_in_seconds, "max-tokens": output_tokens,
+                    "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
                 }  # fmt: skip
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
                 results[group] = compared(table, options, port=port, folder=folders[group])
@@ -133,6 +133,11 @@ def live(
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
     for folder in folders.values():
         finish(folder)
+
+
+def lengths(mean: int) -> dict[str, int]:
+    """Options of loadgen.compare. Answers of one length keep a closed loop in waves: all start, all end."""
+    return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
 
 
 def workers_of(arguments: dict[str, Any]) -> int:

@@ -23,6 +23,7 @@ from benchmarks.live import (
     compared,
     finish,
     fitting,
+    lengths,
     result_of,
     serving,
     wide_arguments,
@@ -35,8 +36,8 @@ from benchmarks.rig.options import (
     WORK,
     CapturedOption,
     IntermediateOption,
+    MeanOutputOption,
     OutOption,
-    OutputOption,
     PromptsOption,
     SeedOption,
     WorkOption,
@@ -54,15 +55,15 @@ def prefix_cache(
     policies: Annotated[
         str, typer.Option(help="Policies, with commas.")
     ] = "round-robin,locality-band,marginal-cost",
-    in_flight: InFlightOption = 16,
+    in_flight: InFlightOption = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy and cache state.")] = 3,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 25,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 15,
     burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo.yaml"),
     intermediate: IntermediateOption = 1024,
     stream_interval: IntervalOption = 16,
-    output_tokens: OutputOption = 64,
+    output_tokens: MeanOutputOption = 64,
     max_prompt_tokens: LongestOption = 512,
     requests: CapturedOption = 2400,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8350,
@@ -89,7 +90,7 @@ def prefix_cache(
         options = {
             "policies": policies, "prompts": repeated, "in-flight": in_flight, "rounds": rounds,
             "seed": seed, "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
-            "burn-in-seconds": burn_in_seconds, "max-tokens": output_tokens,
+            "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
         }  # fmt: skip
         result = result_of(folder)
         if result is None:

@@ -36,28 +36,59 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
     return _poisson(rate, random.Random(f"{seed}/arrivals"))
 
 
+def output_lengths(most: int, *, least: int | None = None, seed: int = 0) -> Iterator[int]:
+    """Endless output lengths, tokens, from `least` to `most`, one as likely as the other; None: all `most`.
+
+    Raises:
+        WorkloadError: `least` is below 1 or above `most`.
+    """
+    if least is None:
+        return itertools.repeat(most)
+    if not 1 <= least <= most:
+        raise WorkloadError(f"the least output is {least} tokens, it must be from 1 to the most, {most}")
+    rng = random.Random(f"{seed}/lengths")
+    return (rng.randint(least, most) for _ in itertools.count())
+
+
 def open_loop(
-    prompts: list[Prompt], rate: float, *, max_tokens: int, seed: int = 0, workers: int = 1
+    prompts: list[Prompt],
+    rate: float,
+    *,
+    max_tokens: int,
+    min_tokens: int | None = None,
+    seed: int = 0,
+    workers: int = 1,
 ) -> Iterator[Arrival]:
     """Poisson arrivals over the shuffled prompts, which repeat when all were sent.
 
     Args:
         rate: requests/s over all workers.
+        max_tokens, min_tokens: of output_lengths.
         workers: shares that will be taken; no prompt is in two of them.
     """
-    texts = _cycle(prompts, seed, workers)
+    texts, lengths = _cycle(prompts, seed, workers), output_lengths(max_tokens, least=min_tokens, seed=seed)
     return (
-        Arrival(number, due_s, prompt, max_tokens)
-        for number, (due_s, prompt) in enumerate(zip(poisson(rate, seed), texts, strict=False))
+        Arrival(number, due_s, prompt, tokens)
+        for number, (due_s, prompt, tokens) in enumerate(
+            zip(poisson(rate, seed), texts, lengths, strict=False)
+        )
     )
 
 
 def closed_loop(
-    prompts: list[Prompt], *, max_tokens: int, seed: int = 0, workers: int = 1
+    prompts: list[Prompt],
+    *,
+    max_tokens: int,
+    min_tokens: int | None = None,
+    seed: int = 0,
+    workers: int = 1,
 ) -> Iterator[Arrival]:
-    """The shuffled prompts, each due when a user is free."""
-    texts = _cycle(prompts, seed, workers)
-    return (Arrival(number, None, prompt, max_tokens) for number, prompt in enumerate(texts))
+    """The shuffled prompts, each due when a user is free; other arguments as open_loop."""
+    texts, lengths = _cycle(prompts, seed, workers), output_lengths(max_tokens, least=min_tokens, seed=seed)
+    return (
+        Arrival(number, None, prompt, tokens)
+        for number, (prompt, tokens) in enumerate(zip(texts, lengths, strict=False))
+    )
 
 
 def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arrival]:

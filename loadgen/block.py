@@ -35,6 +35,7 @@ class Shape:
     users: int  # requests in flight, at most; in a closed loop always
     max_tokens: int
     temperature: float
+    min_tokens: int = 0  # from these to max_tokens, drawn for each request; 0: all have max_tokens
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
@@ -128,6 +129,7 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--spawn-rate": shape.users if shape.rate else 2 * shape.users / max(1, shape.warm_up_s),
         "--run-time": f"{shape.warm_up_s + shape.seconds}s",
         "--max-tokens": shape.max_tokens,
+        "--min-tokens": shape.min_tokens,
         "--temperature": shape.temperature,
         "--record": record,
         # Other blocks sent the same prompts: with their prefixes cached the first one would pay for all.

@@ -59,7 +59,11 @@ def compare(
     ] = 0,
     rounds: Annotated[int, typer.Option(help="Blocks of each policy.")] = 4,
     users: Annotated[int, typer.Option(help="Requests in flight of an open loop, at most.")] = 256,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens of every request.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of a request, at most.")] = 64,
+    min_tokens: Annotated[
+        int,
+        typer.Option(help="Draw each request's output tokens from these to --max-tokens; 0: all have those."),
+    ] = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
     model: Annotated[str, typer.Option(help="Model id to ask for.")] = "eldr-demo",
     slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 1000.0,
@@ -78,7 +82,9 @@ def compare(
     """Compare policies under the same load; resume with the same settings."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     per_s, most = _loop(rate, in_flight, users)
-    shape = Shape(str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature)
+    shape = Shape(
+        str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
+    )
     settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
     service = Service(host, os.environ.get(admin_key_env, ""), metrics or ())
     folder = Folder(out, settings)
@@ -126,7 +132,8 @@ def _settings(
         ("--burn-in-seconds", burn_in_s, 0),
         ("--rounds", rounds, 1),
         ("--users", shape.users, 1),
-        ("--max-tokens", shape.max_tokens, 1),
+        ("--max-tokens", shape.max_tokens, max(1, shape.min_tokens)),
+        ("--min-tokens", shape.min_tokens, 0),
         ("--seed", seed, 0),
     ):
         if value < least:

@@ -40,7 +40,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """One row a policy, in the order of `policies`; None where there is no figure.
 
-    The baseline of a difference is the best of BASELINES in the run by that figure.
+    The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. Of several that are
+    alike the best is the luckiest; `*_pooled_change_pct` is against the requests of all of them together.
     """
     records = {
         p: [(b.round, r) for b in blocks if b.policy == p for r in b.measured(warm_up_s, seconds)]
@@ -70,11 +71,15 @@ def rows_of(
     for key in TIMES:
         samples = [_sample(records[p], unit, key) for p in policies]
         drawn = [s.resampled(counts, QUANTILES) for s in samples]
+        pool = _sample([record for p in policies if _is_baseline(p) for record in records[p]], unit, key)
+        pool_drawn = pool.resampled(counts, QUANTILES)
         for column, q in enumerate(QUANTILES):
-            add(
-                f"{key}_p{100 * q:.0f}_ms",
-                [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)],
-            )
+            name = f"{key}_p{100 * q:.0f}_ms"
+            values = [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)]
+            add(name, values)
+            for row, (value, draws) in zip(rows, values, strict=True):
+                change = relative_percent(value, pool.quantile(q), draws, pool_drawn[:, column])
+                _put(row, f"{name}_pooled_change_pct", change)
     spent = [row["engine_ms_per_token"] for row in rows]
     best = _best(policies, spent, more_is_better=False)
     for number, row in enumerate(rows):
@@ -134,11 +139,13 @@ def _good(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int],
 
 
 def _best(policies: list[str], values: list[float], more_is_better: bool) -> int | None:
-    known = [
-        n for n, p in enumerate(policies) if p.partition(":")[0] in BASELINES and math.isfinite(values[n])
-    ]
+    known = [n for n, p in enumerate(policies) if _is_baseline(p) and math.isfinite(values[n])]
     choose: Callable[..., int] = max if more_is_better else min
     return choose(known, key=values.__getitem__) if known else None
+
+
+def _is_baseline(policy: str) -> bool:
+    return policy.partition(":")[0] in BASELINES
 
 
 def _put(row: dict[str, Any], name: str, found: Interval) -> None:

@@ -60,6 +60,10 @@ class Load:
             raise WorkloadError(f"--max-tokens is {options.max_tokens}, it must be above 0")
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
+            if options.min_tokens:
+                raise WorkloadError(
+                    "--min-tokens and --trace exclude each other: a trace has lengths"
+                )
             if options.rate:
                 raise WorkloadError("--rate and --trace exclude each other: a trace has its own arrivals")
             return replay(
@@ -71,7 +75,12 @@ class Load:
                 chars_per_token=options.chars_per_token,
                 seed=options.seed,
             )
-        shape = {"max_tokens": options.max_tokens, "seed": options.seed, "workers": workers}
+        shape = {
+            "max_tokens": options.max_tokens,
+            "min_tokens": options.min_tokens or None,
+            "seed": options.seed,
+            "workers": workers,
+        }
         if options.rate:
             return open_loop(prompts, options.rate, **shape)
         return closed_loop(prompts, **shape)

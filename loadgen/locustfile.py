@@ -61,6 +61,12 @@ def _arguments(parser: LocustArgumentParser) -> None:
         default=64,
         help="output tokens a request, at most; 0 with a trace: as recorded",
     )
+    group.add_argument(
+        "--min-tokens",
+        type=int,
+        default=0,
+        help="draw each request's output tokens from these to --max-tokens; 0: all have --max-tokens",
+    )
     group.add_argument("--ignore-eos", action="store_true", help="generate all of them")
     group.add_argument("--temperature", type=float, default=0.8, help="sampling temperature")
     group.add_argument(

@@ -65,7 +65,9 @@ def html_report(
         table(figures_table(rows)),
         paragraph(
             "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
-            "in that figure, with its own interval: where that holds 0, nothing was shown. " + notes
+            "in that figure, with its own interval: where that holds 0, nothing was shown. Of several that are "
+            "alike the best is the luckiest; 'to all' is the difference to all their requests together. "
+            + notes
         ),
         picture("Time per output token", _percentiles(rows, "tpot"), "TPOT p50 and p99 with intervals"),
         picture(
@@ -87,7 +89,9 @@ def _with_interval(row: dict[str, Any], key: str) -> str:
     change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
     if low is None or high is None:
         return text
-    return f"{text}\n{change:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    text = f"{text}\n{change:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    pooled = row.get(f"{key}_pooled_change_pct")
+    return text if pooled is None else f"{text}\n{pooled:+.1f} % to all"
 
 
 def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:

@@ -15,6 +15,9 @@ PerWorkerOption = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes that arrival rates aim at, with commas.")]
 OutputOption = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]
 IntermediateOption = Annotated[int, typer.Option(min=32, help="Neurons an expert; 1024 are 0.98 MB.")]
+MeanOutputOption = Annotated[
+    int, typer.Option(min=2, help="Mean tokens generated a request, drawn from half to three halves of it.")
+]
 CapturedOption = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
 WorkersOption = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
 GroupsOption = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]

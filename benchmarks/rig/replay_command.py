@@ -84,6 +84,7 @@ def replay_command(
     default_batch: str = "16",
     default_per_worker: int = 40,
     default_repeats: int = 1,
+    default_intermediate: int = 1024,
 ) -> Callable[..., None]:
     """The command `name`: `arms` on each load, and `report` on what came of it."""
 
@@ -94,7 +95,7 @@ def replay_command(
         per_worker: PerWorkerOption = default_per_worker,
         batch: BatchOption = default_batch,
         output_tokens: OutputOption = 64,
-        intermediate: IntermediateOption = 1024,
+        intermediate: IntermediateOption = default_intermediate,
         requests: CapturedOption = 2400,
         work: WorkOption = WORK,
         repeats: RepeatsOption = default_repeats,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loadgen.arrivals import open_loop, poisson, share
+from loadgen.arrivals import closed_loop, open_loop, output_lengths, poisson, share
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
 from loadgen.workload import Prompt, WorkloadError
 
@@ -49,6 +49,24 @@ def test_a_stream_repeats_by_seed_and_by_nothing_else() -> None:
 def test_a_rate_that_is_none_is_refused_before_anything_is_sent(rate: float) -> None:
     with pytest.raises(WorkloadError):
         open_loop(PROMPTS, rate, max_tokens=8)
+
+
+def test_output_lengths_are_even_between_their_bounds_and_alike_in_both_loops() -> None:
+    drawn = np.array(list(itertools.islice(output_lengths(12, least=5, seed=3), 8_000)))
+    assert set(drawn) == set(range(5, 13))
+    assert stats.chisquare(np.bincount(drawn)[5:]).pvalue > 0.01
+    both = [
+        [a.max_tokens for a in itertools.islice(stream, 100)]
+        for stream in (
+            open_loop(PROMPTS, 5, max_tokens=12, min_tokens=5, seed=3),
+            closed_loop(PROMPTS, max_tokens=12, min_tokens=5, seed=3),
+        )
+    ]
+    assert both[0] == both[1] == drawn[:100].tolist()
+    assert set(itertools.islice(output_lengths(12), 100)) == {12}
+    for least in (0, 13):
+        with pytest.raises(WorkloadError):
+            output_lengths(12, least=least)
 
 
 def test_shares_are_together_the_stream_and_share_no_prompt() -> None:

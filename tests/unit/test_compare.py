@@ -45,6 +45,7 @@ def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
         "rounds": 1,
         "users": 32,
         "max_tokens": 4,
+        "min_tokens": 2,
         "slo_ttft_ms": 1e5,
         "slo_tpot_ms": 1e5,
         "out": out,
@@ -84,10 +85,11 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     assert service.policy == OWN
     # Both policies met the same requests; the warm-up is in no figure.
     halves = [
-        sorted(b["messages"][0]["content"] for b in part)
+        sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part)
         for part in (service.bodies[: len(service.bodies) // 2], service.bodies[len(service.bodies) // 2 :])
     ]
     assert halves[0] == halves[1]
+    assert {tokens for _, tokens in halves[0]} == {2, 3, 4}
     # No policy finds the prefixes that another one computed.
     salts = [body["cache_salt"] for body in service.bodies]
     assert len(set(salts)) == 2
@@ -152,7 +154,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
 ) -> None:
     service.gap_s = 0.05
     out = tmp_path / "compare"
-    closed = options(service, out, rate=None, in_flight=5)
+    closed = options(service, out, rate=None, in_flight=5, min_tokens=4)
     compare(**closed)
     assert "requests, none failed" in capsys.readouterr().out
     blocks = [json.loads(file.read_text())["block"]["requests"] for file in sorted(out.glob("block_*"))]
@@ -298,6 +300,8 @@ def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
     assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")
     assert band["tpot_p50_ms_change_pct"] == pytest.approx(-10)
     assert band["ttft_p50_ms_change_pct"] == pytest.approx(100)
+    pooled = [row["tpot_p50_ms_pooled_change_pct"] for row in found]  # half of the pool at 10, half at 20 ms
+    assert pooled == pytest.approx([100 / 3, -100 / 3, -40])
     assert band["goodput_rps"] == 0
     assert (band["goodput_rps_baseline"], band["goodput_rps_change_pct"]) == ("random", pytest.approx(-100))
     assert band["active_experts"] is None  # nobody reported any

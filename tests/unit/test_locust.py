@@ -192,6 +192,7 @@ def test_two_workers_send_what_one_would_have_sent(service: FakeService, tmp_pat
         ["--trace", "nowhere.csv"],
         ["--trace", "Makefile"],
         ["--max-tokens", "0"],
+        ["--min-tokens", "7"],  # above --max-tokens
         ["--record", "nowhere/record.jsonl"],
     ],
 )
