@@ -61,9 +61,7 @@ class Load:
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
             if options.min_tokens:
-                raise WorkloadError(
-                    "--min-tokens and --trace exclude each other: a trace has lengths"
-                )
+                raise WorkloadError("--min-tokens and --trace exclude each other: a trace has lengths")
             if options.rate:
                 raise WorkloadError("--rate and --trace exclude each other: a trace has its own arrivals")
             return replay(

@@ -65,8 +65,8 @@ def html_report(
         table(figures_table(rows)),
         paragraph(
             "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
-            "in that figure, with its own interval: where that holds 0, nothing was shown. Of several that are "
-            "alike the best is the luckiest; 'to all' is the difference to all their requests together. "
+            "in that figure, with its own interval: where that holds 0, nothing was shown. Of several "
+            "that are alike the best is the luckiest; 'to all' is the difference to all their requests. "
             + notes
         ),
         picture("Time per output token", _percentiles(rows, "tpot"), "TPOT p50 and p99 with intervals"),

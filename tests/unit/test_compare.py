@@ -164,7 +164,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
         assert len({ids[number] for ids in prompts}) == 1
     for row, block in zip(json.loads((out / "compare.json").read_text())["rows"], blocks, strict=True):
         # 5 in flight, 0.2 s each, for the 2 s that are measured; what ended before or after is in no figure.
-        assert 25 <= row["requests"] <= 55 < len(block)
+        assert 25 <= row["requests"] <= min(55, 0.8 * len(block))
         assert row["late_p99_ms"] is None
     with pytest.raises(BadInput, match=r"another .*users"):
         compare(**closed | {"in_flight": 6})
