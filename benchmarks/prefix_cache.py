@@ -46,6 +46,7 @@ from benchmarks.rig.replay import widened
 from eldr_serve.fitting import fit_table
 from loadgen.workload import balanced_sample, write_prompts
 from offline.cli import run
+from offline.plots import bars
 from offline.results import publish
 
 
@@ -97,7 +98,7 @@ def prefix_cache(
             with serving(arguments, port=port):
                 result = compared(table, options, port=port, folder=folder)
         rows += [{"prefix_cache": state, **row} for row in result["rows"]]
-    publish(
+    path = publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],
         inputs=result["inputs"]
         | {
@@ -108,6 +109,9 @@ def prefix_cache(
             "max_prompt_tokens": max_prompt_tokens,
         },
     )  # fmt: skip
+    named = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows]
+    value = "tpot_p50_ms"
+    bars(named, "policy", value, path.with_suffix(".png"), interval=(f"{value}_low", f"{value}_high"))
     for folder in folders.values():
         finish(folder)
 
