@@ -10,7 +10,9 @@ goes on where it was.
 On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
 anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
 answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what the cores do for each token
-between engine and client outweighs the experts. See decode_replay for the same without contention.
+between engine and client outweighs the experts. Each block begins with a policy that has seen nothing;
+marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
+decode_replay for the same without contention.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def live(
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 2,
     block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 40,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 25,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 45,
     burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo_4d.yaml"),
     intermediate: IntermediateOption = 1536,

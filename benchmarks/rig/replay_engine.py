@@ -8,9 +8,11 @@ computes that single token, as the first decode step after a transfer does.
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import process_time, thread_time
 from typing import Any
@@ -58,10 +60,15 @@ def aligned(tokens: list[int]) -> list[int]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on; an engine whose side channel's port is taken waits for ever."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, below those that Linux and macOS give to whoever asks for any.
+
+    An engine opens many of those while it starts, and comes to its side channel's last.
+    """
+    for port in random.sample(range(28000, 32768), 64):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("of 64 ports from 28000 to 32767 none is free")
 
 
 class Pace:

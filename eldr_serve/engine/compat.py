@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedEngineError",
     "check_engine",
     "check_expert_placement",
+    "check_side_channel",
     "expire_send_leases",
     "get_ep_group",
     "get_kv_transfer_group",
@@ -52,7 +54,7 @@ CHECKED = "0.32.0"
 
 
 class UnsupportedEngineError(RuntimeError):
-    """The engine is set up in a way in which counts would not be exact; one sentence says how."""
+    """The engine cannot serve as it is set up, or its counts would not be exact; one sentence says how."""
 
 
 def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
@@ -184,6 +186,22 @@ def step_slots() -> Tensor | None:
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
     return next(iter(slots.values()), None)
+
+
+def check_side_channel(scheduler: Any) -> None:
+    """Raise UnsupportedEngineError if NIXL's side channel cannot listen: vLLM would wait for ever."""
+    if scheduler._nixl_handshake_listener_t is not None:
+        return  # it listens already
+    host, port = scheduler.side_channel_host, scheduler.side_channel_port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        raise UnsupportedEngineError(
+            f"NIXL's side channel cannot listen at {host}:{port} ({error.strerror}); set "
+            "VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT, "
+            "under Ray NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs, to a free port"
+        ) from error
 
 
 def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -30,6 +31,7 @@ from eldr_serve.engine.compat import (
     NixlConnectorMetadata,
     NixlPullConnector,
     check_engine,
+    check_side_channel,
     expire_send_leases,
     kept_affinity,
     moe_routers,
@@ -94,6 +96,12 @@ class EldrConnector(NixlPullConnector):
         self._unwanted = Unwanted()
 
     # -- scheduler half ----------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        check_side_channel(self.connector_scheduler)
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)

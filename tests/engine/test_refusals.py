@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from eldr_serve.engine.compat import UnsupportedEngineError, check_engine, moe_routers
+from eldr_serve.engine.compat import UnsupportedEngineError, check_engine, check_side_channel, moe_routers
 from eldr_serve.engine.config import engine_kwargs
 
 
@@ -79,6 +80,23 @@ def test_routers_are_found_in_the_order_of_their_layers() -> None:
 def test_a_model_that_hides_its_choices_is_refused(layers: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
         moe_routers(config(layers=layers))
+
+
+def test_a_side_channel_that_cannot_listen_is_refused() -> None:
+    def scheduler(host: str, port: int, listener: Any = None) -> Any:
+        return SimpleNamespace(
+            side_channel_host=host, side_channel_port=port, _nixl_handshake_listener_t=listener
+        )
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "localhost"):
+            with pytest.raises(UnsupportedEngineError, match=f"{host}:{port} .*in use"):
+                check_side_channel(scheduler(host, port))
+        check_side_channel(scheduler("localhost", port, listener=object()))
+    check_side_channel(scheduler("localhost", port))
+    with pytest.raises(UnsupportedEngineError, match=r"203\.0\.113\.7"):
+        check_side_channel(scheduler("203.0.113.7", port))  # not of this machine
 
 
 def test_an_unknown_role_is_refused() -> None:
