@@ -66,12 +66,10 @@ def open_loop(
         max_tokens, min_tokens: of output_lengths.
         workers: shares that will be taken; no prompt is in two of them.
     """
-    texts, lengths = _cycle(prompts, seed, workers), output_lengths(max_tokens, least=min_tokens, seed=seed)
+    asked = _asked(prompts, max_tokens, min_tokens, seed, workers)
     return (
         Arrival(number, due_s, prompt, tokens)
-        for number, (due_s, prompt, tokens) in enumerate(
-            zip(poisson(rate, seed), texts, lengths, strict=False)
-        )
+        for number, (due_s, (prompt, tokens)) in enumerate(zip(poisson(rate, seed), asked, strict=False))
     )
 
 
@@ -84,11 +82,8 @@ def closed_loop(
     workers: int = 1,
 ) -> Iterator[Arrival]:
     """The shuffled prompts, each due when a user is free; other arguments as open_loop."""
-    texts, lengths = _cycle(prompts, seed, workers), output_lengths(max_tokens, least=min_tokens, seed=seed)
-    return (
-        Arrival(number, None, prompt, tokens)
-        for number, (prompt, tokens) in enumerate(zip(texts, lengths, strict=False))
-    )
+    asked = _asked(prompts, max_tokens, min_tokens, seed, workers)
+    return (Arrival(number, None, prompt, tokens) for number, (prompt, tokens) in enumerate(asked))
 
 
 def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arrival]:
@@ -98,6 +93,14 @@ def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arriv
 
 def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
     return itertools.accumulate(rng.expovariate(rate) for _ in itertools.count())
+
+
+def _asked(
+    prompts: list[Prompt], max_tokens: int, min_tokens: int | None, seed: int, workers: int
+) -> Iterator[tuple[Prompt, int]]:
+    """Prompts and output tokens."""
+    lengths = output_lengths(max_tokens, least=min_tokens, seed=seed)
+    return zip(_cycle(prompts, seed, workers), lengths, strict=False)
 
 
 def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:

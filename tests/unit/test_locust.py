@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 import requests
 from fake_service import REPLICAS, FakeService, fake_service
 
+from benchmarks.rig.replay_engine import free_port
 from loadgen.arrivals import poisson
 from loadgen.sse import read_stream
 
@@ -40,12 +40,6 @@ def locust(
     )  # fmt: skip
     lines = record.read_text().splitlines() if record.exists() else []
     return done, [json.loads(line) for line in lines]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_stream_over_http_is_timed_token_by_token(service: FakeService) -> None:
