@@ -13,6 +13,9 @@ answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what t
 between engine and client outweighs the experts. Each block begins with a policy that has seen nothing;
 marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
 decode_replay for the same without contention.
+
+Shared machines are faster in one block than in the next. So there are two rows of each policy: `clock` wall,
+and even, where time is told by the work that the cores could do in it (benchmarks/rig/pace.py).
 """
 
 from __future__ import annotations
@@ -45,11 +48,14 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
+from benchmarks.rig.pace import EvenClock, evened, probed
 from benchmarks.rig.replay import widened
 from benchmarks.streams import wait_ready
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
-from loadgen.figures import BASELINES
+from loadgen.figures import BASELINES, rows_of
+from loadgen.plan import read_blocks
+from loadgen.stats import Slo
 from loadgen.workload import Prompt, read_prompts, write_prompts
 from offline.calibrate import prompt_tokens
 from offline.cli import BadInput, run
@@ -112,7 +118,7 @@ def live(
                 }  # fmt: skip
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
                 results[group] = compared(table, options, port=port, folder=folders[group])
-    rows = [{"workload": group, **row} for group in folders for row in results[group]["rows"]]
+    rows = [{"workload": group, **row} for group in folders for row in by_both_clocks(folders[group])]
     # Of the last workload, and alike for all but for the prompts: parts of one sample.
     last = results[list(folders)[-1]]
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
@@ -131,7 +137,7 @@ def live(
     value = "tpot_p50_ms_change_pct"
     low, high = f"{value}_low", f"{value}_high"
     against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer
-    plotted = [against_itself | row for row in rows]
+    plotted = [against_itself | row for row in rows if row["clock"] == "even"]
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
     for folder in folders.values():
         finish(folder)
@@ -195,11 +201,12 @@ def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder:
     answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
     answer.raise_for_status()
     options |= {"host": url, "out": comparison, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
-    done = subprocess.run(
-        [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-        env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
-        check=False,
-    )
+    with probed(folder / "pace"):
+        done = subprocess.run(
+            [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
+            env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
+            check=False,
+        )
     if done.returncode:
         (comparison / "compare.json").unlink(missing_ok=True)
         raise BadInput(f"the comparison ended with status {done.returncode}; see {comparison}")
@@ -217,8 +224,26 @@ def result_of(folder: Path) -> dict[str, Any] | None:
     return result
 
 
+def by_both_clocks(folder: Path) -> list[dict[str, Any]]:
+    """Rows of the comparison in the folder by the wall's clock, and by one that goes as fast as the cores."""
+    result = result_of(folder)
+    assert result is not None
+    asked, clock = result["inputs"], EvenClock.read(folder / "pace")
+    even = rows_of(
+        asked["policies"],
+        [evened(block, clock) for block in read_blocks(folder / "comparison")],
+        warm_up_s=asked["warm_up_s"],
+        seconds=asked["seconds"],
+        slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
+        seed=asked["seed"],
+    )
+    by_clock = {"wall": result["rows"], "even": even}
+    return [{"clock": name, **row} for name, rows in by_clock.items() for row in rows]
+
+
 def finish(folder: Path) -> None:
     """The comparison's figures are published: the next run is another. Its report stays."""
+    shutil.rmtree(folder / "pace", ignore_errors=True)
     shutil.rmtree(folder / "published", ignore_errors=True)
     (folder / "comparison").rename(folder / "published")
 

@@ -20,6 +20,7 @@ from benchmarks.live import (
     InFlightOption,
     IntervalOption,
     LongestOption,
+    by_both_clocks,
     compared,
     finish,
     fitting,
@@ -97,7 +98,7 @@ def prefix_cache(
         if result is None:
             with serving(arguments, port=port):
                 result = compared(table, options, port=port, folder=folder)
-        rows += [{"prefix_cache": state, **row} for row in result["rows"]]
+        rows += [{"prefix_cache": state, **row} for row in by_both_clocks(folder)]
     path = publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],
         inputs=result["inputs"]
@@ -109,7 +110,9 @@ def prefix_cache(
             "max_prompt_tokens": max_prompt_tokens,
         },
     )  # fmt: skip
-    named = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows]
+    named = [
+        row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
+    ]
     value = "tpot_p50_ms"
     bars(named, "policy", value, path.with_suffix(".png"), interval=(f"{value}_low", f"{value}_high"))
     for folder in folders.values():

@@ -10,7 +10,7 @@ due within `--run-time`, or the whole trace, is sent, and the run ends with the 
 and `--worker` each worker sends its share.
 
 One JSON line a request goes to `--record`, as it ends. Times are in s: due_s, sent_s and late_s from the
-start of the load, the others from the sending. Statistics of type STREAM are in ms.
+start of the load, sent_unix_s by Unix, the others from the sending. Statistics of type STREAM are in ms.
 """
 
 from __future__ import annotations
@@ -226,6 +226,7 @@ class StreamingUser(HttpUser):
             "domain": arrival.prompt.domain,
             "due_s": arrival.due_s,
             "sent_s": load.now_s(),
+            "sent_unix_s": time.time(),
         }
         line["late_s"] = None if arrival.due_s is None else line["sent_s"] - arrival.due_s
         try:

@@ -16,7 +16,7 @@ from eldr_serve.files import write_whole
 from loadgen.block import Block
 from offline.cli import BadInput
 
-SCHEMA = "eldr-compare/2"
+SCHEMA = "eldr-compare/3"
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,7 @@ class Folder:
     def load(self, step: Step) -> Block | None:
         """The block, if it was finished."""
         file = self._file(step)
-        if not file.exists():
-            return None
-        found = _read(file)
-        try:
-            return Block(**found["block"])
-        except (KeyError, TypeError) as error:
-            raise BadInput(f"{file} is no block of a comparison ({error})") from error
+        return _block(file) if file.exists() else None
 
     def save(self, block: Block, step: Step) -> None:
         """Keep a finished block."""
@@ -104,6 +98,23 @@ class Folder:
     def _file(self, step: Step) -> Path:
         policy = "".join(c if c.isalnum() or c in "-.=" else "_" for c in step.policy)
         return self.path / f"block_{step.number:03d}_{policy}.json"
+
+
+def read_blocks(path: Path) -> list[Block]:
+    """The finished blocks of the comparison in a folder, in their order.
+
+    Raises:
+        BadInput: one of them cannot be read.
+    """
+    return [_block(file) for file in sorted(path.glob("block_*.json"))]
+
+
+def _block(file: Path) -> Block:
+    found = _read(file)
+    try:
+        return Block(**found["block"])
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"{file} is no block of a comparison ({error})") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rig import engines
+from benchmarks.rig.pace import Pace
 
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 TEMPERATURE = 0.8  # of sampling, in captures and replays
@@ -69,34 +69,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError("of 64 ports from 28000 to 32767 none is free")
-
-
-class Pace:
-    """How fast this core computes now, by a matrix product that stays in its cache.
-
-    Cores of shared machines are slower by up to a third for seconds or minutes, and a policy that meets
-    such a spell grows its batch, which costs more than the spell.
-    """
-
-    def __init__(self) -> None:
-        import torch
-
-        self._multiply = lambda: torch.mm(left, right, out=out)
-        left, right, out = torch.randn(128, 256), torch.randn(256, 256), torch.empty(128, 256)
-        self._last: deque[float] = deque(maxlen=3)
-
-    def seconds(self) -> float:
-        """CPU time of the product, mean of the last three times that it was asked for."""
-        self._multiply()  # brings it into the cache
-        start = thread_time()
-        for _ in range(4):
-            self._multiply()
-        self._last.append(thread_time() - start)
-        return sum(self._last) / len(self._last)
-
-    def typical(self) -> float:
-        """Median over about a third of a second."""
-        return float(np.median([self.seconds() for _ in range(300)]))
 
 
 class ReplayEngine:
