@@ -140,6 +140,19 @@ CLAIMS = [
         "p50 {added_p50_ms:.2f} ms; {placements_per_s:.0f} placements/s",
         {"workers": 16, "in_flight": 1},
     ),
+    Claim(
+        "the serving layer, 1 prefill + 1 decode engine, 8 requests in flight: TTFT, TPOT, requests/s "
+        "([what the rows are](docs/evidence.md#the-serving-layer-beside-its-peers))",
+        "peers",
+        "{system}: {ttft_p50_ms:.0f} ms, {tpot_p50_ms:.0f} ms, {requests_per_s:.1f}",
+        {"in_flight": 8},
+    ),
+    Claim(
+        "2,000 streams at once through one ingress on these cores, engines that compute nothing",
+        "streams",
+        "{failures} failed; {tokens_per_s:.0f} tokens/s of {offered_tokens_per_s:.0f} offered",
+        {"serve": "default", "streams": 2000},
+    ),
     Claim("fit of 1,000 requests at 48 x 128, K=16", "fit_time", "{fit_p50_s:.1f} s", {"workers": 16}),
     Claim(
         "simulated against measured TPOT, `marginal-cost`, p50 / p99 ([every policy](docs/evidence.md))",
