@@ -1,4 +1,4 @@
-"""The folder of a live comparison, which loadgen.compare accepts only where it is empty or its own."""
+"""A live comparison: its folder, where loadgen.compare accepts only its own beginnings, and its rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from traces import synthetic_trace
 from benchmarks import live
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
-from loadgen.plan import Folder
+from loadgen.block import Block
+from loadgen.figures import rows_of
+from loadgen.plan import Folder, order, read_blocks
+from loadgen.stats import Slo
 
 URL = "http://127.0.0.1:1"
 
@@ -74,3 +77,39 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     file = tmp_path / "table.safetensors"
     assert tables[-1] == file.read_bytes()
     assert len(RoutingTable.load(file).centroids) == 2
+
+
+def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> None:
+    """Two policies alike, one of which met cores at half their speed."""
+    shape = {"warm_up_s": 0, "seconds": 100, "slo_ttft_ms": 1e3, "slo_tpot_ms": 1e2, "seed": 0}
+    policies = ["random", "marginal-cost"]
+    folder = Folder(tmp_path / "comparison", shape)
+    folder.note({})
+    for step in order(policies, 1, 0):
+        slow = step.policy == "marginal-cost"
+        requests = [
+            {
+                "number": n, "due_s": None, "sent_s": float(n), "sent_unix_s": 60.0 * slow + n,
+                "ttft_s": 2.0 if slow else 1.0, "tpot_s": 0.2 if slow else 0.1, "itl_s": [],
+                "end_s": 12.0 if slow else 6.0, "late_s": None, "handover_s": None,
+            }
+            for n in range(5)
+        ]  # fmt: skip
+        engines = {"seconds": 20.0 if slow else 10.0, "batch": 100.0, "steps": 10.0, "active": 50.0}
+        folder.save(Block(step.policy, 0, requests, engines), step)
+    wall = rows_of(policies, read_blocks(folder.path), warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
+    result = {"inputs": shape | {"policies": policies}, "rows": wall}
+    (folder.path / "compare.json").write_text(json.dumps(result))
+    pace = tmp_path / "pace"
+    pace.mkdir()
+    lines = [json.dumps([t, 1e-3 if t < 50 else 2e-3, 0, 100 * t]) for t in range(101)]
+    (pace / "pace_0.jsonl").write_text("\n".join(lines) + "\n")
+    rows = {(r["clock"], r["policy"]): r for r in live.by_both_clocks(tmp_path)}
+    assert len(rows) == 4
+    assert rows["wall", "marginal-cost"]["tpot_p50_ms_change_pct"] == pytest.approx(100.0)
+    assert rows["wall", "marginal-cost"]["engine_ms_per_token_change_pct"] == pytest.approx(100.0)
+    assert rows["even", "marginal-cost"]["tpot_p50_ms_change_pct"] == pytest.approx(0.0, abs=1.0)
+    assert rows["even", "marginal-cost"]["engine_ms_per_token_change_pct"] == pytest.approx(0.0, abs=1.0)
+    assert rows["even", "random"]["active_experts"] == rows["wall", "random"]["active_experts"] == 5.0
+    live.finish(tmp_path)
+    assert not pace.exists()
