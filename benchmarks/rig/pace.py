@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.rig.engines import process
 from loadgen.block import Block
 from offline.cli import BadInput
 
@@ -62,18 +62,17 @@ class Pace:
 def probed(folder: Path) -> Iterator[None]:
     """Note the pace of every core of this process, some times a second, into files of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    probes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rig.pace", str(core), str(folder / f"pace_{core}.jsonl")]
-        )
-        for core in sorted(os.sched_getaffinity(0))
-    ]
-    try:
+    with ExitStack() as probes:
+        for core in sorted(os.sched_getaffinity(0)):
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.rig.pace",
+                str(core),
+                str(folder / f"pace_{core}.jsonl"),
+            ]
+            probes.enter_context(process(command, env={}, log=folder / f"pace_{core}.log"))
         yield
-    finally:
-        for probe in probes:
-            probe.terminate()
-            probe.wait()
 
 
 class EvenClock:
