@@ -118,7 +118,11 @@ def live(
                 }  # fmt: skip
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
                 results[group] = compared(table, options, port=port, folder=folders[group])
-    rows = [{"workload": group, **row} for group in folders for row in by_both_clocks(folders[group])]
+    rows = [
+        {"workload": group, **row}
+        for group, folder in folders.items()
+        for row in by_both_clocks(results[group], folder)
+    ]
     # Of the last workload, and alike for all but for the prompts: parts of one sample.
     last = results[list(folders)[-1]]
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
@@ -224,10 +228,8 @@ def result_of(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def by_both_clocks(folder: Path) -> list[dict[str, Any]]:
-    """Rows of the comparison in the folder by the wall's clock, and by one that goes as fast as the cores."""
-    result = result_of(folder)
-    assert result is not None
+def by_both_clocks(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Rows of the folder's `result_of` by the wall's clock, and by one that goes as fast as the cores."""
     asked, clock = result["inputs"], EvenClock.read(folder / "pace")
     even = rows_of(
         asked["policies"],

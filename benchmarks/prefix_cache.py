@@ -98,7 +98,7 @@ def prefix_cache(
         if result is None:
             with serving(arguments, port=port):
                 result = compared(table, options, port=port, folder=folder)
-        rows += [{"prefix_cache": state, **row} for row in by_both_clocks(folder)]
+        rows += [{"prefix_cache": state, **row} for row in by_both_clocks(result, folder)]
     path = publish(
         "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],
         inputs=result["inputs"]

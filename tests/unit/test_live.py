@@ -99,12 +99,11 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
         folder.save(Block(step.policy, 0, requests, engines), step)
     wall = rows_of(policies, read_blocks(folder.path), warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
     result = {"inputs": shape | {"policies": policies}, "rows": wall}
-    (folder.path / "compare.json").write_text(json.dumps(result))
     pace = tmp_path / "pace"
     pace.mkdir()
     lines = [json.dumps([t, 1e-3 if t < 50 else 2e-3, 0, 100 * t]) for t in range(101)]
     (pace / "pace_0.jsonl").write_text("\n".join(lines) + "\n")
-    rows = {(r["clock"], r["policy"]): r for r in live.by_both_clocks(tmp_path)}
+    rows = {(r["clock"], r["policy"]): r for r in live.by_both_clocks(result, tmp_path)}
     assert len(rows) == 4
     assert rows["wall", "marginal-cost"]["tpot_p50_ms_change_pct"] == pytest.approx(100.0)
     assert rows["wall", "marginal-cost"]["engine_ms_per_token_change_pct"] == pytest.approx(100.0)
