@@ -31,10 +31,9 @@ import numpy as np
 import typer
 
 from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, session
-from benchmarks.rig.cluster import local_ray
+from benchmarks.rig.cluster import local_ray, wait_ready
 from benchmarks.rig.engines import our_arguments
 from benchmarks.rig.prompts import MODEL, bodies
-from benchmarks.streams import wait_ready
 from eldr_serve.serving.stages import WINDOW
 from offline.cli import run
 from offline.results import publish

@@ -13,29 +13,33 @@ answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what t
 between engine and client outweighs the experts. Each block begins with a policy that has seen nothing;
 marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
 decode_replay for the same without contention.
-
-Shared machines are faster in one block than in the next. So there are two rows of each policy: `clock` wall,
-and even, where time is told by the work that the cores could do in it (benchmarks/rig/pace.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 
 from benchmarks.rig.capture import captured, groups_of
-from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
-from benchmarks.rig.engines import WEIGHTS, our_arguments
+from benchmarks.rig.cluster import unwind_on_sigterm
+from benchmarks.rig.live import (
+    BurnInOption,
+    DeploymentOption,
+    InFlightOption,
+    IntervalOption,
+    LongestOption,
+    by_both_clocks,
+    compared,
+    finish,
+    fitting,
+    lengths,
+    result_of,
+    serving,
+    wide_arguments,
+    workers_of,
+)
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,
@@ -48,29 +52,14 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.pace import EvenClock, evened, probed
 from benchmarks.rig.replay import widened
-from benchmarks.streams import wait_ready
-from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
-from loadgen.figures import BASELINES, rows_of
-from loadgen.plan import read_blocks
-from loadgen.stats import Slo
-from loadgen.workload import Prompt, read_prompts, write_prompts
-from offline.calibrate import prompt_tokens
-from offline.cli import BadInput, run
+from loadgen.figures import BASELINES
+from loadgen.workload import write_prompts
+from offline.cli import run
 from offline.plots import bars
 from offline.results import publish
 
-_KEY = "live"
-_KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
-InFlightOption = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
-DeploymentOption = Annotated[Path, typer.Option(help="Deployment YAML.")]
-IntervalOption = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
-BurnInOption = Annotated[
-    int, typer.Option(min=0, help="Load on engines that have just started, in no figure, s.")
-]
-LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 
@@ -145,109 +134,6 @@ def live(
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
     for folder in folders.values():
         finish(folder)
-
-
-def lengths(mean: int) -> dict[str, int]:
-    """Options of loadgen.compare. Answers of one length keep a closed loop in waves: all start, all end."""
-    return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
-
-
-def workers_of(arguments: dict[str, Any]) -> int:
-    """Decode workers of a deployment's `args`."""
-    return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
-
-
-def wide_arguments(deployment: Path, model: Path, stream_interval: int) -> dict[str, Any]:
-    """`args` of a deployment for a widened model, whose engines spend their time on experts."""
-    arguments = our_arguments(deployment, model)
-    for role in ("prefill_config", "decode_config"):
-        arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
-        arguments[role]["engine_kwargs"] |= {
-            "kv_cache_memory_bytes": _KV_BYTES,
-            "stream_interval": stream_interval,
-        }
-    return arguments
-
-
-def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
-    """Those of the ids, without the longer ones."""
-    from transformers import AutoTokenizer
-
-    wanted, tokenizer = set(ids), AutoTokenizer.from_pretrained(WEIGHTS)
-    return [
-        p
-        for p in read_prompts([prompts])
-        if p.id in wanted and len(prompt_tokens(tokenizer, p.text, chat=True)) <= most_tokens
-    ]
-
-
-@contextmanager
-def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
-    """The application with these `args`, ready; metrics are at the next port."""
-    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY}
-    with local_ray(http_port=port, metrics_port=port + 1):
-        from ray import serve
-
-        from eldr_serve.serving.app import build_app
-
-        serve.run(build_app(arguments), name="eldr", route_prefix="/")
-        wait_ready(f"http://127.0.0.1:{port}", 300)
-        yield
-
-
-def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path) -> dict[str, Any]:
-    """Swap the table into what serves there; what loadgen.compare then says. One in the folder goes on."""
-    url = f"http://127.0.0.1:{port}"
-    folder.mkdir(parents=True, exist_ok=True)
-    table_file, comparison = folder / "table.safetensors", folder / "comparison"
-    table.save(table_file)
-    key = {"authorization": f"Bearer {_KEY}"}
-    answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
-    answer.raise_for_status()
-    options |= {"host": url, "out": comparison, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
-    with probed(folder / "pace"):
-        done = subprocess.run(
-            [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-            env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
-            check=False,
-        )
-    if done.returncode:
-        (comparison / "compare.json").unlink(missing_ok=True)
-        raise BadInput(f"the comparison ended with status {done.returncode}; see {comparison}")
-    result = result_of(folder)
-    assert result is not None
-    return result
-
-
-def result_of(folder: Path) -> dict[str, Any] | None:
-    """What the comparison in the folder said, until `finish`; None if it has not ended."""
-    file = folder / "comparison" / "compare.json"
-    if not file.exists():
-        return None
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
-
-
-def by_both_clocks(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Rows of the folder's `result_of` by the wall's clock, and by one that goes as fast as the cores."""
-    asked, clock = result["inputs"], EvenClock.read(folder / "pace")
-    even = rows_of(
-        asked["policies"],
-        [evened(block, clock) for block in read_blocks(folder / "comparison")],
-        warm_up_s=asked["warm_up_s"],
-        seconds=asked["seconds"],
-        slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
-        seed=asked["seed"],
-    )
-    by_clock = {"wall": result["rows"], "even": even}
-    return [{"clock": name, **row} for name, rows in by_clock.items() for row in rows]
-
-
-def finish(folder: Path) -> None:
-    """The comparison's figures are published: the next run is another. Its report stays."""
-    shutil.rmtree(folder / "pace", ignore_errors=True)
-    shutil.rmtree(folder / "published", ignore_errors=True)
-    (folder / "comparison").rename(folder / "published")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import numpy as np
 import typer
 
 from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
-from benchmarks.rig.cluster import local_ray, unwind_on_sigterm
+from benchmarks.rig.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.rig.engines import (
     our_arguments,
     process,
@@ -58,7 +58,6 @@ def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[_Send]
         from ray import serve
         from ray.serve.llm import build_pd_openai_app
 
-        from benchmarks.streams import wait_ready
         from eldr_serve.serving.app import build_app
 
         build = build_app(arguments) if system == "eldr" else build_pd_openai_app(ray_pd_arguments(arguments))

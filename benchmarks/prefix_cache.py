@@ -14,7 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.live import (
+from benchmarks.rig.capture import captured
+from benchmarks.rig.cluster import unwind_on_sigterm
+from benchmarks.rig.live import (
     BurnInOption,
     DeploymentOption,
     InFlightOption,
@@ -30,8 +32,6 @@ from benchmarks.live import (
     wide_arguments,
     workers_of,
 )
-from benchmarks.rig.capture import captured
-from benchmarks.rig.cluster import unwind_on_sigterm
 from benchmarks.rig.options import (
     PROMPTS,
     WORK,

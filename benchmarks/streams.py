@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ import httpx
 import typer
 
 from benchmarks.rig.client import Answer, allow_open_files, complete, errors, most_open, session, summary
-from benchmarks.rig.cluster import local_ray
+from benchmarks.rig.cluster import local_ray, wait_ready
 from offline.cli import BadInput, run
 from offline.results import publish
 
@@ -31,17 +30,6 @@ MODES = {
     # Without direct ingress: that needs a proxy of another kind in front.
     "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"},
 }
-
-
-def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Until every pair of engines is warm; BadInput after `seconds`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        status = httpx.get(f"{url}/eldr/status", timeout=30)
-        if status.status_code == 200 and status.json()["ingress"]["ready"]:
-            return
-        time.sleep(0.5)
-    raise BadInput(f"the application was not ready within {seconds:.0f} s")
 
 
 async def _load(url: str, model: str, streams: int, tokens: int, ramp_s: float) -> list[Answer]:

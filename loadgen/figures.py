@@ -41,7 +41,8 @@ def rows_of(
     """One row a policy, in the order of `policies`; None where there is no figure.
 
     The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. Of several that are
-    alike the best is the luckiest; `*_pooled_change_pct` is against the requests of all of them together.
+    alike the best is the luckiest; `*_pooled_change_pct` is against the requests of all of them together,
+    where there are several.
     """
     records = {
         p: [(b.round, r) for b in blocks if b.policy == p for r in b.measured(warm_up_s, seconds)]
@@ -68,18 +69,21 @@ def rows_of(
                 )
                 row[f"{name}_baseline"] = policies[best]
 
+    baselines = [p for p in policies if _is_baseline(p)]
     for key in TIMES:
         samples = [_sample(records[p], unit, key) for p in policies]
         drawn = [s.resampled(counts, QUANTILES) for s in samples]
-        pool = _sample([record for p in policies if _is_baseline(p) for record in records[p]], unit, key)
-        pool_drawn = pool.resampled(counts, QUANTILES)
+        if len(baselines) > 1:
+            pool = _sample([record for p in baselines for record in records[p]], unit, key)
+            pool_drawn = pool.resampled(counts, QUANTILES)
         for column, q in enumerate(QUANTILES):
             name = f"{key}_p{100 * q:.0f}_ms"
             values = [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)]
             add(name, values)
-            for row, (value, draws) in zip(rows, values, strict=True):
-                change = relative_percent(value, pool.quantile(q), draws, pool_drawn[:, column])
-                _put(row, f"{name}_pooled_change_pct", change)
+            if len(baselines) > 1:
+                for row, (value, draws) in zip(rows, values, strict=True):
+                    change = relative_percent(value, pool.quantile(q), draws, pool_drawn[:, column])
+                    _put(row, f"{name}_pooled_change_pct", change)
     spent = [row["engine_ms_per_token"] for row in rows]
     best = _best(policies, spent, more_is_better=False)
     for number, row in enumerate(rows):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import httpx
+
+from offline.cli import BadInput
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +55,14 @@ def local_ray(*, http_port: int | None = None, metrics_port: int | None = None) 
         if http_port is not None:
             serve.shutdown()
         ray.shutdown()
+
+
+def wait_ready(url: str, seconds: float = 60.0) -> None:
+    """Until our application there has every pair of engines warm; BadInput after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        status = httpx.get(f"{url}/eldr/status", timeout=30)
+        if status.status_code == 200 and status.json()["ingress"]["ready"]:
+            return
+        time.sleep(0.5)
+    raise BadInput(f"the application was not ready within {seconds:.0f} s")

@@ -448,7 +448,10 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
             low, high = np.percentile(drawn, [2.5, 97.5])
             row[f"p{q}_change_pct"] = 100 * float(np.percentile(tpot, q) / np.percentile(best, q) - 1)
             row[f"p{q}_low_pct"], row[f"p{q}_high_pct"] = 100 * float(low - 1), 100 * float(high - 1)
-            row[f"p{q}_pooled_change_pct"] = 100 * float(np.percentile(tpot, q) / np.percentile(pool, q) - 1)
+            if len(baselines) > 1:
+                row[f"p{q}_pooled_change_pct"] = 100 * float(
+                    np.percentile(tpot, q) / np.percentile(pool, q) - 1
+                )
         rows.append(
             row
             | {

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from traces import synthetic_trace
 
-from benchmarks import live
+from benchmarks.rig import live
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
 from loadgen.block import Block

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.rig.pace import EvenClock, evened, probed
+from benchmarks.rig.even_clock import EvenClock, evened, felt_by_engines
+from benchmarks.rig.pace import probed
 from loadgen.block import Block
 from offline.cli import BadInput
 
@@ -41,8 +42,11 @@ def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen() -> None:
 
 def test_a_few_interrupted_notes_change_little_and_a_gap_is_bridged() -> None:
     even = notes(slow=1.0)
-    even[np.random.default_rng(0).choice(len(even), 20, replace=False), 1] *= 5
-    assert EvenClock([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=0.03)
+    interrupted = np.random.default_rng(0).choice(len(even), 40, replace=False)
+    even[interrupted, 1] *= np.repeat([0.0, 5.0], 20)
+    assert EvenClock([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
+    even[(even[:, 0] > 30.0) & (even[:, 0] < 36.0), 1] = 0.0
+    assert EvenClock([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
     gap = notes()
     gap = gap[(gap[:, 0] < 60.0) | (gap[:, 0] > 80.0)]
     assert EvenClock([gap]).seconds(60.0, 80.0) == pytest.approx(
@@ -80,6 +84,34 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     assert even.engines["batch"] == 10.0
     assert 3.0 < even.engines["seconds"] < 6.0
     assert block.engines == {"seconds": 6.0, "batch": 10.0}
+
+
+@pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
+def test_what_steps_feel_of_the_pace_is_learned_from_blocks_of_a_policy(felt: float) -> None:
+    """Two balancers that are alike and a policy whose steps take half as long, on restless cores."""
+    pace = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
+    at = np.arange(0.0, 800.0, 0.25)
+    of_core = np.column_stack([at, 1e-3 * pace[(at // 100).astype(int)], 0 * at, 100 * at])
+    policies = ["random", "round-robin", "marginal-cost", "random", "round-robin", "marginal-cost"] + 2 * [
+        "random"
+    ]
+    blocks = [
+        Block(
+            policy,
+            0,
+            [record(100.0 * n + 10.0, ttft_s=10.0, tpot_s=0.1, end_s=80.0, itl_s=[], handover_s=None)],
+            {"seconds": (5.0 if policy == "marginal-cost" else 10.0) * pace[n] ** felt, "batch": 100.0},
+        )
+        for n, policy in enumerate(policies)
+    ]
+    alike = ("random", "round-robin")
+    clock = EvenClock([of_core])
+    assert felt_by_engines(blocks, clock, alike) == pytest.approx(felt, abs=0.02)
+    assert felt_by_engines(blocks[:5], clock, alike) == 1.0  # too few to tell
+    even = EvenClock([of_core], felt)
+    seconds = [block.engines["seconds"] for b in blocks if (block := evened(b, even)).engines]
+    for policy in (alike, ("marginal-cost",)):
+        assert np.ptp([s for s, name in zip(seconds, policies, strict=True) if name in policy]) < 0.2
 
 
 def test_the_pace_of_every_core_is_noted_until_the_end(tmp_path: Path) -> None:
