@@ -31,11 +31,11 @@ from benchmarks.rig.live import (
     IntervalOption,
     LongestOption,
     by_both_clocks,
+    claimed,
     compared,
     finish,
     fitting,
     lengths,
-    result_of,
     serving,
     wide_arguments,
     workers_of,
@@ -90,23 +90,32 @@ def live(
     data = captured(prompts, work, requests=requests, seed=seed)
     fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
-    known = {group: result_of(folder) for group, folder in folders.items()}
+    options = {
+        "policies": policies, "rounds": rounds, "seed": seed,
+        **({"rate": rate} if rate else {"in-flight": in_flight}),
+        "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
+        "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
+    }  # fmt: skip
+    about = {
+        "prompts": str(prompts),
+        "captured": requests,
+        "deployment": deployment.stem,
+        "intermediate": intermediate,
+        "stream_interval": stream_interval,
+        "max_prompt_tokens": max_prompt_tokens,
+    }
+    known = {group: claimed(folder, options | about) for group, folder in folders.items()}
     results = {group: result for group, result in known.items() if result is not None}
     if missing := [group for group in folders if group not in results]:
         with serving(arguments, port=port):
             for group in missing:
                 fit, rest = data.split(group, 0.4, seed)
                 held_out, load = {data.trace.ids[i] for i in rest}, folders[group] / "prompts.jsonl"
-                load.parent.mkdir(parents=True, exist_ok=True)
                 write_prompts(load, (p for p in fit_in if p.id in held_out))
-                options = {
-                    "policies": policies, "prompts": load, "rounds": rounds, "seed": seed,
-                    **({"rate": rate} if rate else {"in-flight": in_flight}),
-                    "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
-                    "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
-                }  # fmt: skip
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
-                results[group] = compared(table, options, port=port, folder=folders[group])
+                results[group] = compared(
+                    table, options | {"prompts": load}, port=port, folder=folders[group]
+                )
     rows = [
         {"workload": group, **row}
         for group, folder in folders.items()
@@ -115,18 +124,7 @@ def live(
     # Of the last workload, and alike for all but for the prompts: parts of one sample.
     last = results[list(folders)[-1]]
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
-    path = publish(
-        "live", rows, seed=seed, out=out, notes=last["notes"],
-        inputs=inputs
-        | {
-            "prompts": str(prompts),
-            "captured": requests,
-            "deployment": deployment.stem,
-            "intermediate": intermediate,
-            "stream_interval": stream_interval,
-            "max_prompt_tokens": max_prompt_tokens,
-        },
-    )  # fmt: skip
+    path = publish("live", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs | about)
     value = "tpot_p50_ms_change_pct"
     low, high = f"{value}_low", f"{value}_high"
     against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer

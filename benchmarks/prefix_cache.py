@@ -23,11 +23,11 @@ from benchmarks.rig.live import (
     IntervalOption,
     LongestOption,
     by_both_clocks,
+    claimed,
     compared,
     finish,
     fitting,
     lengths,
-    result_of,
     serving,
     wide_arguments,
     workers_of,
@@ -86,30 +86,31 @@ def prefix_cache(
     table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
     rows: list[dict[str, Any]] = []
     folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
+    options = {
+        "policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed,
+        "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
+        "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
+    }  # fmt: skip
+    about = {
+        "prompts": str(prompts),
+        "captured": requests,
+        "distinct": distinct,
+        "deployment": deployment.stem,
+        "intermediate": intermediate,
+        "stream_interval": stream_interval,
+        "max_prompt_tokens": max_prompt_tokens,
+    }
     for state, folder in folders.items():
         arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
-        options = {
-            "policies": policies, "prompts": repeated, "in-flight": in_flight, "rounds": rounds,
-            "seed": seed, "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
-            "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
-        }  # fmt: skip
-        result = result_of(folder)
+        result = claimed(folder, options | about)
         if result is None:
             with serving(arguments, port=port):
-                result = compared(table, options, port=port, folder=folder)
+                result = compared(table, options | {"prompts": repeated}, port=port, folder=folder)
         rows += [{"prefix_cache": state, **row} for row in by_both_clocks(result, folder)]
     path = publish(
-        "prefix_cache", rows, seed=seed, out=out, notes=result["notes"],
-        inputs=result["inputs"]
-        | {
-            "distinct": distinct,
-            "deployment": deployment.stem,
-            "intermediate": intermediate,
-            "stream_interval": stream_interval,
-            "max_prompt_tokens": max_prompt_tokens,
-        },
-    )  # fmt: skip
+        "prefix_cache", rows, seed=seed, out=out, notes=result["notes"], inputs=result["inputs"] | about
+    )
     named = [
         row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
     ]

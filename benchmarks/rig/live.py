@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from benchmarks.rig.engines import WEIGHTS, our_arguments
 from benchmarks.rig.even_clock import EvenClock, evened, felt_by_engines
 from benchmarks.rig.pace import probed
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.files import write_whole
 from loadgen.figures import BASELINES, rows_of
 from loadgen.plan import read_blocks
 from loadgen.stats import Slo
@@ -93,7 +94,6 @@ def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
 def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path) -> dict[str, Any]:
     """Swap the table into what serves there; what loadgen.compare then says. One in the folder goes on."""
     url = f"http://127.0.0.1:{port}"
-    folder.mkdir(parents=True, exist_ok=True)
     table_file, comparison = folder / "table.safetensors", folder / "comparison"
     table.save(table_file)
     key = {"authorization": f"Bearer {_KEY}"}
@@ -112,6 +112,24 @@ def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder:
     result = result_of(folder)
     assert result is not None
     return result
+
+
+def claimed(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The folder is for what is asked until `finish`; its `result_of`, if a run before this one ended.
+
+    Raises:
+        BadInput: it is for something else.
+    """
+    file, wanted = folder / "asked.json", json.loads(json.dumps(asked, default=str))
+    if file.exists():
+        found = json.loads(file.read_text())
+        if other := [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]:
+            raise BadInput(
+                f"{folder} holds a comparison with another {', '.join(other)}: give the same or remove it"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(wanted, indent=1) + "\n")
+    return result_of(folder)
 
 
 def result_of(folder: Path) -> dict[str, Any] | None:
@@ -145,4 +163,5 @@ def finish(folder: Path) -> None:
     """The comparison's figures are published: the next run is another. Its report stays."""
     shutil.rmtree(folder / "pace", ignore_errors=True)
     shutil.rmtree(folder / "published", ignore_errors=True)
+    (folder / "asked.json").unlink(missing_ok=True)
     (folder / "comparison").rename(folder / "published")

@@ -57,13 +57,16 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     def compared(rate: str) -> dict[str, Any]:
         return live.compared(table, {"rate": rate}, port=1, folder=tmp_path)
 
-    assert live.result_of(tmp_path) is None
+    assert live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) is None
     with pytest.raises(live.BadInput, match="status 130"):
         compared("stop")
-    assert live.result_of(tmp_path) is None
+    assert live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) is None
     (tmp_path / "comparison" / "plan.json").unlink()
-    assert compared("4") == live.result_of(tmp_path) == {"rate": "4"}
+    assert compared("4") == live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) == {"rate": "4"}
+    with pytest.raises(live.BadInput, match="another rate, users: give the same or remove it"):
+        live.claimed(tmp_path, {"rate": "8", "folder": tmp_path, "users": 2})
     live.finish(tmp_path)
+    assert live.claimed(tmp_path, {"rate": "8", "users": 2}) is None
     assert live.result_of(tmp_path) is None
     assert compared("8") == {"rate": "8"}
     live.finish(tmp_path)
