@@ -87,9 +87,6 @@ def live(
     """Serve, fit, and compare policies under the same load."""
     folders = {group: work / f"live_{group}" for group in groups_of(groups)}
     unwind_on_sigterm()
-    data = captured(prompts, work, requests=requests, seed=seed)
-    fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
-    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
     options = {
         "policies": policies, "rounds": rounds, "seed": seed,
         **({"rate": rate} if rate else {"in-flight": in_flight}),
@@ -105,6 +102,9 @@ def live(
         "max_prompt_tokens": max_prompt_tokens,
     }
     known = {group: claimed(folder, options | about) for group, folder in folders.items()}
+    data = captured(prompts, work, requests=requests, seed=seed)
+    fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
     results = {group: result for group, result in known.items() if result is not None}
     if missing := [group for group in folders if group not in results]:
         with serving(arguments, port=port):

@@ -75,16 +75,6 @@ def prefix_cache(
 ) -> None:
     """Compare policies with the prefix cache on and off."""
     unwind_on_sigterm()
-    data = captured(prompts, work, requests=requests, seed=seed)
-    fit, rest = data.split("all", 0.4, seed)
-    held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
-    longest = sorted(held_out, key=lambda p: -len(p.text))[: 8 * distinct]
-    repeated = work / "prefix_cache_prompts.jsonl"
-    write_prompts(repeated, balanced_sample(longest, distinct, seed))
-    model = widened(intermediate, work)
-    workers = workers_of(wide_arguments(deployment, model, stream_interval))
-    table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
-    rows: list[dict[str, Any]] = []
     folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
     options = {
         "policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed,
@@ -100,10 +90,21 @@ def prefix_cache(
         "stream_interval": stream_interval,
         "max_prompt_tokens": max_prompt_tokens,
     }
+    known = {state: claimed(folder, options | about) for state, folder in folders.items()}
+    data = captured(prompts, work, requests=requests, seed=seed)
+    fit, rest = data.split("all", 0.4, seed)
+    held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
+    longest = sorted(held_out, key=lambda p: -len(p.text))[: 8 * distinct]
+    repeated = work / "prefix_cache_prompts.jsonl"
+    write_prompts(repeated, balanced_sample(longest, distinct, seed))
+    model = widened(intermediate, work)
+    workers = workers_of(wide_arguments(deployment, model, stream_interval))
+    table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
+    rows: list[dict[str, Any]] = []
     for state, folder in folders.items():
         arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
-        result = claimed(folder, options | about)
+        result = known[state]
         if result is None:
             with serving(arguments, port=port):
                 result = compared(table, options | {"prompts": repeated}, port=port, folder=folder)

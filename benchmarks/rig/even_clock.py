@@ -82,6 +82,8 @@ def felt_by_engines(blocks: Sequence[Block], clock: EvenClock, alike: Collection
         inside = [g == group for g in groups]
         points[inside] -= points[inside].mean(axis=0)
     slowdown, seconds = points.T
+    if not slowdown.any():
+        return 1.0
     return float(np.clip(slowdown @ seconds / (slowdown @ slowdown), 0.0, 2.0))
 
 

@@ -115,13 +115,13 @@ def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder:
 
 
 def claimed(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The folder is for what is asked until `finish`; its `result_of`, if a run before this one ended.
+    """`result_of`, if a run for what is asked has ended. Until `finish` the folder is for nothing else.
 
     Raises:
-        BadInput: it is for something else.
+        BadInput: it holds one of something else.
     """
     file, wanted = folder / "asked.json", json.loads(json.dumps(asked, default=str))
-    if file.exists():
+    if file.exists() and (folder / "comparison").exists():
         found = json.loads(file.read_text())
         if other := [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]:
             raise BadInput(

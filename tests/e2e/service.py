@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "e2e-key"
+_KV_USAGE = "vllm_kv_cache_usage_perc"
 POOL_TTL_S = 20.0  # beyond what a busy machine needs for a queue of short answers
 
 
@@ -50,13 +51,19 @@ class Service:
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples over all processes, from Ray's own endpoint."""
-        samples = (line.rpartition(" ") for line in self.metrics().splitlines())
-        return sum(float(value) for head, _, value in samples if head.partition("{")[0] == f"ray_{name}")
+        return sum(self._samples(name))
 
     def kv_usage(self) -> float:
         """Share of KV blocks in use, summed over all engines, as they last reported it (up to 10 s ago)."""
-        wait_for(lambda: "ray_vllm_kv_cache_usage_perc{" in self.metrics(), "engines report KV usage", 40)
-        return self.metric("vllm_kv_cache_usage_perc")
+        if not self._samples(_KV_USAGE):  # who has made no step for some 20 s says nothing
+            self.client.completions.create(model="eldr-demo", prompt="Once upon a time", max_tokens=2)
+            time.sleep(12)
+        wait_for(lambda: bool(self._samples(_KV_USAGE)), "engines report KV usage", 40)
+        return self.metric(_KV_USAGE)
+
+    def _samples(self, name: str) -> list[float]:
+        samples = (line.rpartition(" ") for line in self.metrics().splitlines())
+        return [float(value) for head, _, value in samples if head.partition("{")[0] == f"ray_{name}"]
 
     def metrics(self) -> str:
         """Everything on Ray's metrics port."""

@@ -57,6 +57,7 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     def compared(rate: str) -> dict[str, Any]:
         return live.compared(table, {"rate": rate}, port=1, folder=tmp_path)
 
+    assert live.claimed(tmp_path, {"rate": "2"}) is None  # nothing was measured
     assert live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) is None
     with pytest.raises(live.BadInput, match="status 130"):
         compared("stop")
