@@ -94,14 +94,15 @@ def live(
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {
-        "prompts": str(prompts),
+        "prompts": prompts.name,
         "captured": requests,
         "deployment": deployment.stem,
         "intermediate": intermediate,
         "stream_interval": stream_interval,
         "max_prompt_tokens": max_prompt_tokens,
     }
-    known = {group: claimed(folder, options | about) for group, folder in folders.items()}
+    asked = options | about | {"prompts": prompts.resolve()}
+    known = {group: claimed(folder, asked) for group, folder in folders.items()}
     data = captured(prompts, work, requests=requests, seed=seed)
     fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)

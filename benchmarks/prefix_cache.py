@@ -82,7 +82,7 @@ def prefix_cache(
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {
-        "prompts": str(prompts),
+        "prompts": prompts.name,
         "captured": requests,
         "distinct": distinct,
         "deployment": deployment.stem,
@@ -90,7 +90,8 @@ def prefix_cache(
         "stream_interval": stream_interval,
         "max_prompt_tokens": max_prompt_tokens,
     }
-    known = {state: claimed(folder, options | about) for state, folder in folders.items()}
+    asked = options | about | {"prompts": prompts.resolve()}
+    known = {state: claimed(folder, asked) for state, folder in folders.items()}
     data = captured(prompts, work, requests=requests, seed=seed)
     fit, rest = data.split("all", 0.4, seed)
     held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)

@@ -29,6 +29,7 @@ class EvenClock:
     """
 
     def __init__(self, notes: Sequence[np.ndarray], felt: float = 1.0) -> None:
+        self._notes = notes
         begin, end = min(n[0, 0] for n in notes), max(n[-1, 0] for n in notes)
         edges = np.linspace(begin, end, 1 + max(1, round((end - begin) / _WINDOW_S)))
         speed, kept = np.mean([_speed(n, edges, felt) for n in notes], axis=0)
@@ -37,7 +38,7 @@ class EvenClock:
         self._done = np.concatenate([[0.0], np.cumsum(work / np.mean(work) * np.diff(edges))])
 
     @classmethod
-    def read(cls, folder: Path, felt: float = 1.0) -> EvenClock:
+    def read(cls, folder: Path) -> EvenClock:
         """From what `probed` noted.
 
         Raises:
@@ -47,7 +48,11 @@ class EvenClock:
         notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(notes):
             raise BadInput(f"{folder} holds no notes of the cores' pace")
-        return cls([np.array(of_core, float) for of_core in notes if of_core], felt)
+        return cls([np.array(of_core, float) for of_core in notes if of_core])
+
+    def as_felt(self, felt: float) -> EvenClock:
+        """Of the same notes, for work that feels so much of the pace."""
+        return EvenClock(self._notes, felt)
 
     def seconds(self, start: float, end: float) -> float:
         """Even time from one Unix time to another."""

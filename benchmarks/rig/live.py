@@ -144,8 +144,9 @@ def result_of(folder: Path) -> dict[str, Any] | None:
 def by_both_clocks(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Rows of the folder's `result_of` by the wall's clock, and by one that goes as fast as the cores."""
     asked, blocks = result["inputs"], read_blocks(folder / "comparison")
-    felt = felt_by_engines(blocks, EvenClock.read(folder / "pace"), BASELINES)
-    clock = EvenClock.read(folder / "pace", felt)
+    pace = EvenClock.read(folder / "pace")
+    felt = felt_by_engines(blocks, pace, BASELINES)
+    clock = pace.as_felt(felt)
     even = rows_of(
         asked["policies"],
         [evened(block, clock) for block in blocks],

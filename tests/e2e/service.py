@@ -55,11 +55,17 @@ class Service:
 
     def kv_usage(self) -> float:
         """Share of KV blocks in use, summed over all engines, as they last reported it (up to 10 s ago)."""
-        if not self._samples(_KV_USAGE):  # who has made no step for some 20 s says nothing
+        found = self._samples(_KV_USAGE)
+
+        def said() -> bool:
+            found.extend(self._samples(_KV_USAGE))
+            return bool(found)
+
+        if not found:  # who has made no step for some 20 s says nothing
             self.client.completions.create(model="eldr-demo", prompt="Once upon a time", max_tokens=2)
             time.sleep(12)
-        wait_for(lambda: bool(self._samples(_KV_USAGE)), "engines report KV usage", 40)
-        return self.metric(_KV_USAGE)
+            wait_for(said, "engines report KV usage", 40)
+        return sum(found)
 
     def _samples(self, name: str) -> list[float]:
         samples = (line.rpartition(" ") for line in self.metrics().splitlines())
