@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.rig.replay_engine import Arrival, Clock, ReplayEngine, Steps
+from benchmarks.rig.replay_engine import Arrival, ReplayEngine, Steps
 from offline.cli import BadInput
 
 Served = tuple[dict[str, np.ndarray], Steps]
@@ -25,7 +25,7 @@ class Replays(Protocol):
     def pace_s(self) -> float:
         """What Pace takes now, s."""
 
-    def replay(self, arrivals: list[Arrival], clock: Clock) -> Future[Served]:
+    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
         """Token times, s, by request, and the steps; in the order asked for."""
 
 
@@ -52,9 +52,9 @@ class Lanes:
         """What Pace takes on a core of the engines, s."""
         return self._pool.submit(_pace).result()
 
-    def replay(self, arrivals: list[Arrival], clock: Clock) -> Future[Served]:
-        """Serve the arrivals on the next engine that is free, as ReplayEngine.run does."""
-        return self._pool.submit(_replay, arrivals, clock)
+    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
+        """Serve the arrivals on the next engine that is free, by the clock of ReplayEngine.run."""
+        return self._pool.submit(_replay, arrivals, pace_s)
 
     def __enter__(self) -> Lanes:
         return self
@@ -82,6 +82,6 @@ def _pace() -> float:
     return _engine.pace.typical()
 
 
-def _replay(arrivals: list[Arrival], clock: Clock) -> Served:
+def _replay(arrivals: list[Arrival], pace_s: float) -> Served:
     _engine.warm([arrival.tokens for arrival in arrivals])
-    return _engine.run(arrivals, clock)
+    return _engine.run(arrivals, pace_s)

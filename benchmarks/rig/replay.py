@@ -31,7 +31,7 @@ from benchmarks.rig.engines import WEIGHTS, weights_name
 from benchmarks.rig.gates import gate_scores
 from benchmarks.rig.journal import Journal
 from benchmarks.rig.lanes import Replays
-from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, Clock, Steps
+from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import balanced_kmeans, kmeans
 from eldr_serve.fitting import fit_table
@@ -55,7 +55,6 @@ from offline.cli import BadInput
 from offline.progress import progress_bar
 
 _DRAWS = 2000  # of the bootstrap
-_TOGETHER = 20  # steps, about half a second: what the core's pace is compared with
 LAYERS = 6  # MoE layers of the demo model
 
 
@@ -177,23 +176,16 @@ class Bench:
         if (pace_s := journal.get("pace_s")) is None:
             pace_s = lanes.pace_s()
             journal.put("pace_s", pace_s)
-        # By the core's own time first, which tells how much of its pace steps feel.
-        unevened = self._fitting_steps(Clock(pace_s, felt=0))
-        self._clock = Clock(pace_s, felt_by_steps(unevened))
-        even = self._clock.even(np.array(unevened.seconds), np.array(unevened.slowdown))
-        self._fitted_on = replace(unevened, seconds=even.tolist())
-        self.cost, self.cost_error = _fit_cost(self._fitted_on)
-        typer.echo(
-            f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}, "
-            f"steps feel {self._clock.felt:.2f} of the core's pace"
-        )
+        self._pace_s: float = pace_s
+        self._fitted_on = self._fitting_steps()
+        self.cost, self.cost_error = self._fit_cost()
+        typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
             "intermediate": intermediate,
             "output_tokens": output_tokens,
             "captured": requests,
             "step_cost": self.cost.as_dict(),
             "step_cost_relative_error": self.cost_error,
-            "pace_felt": self._clock.felt,
         }
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
@@ -210,7 +202,7 @@ class Bench:
             for n in self._rng.permutation(len(arms))
         ]
         asked = {
-            replay.key: self._lanes.replay(self._arrivals(replay), self._clock)
+            replay.key: self._lanes.replay(self._arrivals(replay), self._pace_s)
             for replay in schedule
             if self._journal.get(replay.key) is None
         }
@@ -269,7 +261,7 @@ class Bench:
         names = ("requests", "kv_tokens", "experts", "seconds")
         return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
 
-    def _fitting_steps(self, clock: Clock) -> Steps:
+    def _fitting_steps(self) -> Steps:
         """Of batches of 1 to 40, of one domain or many."""
         if (known := self._journal.get("fitting steps")) is not None:
             return Steps(**known)
@@ -285,11 +277,19 @@ class Bench:
                     Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
                 ]
-                asked.append(self._lanes.replay(arrivals, clock))
+                asked.append(self._lanes.replay(arrivals, self._pace_s))
         for future in asked:
             seen.extend(future.result()[1])
         self._journal.put("fitting steps", vars(seen))
         return seen
+
+    def _fit_cost(self) -> tuple[StepCost, float]:
+        seen = self._fitted_on
+        sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.seconds)
+        cost = sums.fit()
+        if cost is None:
+            raise BadInput("the engine's steps do not depend on active experts; widen the model")
+        return cost, sums.error(cost)
 
     def _plan(self, load: Load, arms: Sequence[Arm], repeats: int) -> Case:
         fit, rest = self.data.split(load.group, 0.4, self._seed)
@@ -389,33 +389,6 @@ class Bench:
             )
             for j in replay.jobs
         ]
-
-
-def felt_by_steps(steps: Steps) -> float:
-    """How much of the product's slowdown a step feels, as Clock has it; `steps` are by a clock of felt 0.
-
-    The slope, by least squares, of the logarithm of what _TOGETHER steps took for their cost, over that of
-    their mean slowdown. 1 where the core's pace did not change.
-
-    Raises:
-        BadInput: the steps' cost cannot be fitted.
-    """
-    cost, _ = _fit_cost(steps)
-    expected = cost.seconds(*(np.array(a) for a in (steps.requests, steps.kv_tokens, steps.experts)))
-    starts = np.arange(0, len(expected), _TOGETHER)
-    took, should, slowdown = (np.add.reduceat(a, starts) for a in (steps.seconds, expected, steps.slowdown))
-    beyond, pace = np.log(took / should), np.log(slowdown / np.diff(starts, append=len(expected)))
-    pace -= pace.mean()
-    return float(np.clip(pace @ beyond / (pace @ pace), 0.0, 2.0)) if np.ptp(pace) > 1e-9 else 1.0
-
-
-def _fit_cost(steps: Steps) -> tuple[StepCost, float]:
-    """The cost of a step, and its relative error over these."""
-    sums = StepSums.of(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
-    cost = sums.fit()
-    if cost is None:
-        raise BadInput("the engine's steps do not depend on active experts; widen the model")
-    return cost, sums.error(cost)
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:

@@ -24,6 +24,9 @@ from benchmarks.rig.pace import Pace
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 TEMPERATURE = 0.8  # of sampling, in captures and replays
 BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
+# Where the product of Pace takes x times as long, a step takes about x**_FELT times: measured, means of 100
+# steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
+_FELT = 0.75
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,6 @@ class Arrival:
     seed: int  # of its sampling: its place in the capture, so that the captured text comes again
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Tells CPU time as it would be on a core where Pace takes `pace_s`.
-
-    Attributes:
-        felt: where the product of Pace takes x times as long, a step takes x**felt times: 0 is the core's
-            own time, at 1 steps slow down as the product does.
-    """
-
-    pace_s: float
-    felt: float = 1.0
-
-    def even(self, seconds: Any, slowdown: Any) -> Any:
-        """`seconds` of a core on which the product took `slowdown` times pace_s; numbers or arrays."""
-        return seconds / slowdown**self.felt
-
-
 @dataclass
 class Steps:
     """One entry a decode step: its time, and what it touched."""
@@ -62,7 +48,7 @@ class Steps:
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
-    slowdown: list[float] = field(default_factory=list)  # of the core, which Clock takes out of `seconds`
+    slowdown: list[float] = field(default_factory=list)  # by the core, which `seconds` are divided by
 
     def extend(self, other: Steps) -> None:
         """Take another run's steps too."""
@@ -143,12 +129,12 @@ class ReplayEngine:
             self._engine.step()
         self._records.clear()
 
-    def run(self, arrivals: Sequence[Arrival], clock: Clock) -> tuple[dict[str, np.ndarray], Steps]:
+    def run(self, arrivals: Sequence[Arrival], pace_s: float) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
 
-        Time is the sum of the steps' CPU times, evened by the clock. An engine here is one thread that
-        never sleeps, so that is what a step takes on a core of its own; neither that others ran on the
-        core is in it, nor that the core was slow for a while.
+        The clock is the sum of the steps' CPU times, as they would be where Pace takes `pace_s`. An engine
+        here is one thread that never sleeps, so that is what a step takes on a core of its own; neither
+        that others ran on the core is in it, nor that the core was slow for a while.
 
         Raises:
             RuntimeError: another thread of the process shared the work, so that the clock is wrong.
@@ -172,10 +158,10 @@ class ReplayEngine:
                 )
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             self._records.clear()
-            slowdown = self.pace.seconds() / clock.pace_s
+            slowdown = (self.pace.seconds() / pace_s) ** _FELT
             start = thread_time()
             outputs = self._engine.step()
-            seconds = clock.even(thread_time() - start, slowdown)
+            seconds = (thread_time() - start) / slowdown
             now += seconds
             for output in outputs:
                 times[output.request_id].append(now)

@@ -17,7 +17,7 @@ from benchmarks.rig.capture import captured
 from benchmarks.rig.gates import gate_scores
 from benchmarks.rig.lanes import Lanes
 from benchmarks.rig.replay import LAYERS, widened
-from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, Clock
+from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival
 from eldr_serve.simulation.calibration import fit_steps
 from offline.cli import BadInput
 
@@ -72,14 +72,11 @@ def test_the_clock_runs_slower_as_the_core_does(work: Path) -> None:
     arrivals = [Arrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
     with Lanes(widened(1024, work), 1) as lanes:
         assert lanes.pace_s() > 0
-        (as_now, steps), (slower, _), (unevened, _) = (
-            lanes.replay(arrivals, clock).result() for clock in (Clock(1.0), Clock(1e-3), Clock(1.0, felt=0))
-        )
+        (as_now, steps), (slower, _) = (lanes.replay(arrivals, pace).result() for pace in (1.0, 1e-3))
     assert set(as_now) == set(slower) == {"0", "1", "2", "3"}
     assert all(len(times) == 20 and (np.diff(times) > 0).all() for times in as_now.values())
-    # A core that is a thousand times slower for the one than for the other.
-    assert 200 < as_now["0"][-1] / slower["0"][-1] < 5000
-    assert 0 < unevened["0"][-1] < as_now["0"][-1] / 100  # the core's own time
+    # A core that is a thousand times slower for the one than for the other: a step is 1000**0.75 times.
+    assert 40 < as_now["0"][-1] / slower["0"][-1] < 800
     assert len(steps.slowdown) == len(steps.seconds) >= 19
 
 

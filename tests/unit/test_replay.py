@@ -16,8 +16,8 @@ from benchmarks.rig import replay
 from benchmarks.rig.capture import Captured
 from benchmarks.rig.journal import Journal
 from benchmarks.rig.lanes import Lanes, Served
-from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, Load, felt_by_steps, loads_of
-from benchmarks.rig.replay_engine import BLOCK, Arrival, Clock, Steps, aligned
+from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, Load, loads_of
+from benchmarks.rig.replay_engine import BLOCK, Arrival, Steps, aligned
 from offline.cli import BadInput
 
 
@@ -85,8 +85,8 @@ class _Lanes:
     def pace_s(self) -> float:
         return 1e-3
 
-    def replay(self, arrivals: list[Arrival], clock: Clock) -> Future[Served]:
-        assert clock.pace_s == 1e-3
+    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
+        assert pace_s == 1e-3
         answer: Future[Served] = Future()
         if self.runs == self._most:
             answer.set_exception(KeyboardInterrupt())
@@ -128,29 +128,6 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
     for label in done.steps:
         assert np.array_equal(done.replayed_tpot_s[label], read.replayed_tpot_s[label])
         assert done.steps[label] == read.steps[label]
-
-
-@pytest.mark.parametrize("felt", [0.0, 0.5, 1.0])
-def test_how_much_of_the_pace_steps_feel_is_learned_and_taken_out(felt: float) -> None:
-    rng = np.random.default_rng(1)
-    experts, requests = rng.integers(20, 200, 1200), rng.integers(1, 30, 1200)
-    even_s = 8e-3 + 5e-4 * requests + 1e-4 * experts
-    spells = np.repeat(rng.uniform(0.8, 1.4, 12), 100)  # the core's pace
-    probed = spells * rng.lognormal(0.0, 0.05, 1200)
-    took_s = even_s * spells**felt * rng.lognormal(0.0, 0.1, 1200)
-    columns = (took_s, requests, np.zeros(1200), experts, probed)
-    steps = Steps(*(column.tolist() for column in columns))
-    found = felt_by_steps(steps)
-    assert found == pytest.approx(felt, abs=0.1)
-    evened = Clock(1.0, found).even(took_s, probed)
-    assert np.log(evened / even_s).reshape(12, 100).mean(axis=1).std() < 0.03
-
-
-def test_where_the_pace_is_even_steps_feel_all_of_it() -> None:
-    """So that a core which is slower later is evened as the product says."""
-    experts = np.arange(20, 120)
-    columns = (1e-3 + 1e-4 * experts, np.ones(100), np.zeros(100), experts, np.full(100, 1.2))
-    assert felt_by_steps(Steps(*(column.tolist() for column in columns))) == 1.0
 
 
 def test_more_engines_than_cores_are_refused() -> None:
