@@ -92,9 +92,9 @@ class Claim:
         return "; ".join(self.form.format(**row) for row in rows)
 
 
-_CHANGE = "{workload} K={workers}: {p50_change_pct:+.0f} / {p99_change_pct:+.0f} %"
-_LIVE = "{workload}: {tpot_p50_ms_change_pct:+.0f} / {tpot_p99_ms_change_pct:+.0f} %"
-_EXPERTS = "{same_domain:.1f} / {mixed:.1f} of 64 ({change_pct:+.0f} %)"
+_CHANGE = "{workload} K={workers}: {p50_change_pct:+z.0f} / {p99_change_pct:+z.0f} %"
+_LIVE = "{workload}: {tpot_p50_ms_change_pct:+z.0f} / {tpot_p99_ms_change_pct:+z.0f} %"
+_EXPERTS = "{same_domain:.1f} / {mixed:.1f} of 64 ({change_pct:+z.0f} %)"
 _RATE = "{tpot_p50_ms:.1f} ms, {output_tokens_per_s:.0f} tokens/s"
 _TIME = "p50 {p50_us:.0f} us, p99 {p99_us:.0f} us"
 CLAIMS = [
