@@ -158,7 +158,7 @@ CLAIMS = [
     Claim(
         "simulated against measured TPOT, `marginal-cost`, p50 / p99 ([every policy](docs/evidence.md))",
         "simulator_validation",
-        "{workload}: {p50_error_pct:+.1f} / {p99_error_pct:+.1f} %",
+        "{workload}: {p50_error_pct:+z.1f} / {p99_error_pct:+z.1f} %",
         {"policy": "marginal-cost"},
     ),
     Claim(
