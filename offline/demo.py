@@ -117,7 +117,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
     Console(width=max(console.width, _WIDTH)).print(table)
 
 
-def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: Path, fitted: Path) -> Path:
+def _report(
+    out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: Path, fitted: Path, seconds: int
+) -> Path:
     """A self-contained HTML page: the table, the signature space, TPOT and load over time."""
     space = signature_space_figure(CalibrationTrace.load(trace), RoutingTable.load(fitted))
     policies = [row["policy"] for row in rows]
@@ -129,7 +131,9 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
         paragraph("Two engines share two cores here, so times are noisy; active experts are not."),
         picture("Signature space", space, "signatures by domain, with centroids"),
         picture(
-            "Time to first token and per output token", distributions(policies, blocks, 0), "TTFT and TPOT"
+            "Time to first token and per output token",
+            distributions(policies, blocks, 0, seconds),
+            "TTFT and TPOT",
         ),
         picture("Load", load_over_time(policies, blocks), "requests in flight by worker"),
     )
@@ -203,7 +207,7 @@ def demo(
                 drive(service, block, shape, seed=1 + block.round, scratch=out)
     rows = rows_of(list(policies), blocks, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed)
     _print(rows)
-    report = _report(out, rows, blocks, trace, fitted)
+    report = _report(out, rows, blocks, trace, fitted, seconds)
     inputs = {
         "prompts": prompts.name,
         "rate": rate,
