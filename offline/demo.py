@@ -129,7 +129,7 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
         paragraph("Two engines share two cores here, so times are noisy; active experts are not."),
         picture("Signature space", space, "signatures by domain, with centroids"),
         picture(
-            "Time to first token and per output token", distributions(policies, blocks, 0), "TTFT and TPOT"
+            "Time to first token and per output token", distributions(policies, blocks, 0, seconds), "TTFT and TPOT"
         ),
         picture("Load", load_over_time(policies, blocks), "requests in flight by worker"),
     )
