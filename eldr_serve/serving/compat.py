@@ -7,10 +7,13 @@ from typing import Any
 
 import ray
 from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.ingress import OpenAiIngress
 
 _CHECKED = "2.60"
 try:
+    from ray._common.usage.usage_lib import usage_stats_enabled
+    from ray.llm._internal.common.callbacks.base import CallbackBase
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
         CompletionRequest,
@@ -33,13 +36,39 @@ __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
     "ErrorResponse",
+    "LocalModel",
     "OneProcessLLMConfig",
     "OpenAIHTTPException",
+    "QuietLLMServer",
     "RawRequestInfo",
     "check_ray",
     "picklable_chat",
     "to_model_metadata",
 ]
+
+
+class LocalModel(CallbackBase):
+    """Start-up callback of an engine whose model lies on its node already: there is nothing to download.
+
+    Ray looks for files to download in a task of its own, in a process that imports vLLM for it.
+    """
+
+    async def on_before_node_init(self) -> None:
+        """Ray's hook."""
+        self.ctx.run_init_node = False
+
+
+class QuietLLMServer(LLMServer):
+    """An LLMServer that starts no telemetry actor where Ray's usage statistics are switched off.
+
+    Ray's own starts one all the same, in a process that imports vLLM, and waits for it.
+    """
+
+    async def _start_engine(self) -> None:
+        if usage_stats_enabled():
+            await super()._start_engine()
+        else:
+            await self.engine.start()
 
 
 class _OneProcess(VLLMEngineConfig):
@@ -73,7 +102,9 @@ def check_ray() -> None:
     engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )
+    starts = inspect.iscoroutinefunction(getattr(LLMServer, "_start_engine", None))
     for there, what in (
+        (starts, "LLMServer._start_engine()"),
         (answers, "OpenAiIngress._get_response(body, call_method, raw_request)"),
         (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
     ):

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.serve.llm.deployment import LLMServer
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.engine.ray_backend import register_ray_backend
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
+from eldr_serve.serving.compat import QuietLLMServer
 from eldr_serve.serving.decode_router import find
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class ReleaseKv:
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)  # addresses the replica
 
 
-class EngineServer(LLMServer):
+class EngineServer(QuietLLMServer):
     """A vLLM engine with the ELDR connector, as a Ray Serve deployment."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
