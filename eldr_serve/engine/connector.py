@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from eldr_serve.engine.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.compat import (
@@ -33,6 +32,7 @@ from eldr_serve.engine.compat import (
     check_engine,
     check_side_channel,
     expire_send_leases,
+    get_tensor_model_parallel_rank,
     kept_affinity,
     moe_routers,
     polled_nixl,

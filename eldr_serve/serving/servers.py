@@ -11,9 +11,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from eldr_serve.engine import kv_usage, steps
-from eldr_serve.engine.ray_backend import register_ray_backend
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import QuietLLMServer
+from eldr_serve.serving.compat import QuietLLMServer, register_connector
 from eldr_serve.serving.decode_router import find
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class EngineServer(QuietLLMServer):
     """A vLLM engine with the ELDR connector, as a Ray Serve deployment."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        register_ray_backend()  # Ray prepares NIXL's ports for connector names that it knows
+        register_connector()
         await super().__init__(llm_config, **kwargs)
 
 
