@@ -18,7 +18,7 @@ from eldr_serve.serving.decode_router import find
 
 logger = logging.getLogger(__name__)
 
-_REPORT_PERIOD_S = 2.0
+_REPORT_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
