@@ -39,8 +39,8 @@ from offline.results import environment, write_result
 
 KEY = "demo"
 console = Console()
-_WIDTH = 120  # of the table, also where the output is not a terminal
-_LINE_S = 10.0  # between lines on what a step waits for, where the output is not a terminal
+_WIDTH = 132  # of the table, also where the output is not a terminal
+_LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _COLUMNS = (
     "policy",
     "requests",
@@ -69,7 +69,7 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
             status.update(f"{what}: {detail} ({seconds:.0f} s)")
             if not console.is_terminal and time.perf_counter() - last > _LINE_S:
                 last = time.perf_counter()
-                console.print(f"... {what}: {detail} ({seconds:.0f} s)")
+                console.print(f"... {what}: {detail} ({seconds:.0f} s)", soft_wrap=True)
 
         yield tell
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
@@ -272,7 +272,7 @@ def demo(
     notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
     write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
     report = _report(out, rows, blocks, trace, fitted, seconds)
-    console.print(f"report: {report}; figures: {out / 'demo.json'}")
+    console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
     if any(row["failures"] for row in rows):
         raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")
 
