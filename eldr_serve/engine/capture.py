@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -69,7 +69,7 @@ class ExpertCapture:
 
     def __init__(
         self,
-        routers: list[Router],
+        routers: Sequence[Router],
         *,
         max_tokens: int,
         device: torch.device | str,
@@ -165,6 +165,6 @@ class StepTimer:
 
     @staticmethod
     def _event() -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
