@@ -27,6 +27,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 __all__ = [
+    "CHECKED",
     "AbstractEplbPolicy",
     "EplbState",
     "NixlConnectorMetadata",
@@ -38,16 +39,18 @@ __all__ = [
     "check_expert_placement",
     "check_side_channel",
     "expire_send_leases",
+    "forward_slots",
     "get_ep_group",
     "get_kv_transfer_group",
     "get_node_count",
+    "graph_slots",
     "has_kv_transfer_group",
     "kept_affinity",
+    "model_runner",
     "moe_layers",
     "moe_routers",
     "polled_nixl",
     "routes_own_tokens",
-    "step_slots",
 ]
 
 CHECKED = "0.32.0"
@@ -178,14 +181,30 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def step_slots() -> Tensor | None:
-    """int64[T], KV slot of each token of the step whose forward has just run; None if nothing ran."""
+def forward_slots() -> Tensor | None:
+    """int64[T], KV slot of each token of the forward that is about to run; None outside of a forward.
+
+    Both of vLLM's model runners bind a step's metadata to the connector within the forward's context.
+    Only where Model Runner V2 replays a full CUDA graph is there none: see `graph_slots`.
+    """
     if not is_forward_context_available():
         return None
     slots = get_forward_context().slot_mapping
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
     return next(iter(slots.values()), None)
+
+
+def graph_slots(load_kwargs: dict[str, Any]) -> Tensor | None:
+    """The same, from what Model Runner V2 passes to `start_load_kv` around a full CUDA graph, else None."""
+    attention = next(iter((load_kwargs.get("attn_metadata") or {}).values()), None)
+    slots: Tensor | None = getattr(attention, "slot_mapping", None)
+    return slots
+
+
+def model_runner(vllm_config: VllmConfig) -> str:
+    """vLLM's version and which of its model runners the engine uses, for messages."""
+    return f"vLLM {vllm.__version__}, Model Runner {'V2' if vllm_config.use_v2_model_runner else 'V1'}"
 
 
 def check_side_channel(scheduler: Any) -> None:
