@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.distributed.parallel_state import get_node_count
-from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -72,10 +72,18 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
             "decode context parallelism: a block's tokens are spread",
         ),
         (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism: each rank sees a part of a prompt",
+        ),
+        (
             vllm_config.speculative_config is not None,
             "speculative decoding: rejected tokens would be counted",
         ),
         (parallel.enable_dbo, "dual-batch overlap: a step's tokens pass the gates in two parts"),
+        (
+            vllm_config.aux_output_config.enable_return_routed_experts,
+            "enable_return_routed_experts: vLLM's own capture would replace this one",
+        ),
         (
             num_kv_groups != 1,
             f"{num_kv_groups} KV cache groups (a hybrid cache): one row a block needs one group; "
@@ -93,36 +101,39 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
 
 def _check_vllm() -> None:
     """The names that no public interface promises are there."""
-    needed = (
+    _check_names(
+        "the ELDR connector",
         (BaseRouter, "set_capture_fn"),
         (NixlPullConnector, "bind_kv_cache_manager"),
+        (NixlPullConnector, "finish_forward"),
         (NixlPullConnector, "build_connector_worker_meta"),
         (NixlPullConnector, "request_finished_all_groups"),
         (NixlPullConnector, "get_transfer_results"),
         (base_worker, "nixl_agent_config"),
+        (ForwardContext, "slot_mapping"),
+        (VllmConfig, "use_v2_model_runner"),
     )
+
+
+def _check_names(user: str, *needed: tuple[Any, str]) -> None:
     for owner, name in needed:
-        if not hasattr(owner, name):
+        # A dataclass's field without a default is no attribute of the class.
+        if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", {}):
             raise UnsupportedEngineError(
-                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which the ELDR connector needs; "
+                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which {user} needs; "
                 f"it was checked on {CHECKED}"
             )
 
 
 def check_expert_placement(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedEngineError if this engine cannot hold a placement of ours (engine/eplb.py)."""
-    needed = (
+    _check_names(
+        "expert placement",
         (BaseRouter, "_apply_eplb_mapping"),
         (EplbState, "rearrange"),
         (EplbLayerState, "logical_to_physical_map"),
         (EplbLayerState, "logical_replica_count"),
     )
-    for owner, name in needed:
-        if not hasattr(owner, name):
-            raise UnsupportedEngineError(
-                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which expert placement needs; "
-                f"it was checked on {CHECKED}"
-            )
     parallel = vllm_config.parallel_config
     refusals = (
         (not parallel.enable_eplb, "an engine without enable_expert_parallel and enable_eplb"),
