@@ -68,7 +68,7 @@ def prefix_cache(
     output_tokens: MeanOutputOption = 64,
     max_prompt_tokens: LongestOption = 512,
     requests: CapturedOption = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8350,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8350,
     work: WorkOption = WORK,
     seed: SeedOption = 0,
     out: OutOption = None,

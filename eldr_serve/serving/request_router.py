@@ -45,6 +45,11 @@ class _CountingRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self.directory.publish(r for r in self.directory.live if r != replica_id.unique_id)
+        self.directory.lose(replica_id.unique_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_unavailable(replica_id)
+        self.directory.lose(replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         with self._counting:
@@ -81,6 +86,10 @@ def _addressed(candidates: list[RunningReplica], params: dict[str, Any]) -> Runn
 class DecodeRequestRouter(_CountingRouter):
     """Sends a decode call to its leased replica; to the least loaded one if that is gone.
 
+    Serve sends a call once more when it lost the replica before that had said that it accepts the call. The
+    first one may have read the prompt's KV blocks by then, which frees them for other prompts. So such a
+    call goes without them, and its engine computes the prompt itself.
+
     Used alone (`router_name` given), it leases the replica itself from the signature in the call's
     `kv_transfer_params`, and releases it when the call ends. Such a call never waits in the router's
     pool: it would hold up those behind it.
@@ -111,7 +120,11 @@ class DecodeRequestRouter(_CountingRouter):
     ) -> list[list[RunningReplica]]:
         if not candidate_replicas:
             return []
-        params = transfer_params(pending_request.args[0]) if pending_request and pending_request.args else {}
+        request = pending_request.args[0] if pending_request and pending_request.args else None
+        if self.directory.in_doubt(getattr(request, "request_id", "")):
+            logger.warning("a call is sent once more; its prompt is computed by the decode engine")
+            request.kv_transfer_params = None
+        params = transfer_params(request)
         replica = _addressed(candidate_replicas, params)
         if replica is None and self._client is not None and pending_request is not None and params:
             replica = await self._lease(candidate_replicas, pending_request, params)

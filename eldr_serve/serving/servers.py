@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+import vllm
 from ray.exceptions import RayError
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import QuietLLMServer, register_connector
+from eldr_serve.serving.compat import CompletionRequest, ErrorResponse, QuietLLMServer, register_connector
 from eldr_serve.serving.decode_router import find
+from eldr_serve.serving.errors import ConfigurationError
+from eldr_serve.serving.wire import prefill_request, signature_of, transfer_params
 
 logger = logging.getLogger(__name__)
 
-_REPORT_PERIOD_S = 2.0
+_REPORT_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class ReleaseKv:
 
     request_id: str  # as the prefill call carried it (keys.REQUEST)
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)  # addresses the replica
+
+
+def warm_up_request(model_id: str) -> CompletionRequest:
+    """A short prompt of nobody's."""
+    return CompletionRequest(model=model_id, prompt="warm up the transfer of one block", max_tokens=1)
 
 
 class EngineServer(QuietLLMServer):
@@ -42,11 +51,30 @@ class PrefillServer(EngineServer):
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, `release_kv` frees them at once.
     Its routing stats say how full the KV cache is (see PrefillBudget).
+
+    Raises:
+        ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.
     """
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+        await self._check_capture(llm_config.model_id)
+
+    async def _check_capture(self, model_id: str) -> None:
+        request = prefill_request(warm_up_request(model_id), f"start-{uuid.uuid4().hex}", 0)
+        answer = await anext(await self.completions(request))
+        if isinstance(answer, ErrorResponse):
+            raise ConfigurationError(
+                f"the prefill engine of {model_id!r} failed its first prompt: {answer.error.message}"
+            )
+        if signature_of(transfer_params(answer)) is None:
+            raise ConfigurationError(
+                f"the prefill engine of {model_id!r} (vLLM {vllm.__version__}) answered its first prompt "
+                "without an expert signature, so requests would be placed by load alone: leave kv_connector, "
+                "kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
+            )
+        await self.release_kv(ReleaseKv(request.request_id))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook, called every SAMPLE_PERIOD_S; request routers see the answer."""

@@ -72,8 +72,10 @@ class FakeActor:
 
 
 @asynccontextmanager
-async def connected(actor: FakeActor, *replicas: str, timeout_s: float = 0.3) -> AsyncIterator[RouterClient]:
-    directory = ReplicaDirectory()
+async def connected(
+    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, directory: ReplicaDirectory | None = None
+) -> AsyncIterator[RouterClient]:
+    directory = directory or ReplicaDirectory()
     directory.publish(replicas)
     client = RouterClient(lambda: actor, directory, timeout_s=timeout_s)  # type: ignore[arg-type, return-value]
     client.start()

@@ -256,6 +256,18 @@ def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_wo
     assert held(state) == {}
 
 
+def test_all_steps_are_in_the_totals_however_old() -> None:
+    now = [0.0]
+    state = make(clock=lambda: now[0])
+    state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
+    assert state.status()["decode_totals"] is None  # of how many layers is not known
+    state.expect_signatures(5, 64)
+    now[0] += 36_000
+    state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
+    totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
+    assert state.status()["decode_totals"] == pytest.approx(totals)
+
+
 def test_the_policy_follows_what_steps_cost() -> None:
     now = [0.0]
     state = make(policy="marginal-cost", clock=lambda: now[0])
