@@ -43,7 +43,13 @@ class EngineServer(QuietLLMServer):
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         register_ray_backend()  # Ray prepares NIXL's ports for connector names that it knows
+        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is."""
+        stats: dict[str, Any] = await super().record_routing_stats()
+        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
 
 class PrefillServer(EngineServer):
@@ -58,7 +64,6 @@ class PrefillServer(EngineServer):
     """
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
         await self._check_capture(llm_config.model_id)
 
@@ -76,11 +81,6 @@ class PrefillServer(EngineServer):
                 "kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
             )
         await self.release_kv(ReleaseKv(request.request_id))
-
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see the answer."""
-        stats: dict[str, Any] = await super().record_routing_stats()
-        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
     async def release_kv(self, release: ReleaseKv) -> None:
         """Free the prompt's blocks, now or, while it is still computed, when it ends."""
