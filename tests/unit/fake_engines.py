@@ -157,9 +157,7 @@ class Call:
 
     def __init__(self, deployment: Deployment, request: Any) -> None:
         self._deployment = deployment
-        self._pending = PendingRequest(
-            [request], {}, SimpleNamespace(internal_request_id=uuid.uuid4().hex)
-        )
+        self._pending = PendingRequest([request], {}, SimpleNamespace(internal_request_id=uuid.uuid4().hex))
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
         self._running: asyncio.Task[None] | None = None
         self._serving = asyncio.create_task(self._serve())
@@ -178,9 +176,7 @@ class Call:
         return answer
 
     def cancel(self) -> None:
-        asyncio.get_running_loop().call_later(
-            _TO_CANCEL_S, lambda: (self._running or self._serving).cancel()
-        )
+        asyncio.get_running_loop().call_later(_TO_CANCEL_S, lambda: (self._running or self._serving).cancel())
 
     async def _serve(self) -> None:
         try:
@@ -362,7 +358,9 @@ class World:
             self._kill(self.decodes, engine)
         elif fault == "prefill dies":
             owners = [owner for owner in self.prefills.engines.values() if owner.owned]
-            self._kill(self.prefills, engine if isinstance(engine, PrefillEngine) else next(iter(owners), None))
+            self._kill(
+                self.prefills, engine if isinstance(engine, PrefillEngine) else next(iter(owners), None)
+            )
 
     def _kill(self, deployment: Deployment, victim: Engine | None) -> None:
         """Kill the engine, or any of the deployment if it is none of it; Serve starts another."""
