@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
-from ray.exceptions import RayError
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.engine.ray_backend import register_ray_backend
@@ -96,12 +97,17 @@ class DecodeServer(EngineServer):
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def _report_steps(self) -> None:
+        router: ActorHandle | None = None
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = steps.take()
             if not sums.steps:
                 continue
             try:
-                await find(self._router_name).observe_steps.remote(sums)
+                if router is None:  # a thread looks it up: that blocks while GCS is away
+                    router = await asyncio.to_thread(find, self._router_name)
+                await router.observe_steps.remote(sums)
             except (ValueError, RayError) as error:  # the router is away: newer steps will do
+                if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
+                    router = None
                 logger.info("step costs not reported: %r", error)
