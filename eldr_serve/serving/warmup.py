@@ -84,9 +84,7 @@ class Warmup:
         counts = signature_of(params)
         if counts is None:
             logger.warning("prefill replica %s sends no expert signatures, its pairs stay cold", prefill)
-            await self._engines.prefill.release_kv.remote(
-                ReleaseKv(first_leg.request_id, {REPLICA: prefill})
-            )
+            await self._engines.prefill.release_kv.remote(ReleaseKv(first_leg.request_id, {REPLICA: prefill}))
             return
         second_leg = decode_request(request, f"{request_id}-d", decode, params)
         async for answer in self._engines.decode.options(stream=True).completions.remote(second_leg):
