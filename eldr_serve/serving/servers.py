@@ -107,7 +107,8 @@ class DecodeServer(EngineServer):
                 if router is None:  # a thread looks it up: that blocks while GCS is away
                     router = await asyncio.to_thread(find, self._router_name)
                 await router.observe_steps.remote(sums)
-            except (ValueError, RayError) as error:  # the router is away: newer steps will do
+            except (ValueError, RayError) as error:  # the router is away
+                steps.put_back(sums)
                 if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)
