@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
-from vllm.distributed.parallel_state import get_node_count
+from vllm.distributed.parallel_state import get_node_count, get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models.utils import extract_layer_index
@@ -40,9 +41,11 @@ __all__ = [
     "check_side_channel",
     "expire_send_leases",
     "forward_slots",
+    "fused_moe",
     "get_ep_group",
     "get_kv_transfer_group",
     "get_node_count",
+    "get_tensor_model_parallel_rank",
     "graph_slots",
     "has_kv_transfer_group",
     "kept_affinity",
@@ -190,6 +193,36 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
             f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"
         )
     return sorted(found, key=lambda pair: pair[0])
+
+
+def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A layer's experts by the kernel that vLLM serves with, bf16: its CPU kernel, or Triton's on CUDA.
+
+    Args:
+        w13: [S, 2I, H], gate over up; w2: [S, H, I].
+
+    Returns:
+        From rows [T, H], weights float32[T, k] and experts int32[T, k] to [T, H].
+    """
+    if w13.is_cuda:
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+        def on_cuda(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            out: Tensor = fused_experts(rows, w13, w2, weights, experts)
+            return out
+
+        return on_cuda
+    from vllm import _custom_ops as ops
+
+    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    packed13, packed2 = (ops.cpu_prepack_moe_weight(w, isa) for w in (w13, w2))
+
+    def on_cpu(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        ops.cpu_fused_moe(out, rows, packed13, packed2, None, None, weights, experts, "silu", isa)
+        return out
+
+    return on_cpu
 
 
 def forward_slots() -> Tensor | None:

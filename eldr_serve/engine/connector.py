@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from eldr_serve.engine.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.compat import (
@@ -37,6 +36,7 @@ from eldr_serve.engine.compat import (
     check_side_channel,
     expire_send_leases,
     forward_slots,
+    get_tensor_model_parallel_rank,
     graph_slots,
     kept_affinity,
     model_runner,

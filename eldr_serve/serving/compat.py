@@ -24,6 +24,8 @@ try:
     from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
     from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
 except ImportError as error:
     raise ImportError(
@@ -43,6 +45,7 @@ __all__ = [
     "RawRequestInfo",
     "check_ray",
     "picklable_chat",
+    "register_connector",
     "to_model_metadata",
 ]
 
@@ -91,6 +94,15 @@ class OneProcessLLMConfig(LLMConfig):
         if not isinstance(config, _OneProcess):
             config = self._engine_config = _OneProcess(**dict(config))
         return config
+
+
+def register_connector() -> None:
+    """Have Ray give EldrConnector what it gives NixlConnector: ports and an engine id; safe to call again.
+
+    It does so only for connector names that it knows.
+    """
+    if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+        KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
 
 
 def check_ray() -> None:

@@ -14,9 +14,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.engine import kv_usage, steps
-from eldr_serve.engine.ray_backend import register_ray_backend
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import CompletionRequest, ErrorResponse, QuietLLMServer
+from eldr_serve.serving.compat import CompletionRequest, ErrorResponse, QuietLLMServer, register_connector
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.errors import ConfigurationError
 from eldr_serve.serving.wire import prefill_request, signature_of, transfer_params
@@ -43,7 +42,7 @@ class EngineServer(QuietLLMServer):
     """A vLLM engine with the ELDR connector, as a Ray Serve deployment."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        register_ray_backend()  # Ray prepares NIXL's ports for connector names that it knows
+        register_connector()
         self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from shipped import PACKAGES, ROOT, imports, modules
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FIRST_PARTY = {"eldr_serve", "offline", "loadgen", "benchmarks", "demo_model"}
 
 BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 # The extras under each of which a module may run; the longest name that fits counts.
@@ -56,27 +53,10 @@ def _declared(extra: str) -> set[str]:
     return declared
 
 
-def _modules() -> list[tuple[str, Path]]:
-    return [
-        (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path)
-        for package in sorted(FIRST_PARTY)
-        for path in sorted((ROOT / package).rglob("*.py"))
-    ]
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """Top-level names of the third-party packages that a file imports, also inside of functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names = [node.module]
-        else:
-            continue
-        for name in names:
-            top = name.partition(".")[0]
-            if top not in sys.stdlib_module_names | FIRST_PARTY | FETCHED:
-                yield top
+def _third_party(path: Path) -> set[str]:
+    """Import names of the distributions that a file needs."""
+    names = {name.partition(".")[0] for name in imports(path)}
+    return names - sys.stdlib_module_names - set(PACKAGES) - FETCHED
 
 
 def _extras_of(module: str) -> tuple[str, ...]:
@@ -94,8 +74,8 @@ def distributions() -> dict[str, set[str]]:
 def test_every_import_is_declared_for_where_its_module_runs(distributions: dict[str, set[str]]) -> None:
     missing = {
         f"{module} imports {name}, which {f'the extra {extra}' if extra else 'the base'} does not declare"
-        for module, path in _modules()
-        for name in _imports(path)
+        for module, path in modules()
+        for name in _third_party(path)
         for extra in _extras_of(module)
         if not distributions.get(name, {name}) & _declared(extra)
     }
@@ -108,12 +88,11 @@ def test_the_tests_own_imports_are_declared(distributions: dict[str, set[str]]) 
     missing = {
         f"{path.relative_to(ROOT)} imports {name}, which neither cpu nor dev declares"
         for path in (ROOT / "tests").rglob("*.py")
-        for name in _imports(path)
+        for name in _third_party(path)
         if name not in helpers and not distributions.get(name, {name}) & declared
     }
     assert not missing, "\n".join(sorted(missing))
 
 
 def test_the_table_names_modules_that_are_there() -> None:
-    modules = {module for module, _ in _modules()}
-    assert not set(RUNS_UNDER) - modules
+    assert not set(RUNS_UNDER) - {module for module, _ in modules()}
