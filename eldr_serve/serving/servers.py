@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
-from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.engine import kv_usage, steps
@@ -96,7 +95,7 @@ class DecodeServer(EngineServer):
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def _report_steps(self) -> None:
-        router: ActorHandle | None = None
+        router: Any = None  # an actor's handle
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = steps.take()
