@@ -27,7 +27,7 @@ class ReplicaDirectory:
         self._live: tuple[str, ...] = ()
         self._routed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # with the replica's losses then
         self._losses: Counter[str] = Counter()
-        self.budget = PrefillBudget()  # of a prefill deployment; its request router sets the bound
+        self.budget = PrefillBudget()  # a prefill deployment's request router sets its bound
 
     @property
     def live(self) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class _CountingRouter(RequestRouter):
         self._counting = threading.Lock()  # calls end in a thread of Ray's own
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self.directory.budget.take({r.replica_id.unique_id: r.routing_stats or {} for r in replicas})
         super().update_replicas(replicas)
         self.directory.publish(replica.replica_id.unique_id for replica in replicas)
 
@@ -177,10 +178,6 @@ class PrefillRequestRouter(_CountingRouter):
         self.directory.budget = PrefillBudget(max_kv_usage)
         self._prefix_tokens = prefix_tokens
         self._max_load_ratio = max_load_ratio
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self.directory.budget.take({r.replica_id.unique_id: r.routing_stats or {} for r in replicas})
-        super().update_replicas(replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
@@ -42,7 +42,13 @@ class EngineServer(QuietLLMServer):
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         register_connector()
+        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is."""
+        stats: dict[str, Any] = await super().record_routing_stats()
+        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
 
 class PrefillServer(EngineServer):
@@ -57,7 +63,6 @@ class PrefillServer(EngineServer):
     """
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
         await self._check_capture(llm_config.model_id)
 
@@ -76,11 +81,6 @@ class PrefillServer(EngineServer):
             )
         await self.release_kv(ReleaseKv(request.request_id))
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see the answer."""
-        stats: dict[str, Any] = await super().record_routing_stats()
-        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
-
     async def release_kv(self, release: ReleaseKv) -> None:
         """Free the prompt's blocks, now or, while it is still computed, when it ends."""
         await self.collective_rpc("eldr_give_up", args=([release.request_id],))
@@ -95,12 +95,18 @@ class DecodeServer(EngineServer):
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def _report_steps(self) -> None:
+        router: Any = None  # an actor's handle
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = steps.take()
             if not sums.steps:
                 continue
             try:
-                await find(self._router_name).observe_steps.remote(sums)
-            except (ValueError, RayError) as error:  # the router is away: newer steps will do
+                if router is None:  # a thread looks it up: that blocks while GCS is away
+                    router = await asyncio.to_thread(find, self._router_name)
+                await router.observe_steps.remote(sums)
+            except (ValueError, RayError) as error:  # the router is away
+                steps.put_back(sums)
+                if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
+                    router = None
                 logger.info("step costs not reported: %r", error)
