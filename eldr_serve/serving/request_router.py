@@ -120,7 +120,7 @@ class DecodeRequestRouter(_CountingRouter):
     ) -> list[list[RunningReplica]]:
         if not candidate_replicas:
             return []
-        request = pending_request.args[0] if pending_request and pending_request.args else None
+        request: Any = pending_request.args[0] if pending_request and pending_request.args else None
         if self.directory.in_doubt(getattr(request, "request_id", "")):
             logger.warning("a call is sent once more; its prompt is computed by the decode engine")
             request.kv_transfer_params = None

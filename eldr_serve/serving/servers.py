@@ -8,7 +8,6 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve.llm.deployment import LLMServer
 
@@ -69,7 +68,7 @@ class DecodeServer(EngineServer):
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def _report_steps(self) -> None:
-        router: ActorHandle | None = None
+        router: Any = None  # its handle
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = steps.take()
