@@ -92,6 +92,7 @@ class RouterState:
         self._ledger = LoadLedger()
         self._last_seen: dict[str, float] = {}
         self.counters: Counter[str] = Counter()
+        self._predictor_failures = 0  # under the policies before this one
         self._steps = StepSums()
         self._steps_at = clock()
         self._all_steps = StepSums()
@@ -159,6 +160,7 @@ class RouterState:
 
     def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
         swapped = checked[0].table_version != self._settings.table_version
+        self._predictor_failures += self._policy.predictor_failures
         self._settings, self._policy, self._table = checked
         if swapped:
             self._pool.forget_scores()
@@ -432,8 +434,15 @@ class RouterState:
             "pool": {"size": len(self._pool), "oldest_wait_s": round(self.oldest_wait_s, 3)},
             "clients": len(self._last_seen),
             "epoch": self.epoch,
-            "counters": dict(sorted(self.counters.items())),
+            "counters": dict(
+                sorted({**self.counters, "predictor_failures": self.predictor_failures}.items())
+            ),
         }
+
+    @property
+    def predictor_failures(self) -> int:
+        """Predictions that could not be used, under this policy and those before it."""
+        return self._predictor_failures + self._policy.predictor_failures
 
     @property
     def pool_size(self) -> int:

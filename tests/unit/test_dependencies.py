@@ -24,6 +24,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve.experts.parallel_layer": ENGINE,
     "eldr_serve.experts.replica": ENGINE,
     "eldr_serve.serving": (SERVE,),
+    "eldr_serve.serving.servers": ENGINE,
     "loadgen": (SERVE,),
     "offline": (SERVE,),
     "offline.calibrate": ENGINE,
