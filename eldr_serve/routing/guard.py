@@ -24,23 +24,23 @@ class GuardedPolicy:
     """
 
     def __init__(self, policy: Policy, failed: Callable[[], None]) -> None:
-        self._policy = policy
+        self.policy = policy
         self._failed = failed
         self._logged = False
 
     @property
     def name(self) -> str:
-        return self._policy.name
+        return self.policy.name
 
     @property
     def pooled(self) -> bool:
         """Whether requests wait for `dispatch`."""
-        return isinstance(self._policy, PooledPolicy) and self._policy.pooled
+        return isinstance(self.policy, PooledPolicy) and self.policy.pooled
 
     def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
         """See Policy.choose."""
         try:
-            return _possible(self._policy.choose(handoff, loads, rng), loads)
+            return _possible(self.policy.choose(handoff, loads, rng), loads)
         except NoWorkerError:
             raise
         except Exception as error:
@@ -51,9 +51,9 @@ class GuardedPolicy:
         self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         """See PooledPolicy.dispatch; where that fails, nobody waits."""
-        assert isinstance(self._policy, PooledPolicy)
+        assert isinstance(self.policy, PooledPolicy)
         try:
-            given = self._policy.dispatch(waiting, loads, rng)
+            given = self.policy.dispatch(waiting, loads, rng)
             return [(index, _possible(decision, loads)) for index, decision in given]
         except Exception as error:
             self._log(error)
@@ -61,19 +61,19 @@ class GuardedPolicy:
 
     def placed(self, handoff: Handoff, worker: int) -> None:
         """See Policy.placed."""
-        self._tell(lambda: self._policy.placed(handoff, worker))
+        self._tell(lambda: self.policy.placed(handoff, worker))
 
     def released(self, request_id: str) -> None:
         """See Policy.released."""
-        self._tell(lambda: self._policy.released(request_id))
+        self._tell(lambda: self.policy.released(request_id))
 
     def progressed(self, generated_tokens: Mapping[str, int]) -> None:
         """See Policy.progressed."""
-        self._tell(lambda: self._policy.progressed(generated_tokens))
+        self._tell(lambda: self.policy.progressed(generated_tokens))
 
     def follow_cost(self, cost: StepCost) -> None:
         """See Policy.follow_cost."""
-        self._tell(lambda: self._policy.follow_cost(cost))
+        self._tell(lambda: self.policy.follow_cost(cost))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         try:

@@ -16,7 +16,7 @@ from vllm.entrypoints.serve import create_error_response
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.engine.ray_backend import register_ray_backend
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import ErrorInfo, ErrorResponse
+from eldr_serve.serving.compat import ErrorInfo, ErrorResponse, openai_serving
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.first_token import first_token
 from eldr_serve.serving.wire import transfer_params
@@ -75,6 +75,8 @@ class PrefillServer(EngineServer):
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+        for method in ("chat", "completions"):
+            openai_serving(self.engine, method)  # raises now rather than with the first request
 
     async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         if not transfer_params(request).get("do_remote_decode"):

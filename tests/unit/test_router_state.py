@@ -232,7 +232,7 @@ TestAccounting.settings = hypothesis_settings(max_examples=40, stateful_step_cou
 
 
 def held(state: RouterState) -> dict[str, int]:
-    return {name: worker for name, (worker, _) in state._policy.active.held.items()}  # type: ignore[attr-defined]
+    return {name: worker for name, (worker, _) in state._policy.policy.active.held.items()}  # type: ignore[attr-defined]
 
 
 def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_workers() -> None:
@@ -268,6 +268,6 @@ def test_the_policy_follows_what_steps_cost() -> None:
     shown = state.status()["step_cost"]
     assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
     assert shown["relative_error"] < 0.05
-    assert state._policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
     state.set_policy("marginal-cost", {"prior_tokens": 1.0})
-    assert state._policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
