@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,13 @@ from eldr_serve.serving.path import PathOptions
 
 KEY = "key"
 _names = itertools.count()
+
+
+@cache
+def _ingress_class() -> Any:
+    cls = make_fastapi_ingress(ingress.EldrIngress, endpoint_map=ingress.ENDPOINTS, app=ingress.application())
+    cls.__del__ = lambda self: None  # Serve's is asynchronous, and awaited by Serve alone
+    return cls
 
 
 async def answers(request: Any) -> AsyncIterator[Any]:
@@ -86,8 +94,7 @@ async def running_app(
     actor = actor or FakeActor()
     handles = Handle(prefill), Handle(decode)
     name = f"test-{next(_names)}"
-    cls = make_fastapi_ingress(ingress.EldrIngress, endpoint_map=ingress.ENDPOINTS, app=ingress.application())
-    running: Any = cls.__new__(cls)
+    running: Any = object.__new__(_ingress_class())
     context = SimpleNamespace(servable_object=running)
     with (
         patch.object(ingress, "connect", lambda *_: actor),
