@@ -162,10 +162,15 @@ def settle(url: str, model: str, metrics: str | None, timeout_s: float = _SETTLE
 def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
     """So many cases: what broke the service once, and of the rest a third of each kind."""
     document = httpx.get(f"{url}/openapi.json", timeout=30).raise_for_status().json()
+    return _corpus(document, model, count, seed, admin_key)
+
+
+def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
     found = known(model)[:count]
+    share = (count - len(found)) // 5  # the document's are slow to generate
     written = by_hand(model, admin_key)
-    found += random.Random(seed).sample(written, min(len(written), (count - len(found)) // 3))
-    found += from_openapi(document, (count - len(found)) // 2, seed)
+    found += random.Random(seed).sample(written, min(len(written), 2 * share))
+    found += from_openapi(document, model, admin_key, share, seed)
     return found + mutations(model, count - len(found), seed)
 
 

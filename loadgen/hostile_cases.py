@@ -546,8 +546,13 @@ def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
 # -- schemathesis --------------------------------------------------------------------------------
 
 
-def from_openapi(document: dict[str, Any], count: int, number: int) -> list[Case]:
-    """As many valid requests by the document as invalid ones, evenly over its operations."""
+def from_openapi(
+    document: dict[str, Any], model: str, admin_key: str | None, count: int, number: int
+) -> list[Case]:
+    """As many valid requests by the document as invalid ones, evenly over its operations.
+
+    Where a body names a model, it is the one that is served: any other would be all that is looked at.
+    """
     schema = schemathesis.openapi.from_dict(document)
     operations = [result.ok() for result in schema.get_all_operations()]
     modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
@@ -556,20 +561,23 @@ def from_openapi(document: dict[str, Any], count: int, number: int) -> list[Case
     for index, (operation, mode) in enumerate(plans):
         share = (count - len(found)) // (len(plans) - index)
         strategy = operation.as_strategy(generation_mode=mode)
-        found += map(_sent, _collect(strategy, share, number + index))
+        for generated in _collect(strategy, share, number + index):
+            if isinstance(generated.body, dict) and "model" in generated.body:
+                generated.body["model"] = model
+            found.append(_sent(generated, admin_key))
     return found
 
 
-def _sent(generated: Any) -> Case:
+def _sent(generated: Any, admin_key: str | None) -> Case:
     arguments = generated.as_transport_kwargs(base_url="http://eldr")
     prepared = requests.Request(**arguments).prepare()
     url = urlsplit(prepared.url or "/")
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     headers = {name.lower(): value for name, value in prepared.headers.items()}
     body = prepared.body or b""
-    kept = {
-        name: str(value) for name, value in headers.items() if name not in ("content-length", "connection")
-    }
+    kept = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
+    if admin_key and target.startswith("/eldr/"):
+        kept["authorization"] = f"Bearer {admin_key}"
     label = f"openapi:{generated.method} {generated.operation.path}"
     return case(label, target, _bytes(body), method=prepared.method or "GET", headers=kept)
 
