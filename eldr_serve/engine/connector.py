@@ -226,9 +226,10 @@ class EldrConnector(NixlPullConnector):
     def wait_for_save(self) -> None:
         super().wait_for_save()
         metadata, slots = self._connector_metadata, self._slots
-        if not isinstance(metadata, EldrMetadata) or metadata.plan.tokens == 0:
-            return
+        assert isinstance(metadata, EldrMetadata)
         plan = metadata.plan
+        if plan.tokens == 0:
+            return
         if self._capture is None or self._timer is None or slots is None or len(slots) < plan.tokens:
             raise UnsupportedEngineError(
                 f"{model_runner(self._vllm_config)} ran {plan.tokens} tokens and did not show the ELDR "

@@ -3,6 +3,7 @@
 from eldr_serve.routing.balance import BalanceRoute, BalanceRouteHorizon, LocalityBalance
 from eldr_serve.routing.balance_band import BalanceBand
 from eldr_serve.routing.cost import StepCost, StepSums
+from eldr_serve.routing.guard import GuardedPolicy
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.marginal import MarginalCost
 from eldr_serve.routing.policies import (
@@ -24,6 +25,7 @@ __all__ = [
     "BoostedTrees",
     "CentroidTable",
     "Decision",
+    "GuardedPolicy",
     "Handoff",
     "LoadLedger",
     "Loads",

@@ -21,6 +21,8 @@ from eldr_serve.routing.policies import LocalityBand, Policy, PooledPolicy, avai
 from eldr_serve.routing.predictors import PREDICTORS, Predictor
 from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError
 
+_MOST = 2**31 - 1  # of any count: sums of them stay within int64
+
 
 class BalanceRoute(PooledPolicy):
     """BR-0: fill the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
@@ -380,8 +382,6 @@ def prompt_tokens(waiting: Sequence[Handoff]) -> NDArray[np.float64]:
     return np.array([handoff.prompt_tokens for handoff in waiting], np.float64)
 
 
-def _check_count(name: str, value: Any, low: int, high: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
-        limits = f"from {low} to {high}" if high is not None else f"of {low} or more"
-        raise PolicyError(f"{name} is {value!r}, it must be a whole number {limits}")
+def _check_count(name: str, value: Any, low: int, high: int = _MOST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise PolicyError(f"{name} is {value!r}, it must be a whole number from {low} to {high}")

@@ -30,7 +30,7 @@ class BalanceBand(BalanceRouteHorizon):
 
     Parameters beyond `slots`, `patience` and those of balance-route-horizon from `alpha` on:
         reach: longest-waiting requests that are compared, 1 or more.
-        band_tokens: F below the best one that is as good, as tokens admitted; 0 or more.
+        band_tokens: F below the best one that is as good, as tokens admitted; from 0 to 10**9.
     """
 
     name = "balance-band"
@@ -63,8 +63,8 @@ class BalanceBand(BalanceRouteHorizon):
             refresh=refresh,
             gate=gate,
         )
-        if not in_range(band_tokens, 0.0, float("inf")):
-            raise PolicyError(f"band_tokens is {band_tokens!r}, it must be 0 or more")
+        if not in_range(band_tokens, 0.0, 1e9):
+            raise PolicyError(f"band_tokens is {band_tokens!r}, it must be from 0 to 1000000000")
         self._band_tokens = band_tokens
         self._cost = StepCost()
         self._active = ExpectedActivation()

@@ -286,8 +286,8 @@ class LocalityBand(Policy):
         super().__init__()
         if band is not None and not in_range(band, 0.0, 2.0):
             raise PolicyError(f"band is {band!r}, it must be a cosine distance from 0 to 2")
-        if max_load_ratio is not None and not in_range(max_load_ratio, 1.0, float("inf")):
-            raise PolicyError(f"max_load_ratio is {max_load_ratio!r}, it must be at least 1")
+        if max_load_ratio is not None and not in_range(max_load_ratio, 1.0, 1e6):
+            raise PolicyError(f"max_load_ratio is {max_load_ratio!r}, it must be from 1 to 1000000")
         self._band = band
         self._max_load_ratio = max_load_ratio
 

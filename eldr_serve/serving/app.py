@@ -20,7 +20,13 @@ from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.decode_router import RouterSpec, actor_name
 from eldr_serve.serving.errors import ConfigurationError
-from eldr_serve.serving.ingress import ENDPOINTS, EldrIngress, decode_directory, prefill_directory
+from eldr_serve.serving.ingress import (
+    ENDPOINTS,
+    EldrIngress,
+    application,
+    decode_directory,
+    prefill_directory,
+)
 from eldr_serve.serving.servers import DecodeServer, PrefillServer
 
 _ROUTERS = "eldr_serve.serving.request_router"
@@ -79,7 +85,9 @@ def build_app(args: dict[str, Any]) -> Application:
         bind_kwargs={"router_name": actor_name(parsed.name)},
     )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
-    ingress = serve.deployment(make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS), **options)
+    ingress = serve.deployment(
+        make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS, app=application()), **options
+    )
     return ingress.bind(
         llm_deployments={model_id: decode},
         model_cards={model_id: to_model_metadata(model_id, decode_config)},

@@ -17,15 +17,25 @@ try:
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
         CompletionRequest,
+        CompletionResponse,
+        DetokenizeRequest,
+        EmbeddingRequest,
+        ErrorInfo,
         ErrorResponse,
         OpenAIHTTPException,
+        ScoreRequest,
+        TokenizeCompletionRequest,
         to_model_metadata,
     )
     from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
+    from ray.llm._internal.serve.core.ingress.ingress import init as openai_application
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import (
+        _canonicalize_request_id_header as canonical_request_id,
+    )
     from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
 except ImportError as error:
     raise ImportError(
@@ -37,13 +47,22 @@ __all__ = [
     "DEFAULT_ENDPOINTS",
     "ChatCompletionRequest",
     "CompletionRequest",
+    "CompletionResponse",
+    "DetokenizeRequest",
+    "EmbeddingRequest",
+    "ErrorInfo",
     "ErrorResponse",
     "LocalModel",
     "OneProcessLLMConfig",
     "OpenAIHTTPException",
     "QuietLLMServer",
     "RawRequestInfo",
+    "ScoreRequest",
+    "TokenizeCompletionRequest",
+    "canonical_request_id",
     "check_ray",
+    "openai_application",
+    "openai_serving",
     "picklable_chat",
     "register_connector",
     "to_model_metadata",
@@ -105,6 +124,25 @@ def register_connector() -> None:
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
 
 
+def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
+    """vLLM's OpenAI serving object in Ray's VLLMEngine for "chat" or "completions", and its method.
+
+    Raises:
+        RuntimeError: they are not where they were in the checked version.
+    """
+    attribute, create = {
+        "chat": ("_oai_serving_chat", "create_chat_completion"),
+        "completions": ("_oai_serving_completion", "create_completion"),
+    }[method]
+    serving = getattr(engine, attribute, None)
+    if not (hasattr(serving, create) and hasattr(serving, "engine_client")):
+        raise RuntimeError(
+            f"ray {ray.__version__} has no VLLMEngine.{attribute}.{create}, which eldr-serve calls; "
+            f"it was checked on ray {_CHECKED}"
+        )
+    return serving, create
+
+
 def check_ray() -> None:
     """Raise RuntimeError with one sentence if this Ray is not laid out as the checked one."""
     hook = getattr(OpenAiIngress, "_get_response", None)
@@ -115,8 +153,10 @@ def check_ray() -> None:
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )
     starts = inspect.iscoroutinefunction(getattr(LLMServer, "_start_engine", None))
+    runs = "engine_method" in inspect.signature(getattr(LLMServer, "_run_request", check_ray)).parameters
     for there, what in (
         (starts, "LLMServer._start_engine()"),
+        (runs, "LLMServer._run_request(request, engine_method)"),
         (answers, "OpenAiIngress._get_response(body, call_method, raw_request)"),
         (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
     ):

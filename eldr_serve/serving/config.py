@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from eldr_serve.artifacts import ArtifactError, RoutingTable
 from eldr_serve.routing import PolicyError, make_policy
-from eldr_serve.serving.ingress import IngressOptions
+from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.path import PathOptions
 
 

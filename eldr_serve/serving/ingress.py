@@ -3,55 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel, ConfigDict, Field
-from ray.exceptions import RayError
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from eldr_serve.serving.admission import (
+    Admission,
+    Gate,
+    IngressOptions,
+    StrictRoute,
+    refusal,
+    sentence,
+    sound,
+)
 from eldr_serve.serving.compat import (
     DEFAULT_ENDPOINTS,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
     OpenAIHTTPException,
     RawRequestInfo,
+    ScoreRequest,
+    TokenizeCompletionRequest,
     check_ray,
-    picklable_chat,
+    openai_application,
 )
 from eldr_serve.serving.decode_router import RouterSpec, actor_name, connect
-from eldr_serve.serving.errors import Overloaded, SwapRefused
+from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused
 from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.path import PathOptions, RequestPath
 from eldr_serve.serving.replicas import Engines, directory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.warmup import Warmup
+from eldr_serve.serving.wire import sequences
 
 logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
-
-
-class IngressOptions(BaseModel, frozen=True, extra="forbid"):
-    """What one ingress replica does by itself."""
-
-    max_in_flight: int = Field(
-        default=4096, ge=1, description="requests in one ingress replica; more get 429 before prefill"
-    )
-    router_timeout_s: float = Field(
-        default=1.0, gt=0, description="wait for the DecodeRouter before placing by own load, s"
-    )
-    prewarm: bool = Field(
-        default=True, description="send one token through each prefill-decode pair before users do"
-    )
 
 
 class PolicyChange(BaseModel):
@@ -61,6 +64,15 @@ class PolicyChange(BaseModel):
 
     name: str = Field(description="name of the policy")
     parameters: dict[str, Any] = Field(default_factory=dict, description="its parameters")
+
+
+# What FastAPI makes of a body before an endpoint sees it: valid, and fit to travel, or refused with 400.
+_ChatBody = Annotated[ChatCompletionRequest, WrapValidator(sound)]
+_CompletionBody = Annotated[CompletionRequest, WrapValidator(sound)]
+_EmbeddingBody = Annotated[EmbeddingRequest, WrapValidator(sound)]
+_ScoreBody = Annotated[ScoreRequest, WrapValidator(sound)]
+_TokenizeBody = Annotated[TokenizeCompletionRequest, WrapValidator(sound)]
+_DetokenizeBody = Annotated[DetokenizeRequest, WrapValidator(sound)]
 
 
 class EldrIngress(OpenAiIngress):
@@ -89,9 +101,6 @@ class EldrIngress(OpenAiIngress):
     ) -> None:
         check_ray()
         super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
-        self._options = options
-        self._admin_key_sha256 = admin_key_sha256
-        self._in_flight = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._decode_replicas = directory(decode_directory(application))
         self._client = RouterClient(
@@ -99,6 +108,7 @@ class EldrIngress(OpenAiIngress):
             self._decode_replicas,
             timeout_s=options.router_timeout_s,
         )
+        self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
         self._prefill_replicas = directory(prefill_directory(application))
         engines = Engines(
@@ -128,41 +138,57 @@ class EldrIngress(OpenAiIngress):
 
     # -- OpenAI ----------------------------------------------------------------------------------
 
-    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        return await self._admitted(super().chat, body, request)
+    async def chat(self, body: _ChatBody, request: Request) -> Response:
+        return await self._generate(super().chat, body, request)
 
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        return await self._admitted(super().completions, body, request)
+    async def completions(self, body: _CompletionBody, request: Request) -> Response:
+        return await self._generate(super().completions, body, request)
 
-    async def _admitted(self, endpoint: Callable[..., Any], body: Any, request: Request) -> Response:
-        if self._in_flight >= self._options.max_in_flight:
-            self._client.count("refused_overload")
-            return _refusal(f"{self._in_flight} requests are in flight here, the most allowed", 429, 1)
-        self._client.start()
-        response = await self._answer(endpoint, body, request)
-        if isinstance(response, StreamingResponse):
-            return _Streamed(response, then=lambda: self._leave_engines(request))
-        self._leave_engines(request)
-        return response
+    async def embeddings(self, body: _EmbeddingBody, request: Request) -> Response:
+        return await self._answer(super().embeddings, body, request)
+
+    async def score(self, body: _ScoreBody, request: Request) -> Response:
+        return await self._answer(super().score, body, request)
+
+    async def tokenize(self, body: _TokenizeBody, request: Request) -> Response:
+        return await self._answer(super().tokenize, body, request)
+
+    async def detokenize(self, body: _DetokenizeBody, request: Request) -> Response:
+        return await self._answer(super().detokenize, body, request)
+
+    async def _get_model_id(self, model: str | None) -> str:
+        """No adapters are served; Ray would keep a handle for each name that anybody makes up for one."""
+        found: str = await super()._get_model_id(model)
+        if found not in self._model_cards:
+            raise Refused(f"there is no model {found!r}", status=404)
+        return found
 
     async def _answer(self, endpoint: Callable[..., Any], body: Any, request: Request) -> Response:
+        response: Response = await endpoint(body, request)
+        return response
+
+    async def _generate(self, endpoint: Callable[..., Any], body: Any, request: Request) -> Response:
+        asked, most = sequences(body), self.gate.options.max_sequences
+        if asked > most:
+            raise BadRequest(f"{asked} answers are asked for (prompts x n), the most allowed are {most}")
+        self._client.start()
         try:
-            response: Response = await endpoint(body, request)
-        except Overloaded as error:
-            return _refusal(str(error), error.status, error.retry_after_s)
-        except OpenAIHTTPException as error:
-            return _refusal(error.message, error.status_code)
-        except HTTPException as error:
-            return _refusal(str(error.detail), error.status_code)
+            response = await self._answer(endpoint, body, request)
+        except BaseException:
+            self._leave_engines(request)
+            raise
         lease: Lease | None = getattr(request.state, "eldr_lease", None)
         if lease is not None:
             response.headers["x-eldr-decode-worker"] = lease.replica
             response.headers["x-eldr-band"] = str(lease.band)
             response.headers["x-eldr-policy"] = lease.policy
-        # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
-        handover_s: float | None = getattr(request.state, "eldr_handover_s", None)
-        if handover_s is not None and isinstance(response, StreamingResponse):
-            response.headers["x-eldr-handover-ms"] = f"{1000 * handover_s:.3f}"
+        if isinstance(response, StreamingResponse):
+            # Its headers leave with its first chunk; a whole answer's time would hold all its tokens.
+            handover_s: float | None = getattr(request.state, "eldr_handover_s", None)
+            if handover_s is not None:
+                response.headers["x-eldr-handover-ms"] = f"{1000 * handover_s:.3f}"
+            return _Streamed(response, then=lambda: self._leave_engines(request))
+        self._leave_engines(request)
         return response
 
     def _leave_engines(self, request: Request) -> None:
@@ -196,9 +222,8 @@ class EldrIngress(OpenAiIngress):
     async def _run(
         self, body: Any, call_method: str, raw_request: Request | None
     ) -> AsyncGenerator[Any, None]:
-        self._in_flight += 1
         stream = self._path.generate(
-            picklable_chat(body) if isinstance(body, ChatCompletionRequest) else body,
+            body,
             call_method,
             RawRequestInfo.from_starlette_request(raw_request) if raw_request else None,
             domain=raw_request.headers.get(DOMAIN_HEADER) if raw_request else None,
@@ -209,7 +234,6 @@ class EldrIngress(OpenAiIngress):
             async for chunk in stream:
                 yield chunk
         finally:
-            self._in_flight -= 1
             await stream.aclose()
 
     # -- /eldr -----------------------------------------------------------------------------------
@@ -221,7 +245,7 @@ class EldrIngress(OpenAiIngress):
         except (RayError, TimeoutError, ValueError) as error:
             status = {"router": f"away ({type(error).__name__})"}
         own = {
-            "in_flight": self._in_flight,
+            "in_flight": self.gate.in_flight,
             "leases": self._client.leases,
             "router_away": self._client.router_away,
             "warm_pairs": self._warmup.pairs,
@@ -234,24 +258,19 @@ class EldrIngress(OpenAiIngress):
 
     async def eldr_policy(self, body: PolicyChange, request: Request) -> Response:
         """Change the policy for every ingress at once."""
-        return await self._administer(request, "set_policy", body.name, body.parameters)
+        return await self._administer("set_policy", body.name, body.parameters)
 
     async def eldr_table(self, request: Request) -> Response:
         """Swap the centroid table; the body is a RoutingTable file."""
-        return await self._administer(request, "swap_table", await request.body())
+        return await self._administer("swap_table", await request.body())
 
-    async def _administer(self, request: Request, method: str, *args: Any) -> Response:
-        if self._admin_key_sha256 is None:
-            return _refusal("no admin key is configured: set ELDR_ADMIN_KEY where the app is built", 403)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(hashlib.sha256(given).hexdigest(), self._admin_key_sha256):
-            return _refusal("the admin key is missing or wrong: send Authorization: Bearer KEY", 401)
+    async def _administer(self, method: str, *args: Any) -> Response:
         try:
             settings = await self._client.call(method, *args)
         except SwapRefused as error:
-            return _refusal(str(getattr(error, "cause", error)), 400)
+            raise BadRequest(str(getattr(error, "cause", error))) from error
         except (RayError, TimeoutError) as error:
-            return _refusal(f"the DecodeRouter does not answer ({type(error).__name__})", 503, 1)
+            raise Overloaded(f"the DecodeRouter does not answer ({type(error).__name__})") from error
         return JSONResponse(
             {
                 "policy": settings.policy,
@@ -285,6 +304,37 @@ ENDPOINTS: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
 }
 
 
+def application() -> FastAPI:
+    """The HTTP application of an ingress replica, without its endpoints."""
+    app: FastAPI = openai_application()
+    app.router.route_class = StrictRoute
+    for error, status in _STATUS.items():
+        app.add_exception_handler(error, partial(_refuse, status))
+    app.add_middleware(Admission, gate=lambda: serve.get_replica_context().servable_object.gate)
+    return app
+
+
+# Errors that endpoints raise, and their status where they have none of their own. All others are faults.
+_STATUS: dict[type[Exception], int] = {
+    Refused: 0,
+    HTTPException: 0,
+    OpenAIHTTPException: 0,
+    RequestValidationError: 400,
+    RayActorError: 503,
+    RayServeException: 503,
+}
+
+
+async def _refuse(status: int, request: Request, error: Exception) -> Response:
+    """FastAPI's handler of an error: an OpenAI-like answer that quotes no value of the request."""
+    message = getattr(error, "message", None) or getattr(error, "detail", None)
+    return refusal(
+        message if isinstance(message, str) else sentence(error),
+        getattr(error, "status", 0) or getattr(error, "status_code", 0) or status,
+        getattr(error, "retry_after_s", 1 if status == 503 else None),
+    )
+
+
 def decode_directory(application: str) -> str:
     """Under which this process's decode request router is found."""
     return f"{application}/decode"
@@ -293,13 +343,6 @@ def decode_directory(application: str) -> str:
 def prefill_directory(application: str) -> str:
     """Under which this process's prefill request router is found."""
     return f"{application}/prefill"
-
-
-def _refusal(message: str, status: int, retry_after_s: int | None = None) -> JSONResponse:
-    kind = "overloaded" if status in (429, 503) else "invalid_request_error"
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return JSONResponse(error, status, headers)
 
 
 def _note(raw_request: Request | None, name: str, value: Any) -> None:

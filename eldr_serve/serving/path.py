@@ -29,6 +29,7 @@ from eldr_serve.serving.wire import (
     decode_request,
     from_client,
     generated_tokens,
+    max_new_tokens,
     needs_whole_engine,
     prefill_request,
     prompt_key,
@@ -262,7 +263,7 @@ class RequestPath:
         placement = PlacementRequest(
             run.request_id,
             prompt_tokens=prefilled.prompt_tokens if prefilled else 0,
-            max_new_tokens=_max_new_tokens(run.request),
+            max_new_tokens=max_new_tokens(run.request),
             domain=run.domain,
             exclude=tuple(run.failed),
             prompt_key=prompt_key(run.request),
@@ -377,7 +378,3 @@ def _error_code(chunk: Any) -> int:
 def _error_event(message: str) -> str:
     error = {"error": {"message": message, "type": "engine_lost", "code": 503}}
     return f"data: {json.dumps(error)}\n\n"
-
-
-def _max_new_tokens(request: GenerationRequest) -> int:
-    return int(getattr(request, "max_completion_tokens", None) or request.max_tokens or 0)

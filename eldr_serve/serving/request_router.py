@@ -21,7 +21,7 @@ from eldr_serve.serving.decode_router import RouterSpec, connect
 from eldr_serve.serving.messages import PlacementRequest
 from eldr_serve.serving.replicas import ReplicaDirectory, directory
 from eldr_serve.serving.router_client import RouterClient
-from eldr_serve.serving.wire import ATTEMPT, REPLICA, signature_of, transfer_params
+from eldr_serve.serving.wire import ATTEMPT, REPLICA, max_new_tokens, signature_of, transfer_params
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,26 @@ class _CountingRouter(RequestRouter):
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_unavailable(replica_id)
         self.directory.lose(replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replica that `_choose` names; the least loaded one where it names none or fails."""
+        if not candidate_replicas:
+            return []
+        replica = None
+        if pending_request is not None and pending_request.args:
+            try:
+                replica = await self._choose(candidate_replicas, pending_request)
+            except Exception as error:  # Serve would let the call wait for ever
+                logger.warning("a call's replica is chosen by load: %r", error)
+        return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
+
+    async def _choose(
+        self, candidates: list[RunningReplica], pending: PendingRequest
+    ) -> RunningReplica | None:
+        """One of the candidates for a call with arguments, or None."""
+        raise NotImplementedError
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         with self._counting:
@@ -116,38 +136,34 @@ class DecodeRequestRouter(_CountingRouter):
             spec = RouterSpec.model_validate(router_spec)
             self._client = RouterClient(lambda: connect(router_name, spec), self.directory)
 
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        if not candidate_replicas:
-            return []
-        request: Any = pending_request.args[0] if pending_request and pending_request.args else None
+    async def _choose(
+        self, candidates: list[RunningReplica], pending: PendingRequest
+    ) -> RunningReplica | None:
+        request: Any = pending.args[0]
         if self.directory.in_doubt(getattr(request, "request_id", "")):
             logger.warning("a call is sent once more; its prompt is computed by the decode engine")
             request.kv_transfer_params = None
         params = transfer_params(request)
-        replica = _addressed(candidate_replicas, params)
-        if replica is None and self._client is not None and pending_request is not None and params:
-            replica = await self._lease(candidate_replicas, pending_request, params)
-        return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
+        replica = _addressed(candidates, params)
+        if replica is None and self._client is not None and params:
+            replica = await self._lease(candidates, pending, self._client, params)
+        return replica
 
     async def _lease(
-        self, candidates: list[RunningReplica], pending: PendingRequest, params: dict[str, Any]
+        self,
+        candidates: list[RunningReplica],
+        pending: PendingRequest,
+        client: RouterClient,
+        params: dict[str, Any],
     ) -> RunningReplica | None:
-        assert self._client is not None
         self._loop = asyncio.get_running_loop()
-        self._client.start()
-        counts = signature_of(params)
+        client.start()
         request = PlacementRequest(
             pending.metadata.internal_request_id,
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
-            max_new_tokens=int(getattr(pending.args[0], "max_tokens", None) or 0),
+            max_new_tokens=max_new_tokens(pending.args[0]),
         )
-        try:
-            lease = await self._client.place(request, counts)
-        except Exception as error:  # Serve would let the call wait for ever
-            logger.warning("no lease for a call, its replica is chosen by load: %r", error)
-            return None
+        lease = await client.place(request, signature_of(params))
         return _addressed(candidates, {REPLICA: lease.replica})
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -179,27 +195,24 @@ class PrefillRequestRouter(_CountingRouter):
         self._prefix_tokens = prefix_tokens
         self._max_load_ratio = max_load_ratio
 
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        if not candidate_replicas:
-            return []
-        request = pending_request.args[0] if pending_request and pending_request.args else None
+    async def _choose(
+        self, candidates: list[RunningReplica], pending: PendingRequest
+    ) -> RunningReplica | None:
+        request = pending.args[0]
         params = transfer_params(request)
-        replica = _addressed(candidate_replicas, params)
-        if replica is None:
-            by_name = {r.replica_id.unique_id: r for r in candidate_replicas}
-            # The ingress has seen room somewhere; if it is gone by now, all are full alike.
-            open_to_it = self.directory.budget.with_room(by_name) or list(by_name)
-            replica = by_name[
-                choose_prefill(
-                    prompt_head(request, self._prefix_tokens),
-                    {name: self._in_flight[name] for name in open_to_it},
-                    max_load_ratio=self._max_load_ratio,
-                    attempt=int(params.get(ATTEMPT, 0)),
-                )
-            ]
-        return self._send(pending_request, replica)
+        replica = _addressed(candidates, params)
+        if replica is not None:
+            return replica
+        by_name = {r.replica_id.unique_id: r for r in candidates}
+        # The ingress has seen room somewhere; if it is gone by now, all are full alike.
+        open_to_it = self.directory.budget.with_room(by_name) or list(by_name)
+        chosen = choose_prefill(
+            prompt_head(request, self._prefix_tokens),
+            {name: self._in_flight[name] for name in open_to_it},
+            max_load_ratio=self._max_load_ratio,
+            attempt=int(params.get(ATTEMPT, 0)),
+        )
+        return by_name[chosen]
 
 
 def prompt_head(request: Any, prefix_tokens: int) -> bytes:
@@ -215,4 +228,4 @@ def prompt_head(request: Any, prefix_tokens: int) -> bytes:
             for message in getattr(request, "messages", None) or []
             if isinstance(message, dict)
         )
-    return str(prompt)[: 4 * prefix_tokens].encode()
+    return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")

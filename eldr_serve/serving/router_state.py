@@ -18,12 +18,12 @@ import numpy as np
 from eldr_serve.artifacts import ArtifactError, RoutingTable
 from eldr_serve.routing import (
     Decision,
+    GuardedPolicy,
     Handoff,
     LoadLedger,
     Loads,
     Policy,
     PolicyError,
-    PooledPolicy,
     StepCost,
     StepSums,
     make_policy,
@@ -98,7 +98,7 @@ class RouterState:
         self._all_steps = StepSums()
         self._cost: StepCost | None = None
         self._table: RoutingTable | None = None
-        self._policy: Policy = make_policy(policy)
+        self._policy = self._guarded(make_policy(policy))
         self._settings = Settings(0, policy, dict(parameters or {}), None, 0)
         self._adopt(self._checked(self._settings, table=table, table_version=0 if table is None else 1))
 
@@ -160,13 +160,17 @@ class RouterState:
 
     def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
         swapped = checked[0].table_version != self._settings.table_version
-        self._predictor_failures += self._policy.predictor_failures
-        self._settings, self._policy, self._table = checked
+        self._predictor_failures += self._policy.policy.predictor_failures
+        self._settings, policy, self._table = checked
+        self._policy = self._guarded(policy)
         if swapped:
             self._pool.forget_scores()
         if self._cost is not None:
             self._policy.follow_cost(self._cost)
         self._tell_policy_all()
+
+    def _guarded(self, policy: Policy) -> GuardedPolicy:
+        return GuardedPolicy(policy, lambda: self.counters.update(policy_errors=1))
 
     def observe_steps(self, steps: StepSums) -> None:
         """Take what decode engines measured; the policy follows the cost fitted to recent steps."""
@@ -288,17 +292,12 @@ class RouterState:
             loads = self._loads(())
         if not loads.available.any():
             return None
-        if self._pooling and request.may_wait and not request.exclude:
+        if self._policy.pooled and request.may_wait and not request.exclude:
             self._leave(request.request_id)
             self._pool.add(Waiting(client, request, _handoff(request), self._clock()))
             return None
         handoff = _handoff(request)
         return self._lease(client, request, handoff, self._policy.choose(handoff, loads, self._rng), loads)
-
-    @property
-    def _pooling(self) -> PooledPolicy | None:
-        """The live policy, if requests wait under it."""
-        return self._policy if isinstance(self._policy, PooledPolicy) and self._policy.pooled else None
 
     def _dispatch(self) -> dict[str, Lease]:
         """Give workers to requests of the pool, as the policy says; the leases by request id."""
@@ -313,9 +312,9 @@ class RouterState:
         }
 
     def _decisions(self, waiting: list[Waiting]) -> Iterator[tuple[Waiting, Decision]]:
-        if pooling := self._pooling:
+        if self._policy.pooled:
             handoffs = [w.handoff for w in waiting]
-            for index, decision in pooling.dispatch(handoffs, self._loads(()), self._rng):
+            for index, decision in self._policy.dispatch(handoffs, self._loads(()), self._rng):
                 yield waiting[index], decision
         else:  # the policy was changed: nobody waits under this one
             for w in waiting:
@@ -442,7 +441,7 @@ class RouterState:
     @property
     def predictor_failures(self) -> int:
         """Predictions that could not be used, under this policy and those before it."""
-        return self._predictor_failures + self._policy.predictor_failures
+        return self._predictor_failures + self._policy.policy.predictor_failures
 
     @property
     def pool_size(self) -> int:

@@ -6,17 +6,27 @@ import asyncio
 import itertools
 import logging
 import uuid
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
 from ray.exceptions import ActorDiedError, RayError
+from vllm.entrypoints.serve import create_error_response
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import CompletionRequest, ErrorResponse, QuietLLMServer, register_connector
+from eldr_serve.serving.compat import (
+    CompletionRequest,
+    ErrorInfo,
+    ErrorResponse,
+    QuietLLMServer,
+    openai_serving,
+    register_connector,
+)
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.errors import ConfigurationError
+from eldr_serve.serving.first_token import first_token
 from eldr_serve.serving.wire import prefill_request, signature_of, transfer_params
 
 logger = logging.getLogger(__name__)
@@ -50,9 +60,31 @@ class EngineServer(QuietLLMServer):
         stats: dict[str, Any] = await super().record_routing_stats()
         return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
+    async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Ray's seam between all endpoints and the engine (see compat)."""
+        return _client_errors_answered(await super()._run_request(request, **kwargs))
+
+
+async def _client_errors_answered(answers: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The same; but what vLLM calls a client's error is the answer where Ray lets it through as a fault.
+
+    The caller would take a fault for the engine's and try the next one.
+    """
+    begun = False
+    try:
+        async for answer in answers:
+            begun = True
+            yield answer
+    except Exception as error:
+        said = create_error_response(error).error
+        if begun or said.code >= 500:
+            raise
+        yield ErrorResponse(error=ErrorInfo(**said.model_dump()))
+
 
 class PrefillServer(EngineServer):
-    """Frees prompts' KV blocks that no decode engine will read.
+    """Makes one token of each request that is handed over (see first_token), and frees prompts' KV blocks
+    that no decode engine will read.
 
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, `release_kv` frees them at once.
@@ -64,7 +96,15 @@ class PrefillServer(EngineServer):
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(llm_config, **kwargs)
+        for method in ("chat", "completions"):
+            openai_serving(self.engine, method)  # raises now rather than with the first request
         await self._check_capture(llm_config.model_id)
+
+    async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        if not transfer_params(request).get("do_remote_decode"):
+            return await super()._run_request(request, **kwargs)
+        method, raw_request_info = kwargs["engine_method"], kwargs.get("raw_request_info")
+        return _client_errors_answered(first_token(self.engine, method, request, raw_request_info))
 
     async def _check_capture(self, model_id: str) -> None:
         request = prefill_request(warm_up_request(model_id), f"start-{uuid.uuid4().hex}", 0)

@@ -20,8 +20,9 @@ GenerationRequest: TypeAlias = Any  # ChatCompletionRequest | CompletionRequest,
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
-    """The request's `kv_transfer_params`, empty where it has none."""
-    return getattr(request, "kv_transfer_params", None) or {}
+    """The request's `kv_transfer_params`, empty where it has none or something else in their place."""
+    params = getattr(request, "kv_transfer_params", None)
+    return params if isinstance(params, dict) else {}
 
 
 def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
@@ -36,8 +37,17 @@ def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
 
 
 def from_client(request: GenerationRequest) -> GenerationRequest:
-    """A copy without `kv_transfer_params`: clients do not name engines to read from."""
-    return request.model_copy(update={"kv_transfer_params": None})
+    """A copy without transfer parameters: clients do not name engines to read from."""
+    return _copy(request, {"kv_transfer_params": None, "ec_transfer_params": None})
+
+
+def sequences(request: GenerationRequest) -> int:
+    """How many answers are asked for: prompts x n."""
+    prompt = getattr(request, "prompt", None)
+    prompts = len(prompt) if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else 1
+    embeds = getattr(request, "prompt_embeds", None)
+    prompts = max(prompts, 1) + (len(embeds) if isinstance(embeds, list) else 0)
+    return prompts * max(request.n or 1, getattr(request, "best_of", None) or 1)
 
 
 def needs_whole_engine(request: GenerationRequest) -> str | None:
@@ -66,37 +76,23 @@ def needs_whole_engine(request: GenerationRequest) -> str | None:
 
 
 def prefill_request(request: GenerationRequest, request_id: str, attempt: int) -> GenerationRequest:
-    """The one-token call that fills the KV cache; everything about the answer is left to decode."""
-    update: dict[str, Any] = {
-        "request_id": request_id,
-        "max_tokens": 1,
-        "min_tokens": 0,
-        "stream": False,
-        "stream_options": None,
-        "stop": None,
-        "temperature": 0.0,
-        "seed": None,  # vLLM 0.32's CPU engine dies of a seeded prompt that is prefilled in pieces
-        "logprobs": None,
-        "response_format": None,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-            REQUEST: request_id,
-            ATTEMPT: attempt,
+    """The call that fills the KV cache: the client's request, of which PrefillServer makes one token."""
+    return _copy(
+        request,
+        {
+            "request_id": request_id,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+                REQUEST: request_id,
+                ATTEMPT: attempt,
+            },
         },
-    }
-    if isinstance(request, ChatCompletionRequest):
-        # The tools stay: the chat template writes them into the prompt. What they force does not.
-        update |= {"max_completion_tokens": 1, "top_logprobs": None, "logprobs": False}
-        if request.tools:
-            update["tool_choice"] = "none"
-    else:
-        update["echo"] = False
-    return _copy(request, update)
+    )
 
 
 def decode_request(
@@ -130,4 +126,10 @@ def generated_tokens(chunk: Any) -> int:
 def prompt_key(request: GenerationRequest) -> str:
     """Equal for equal prompts, whatever is asked about the answer."""
     prompt = request.messages if isinstance(request, ChatCompletionRequest) else request.prompt
-    return hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(prompt).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def max_new_tokens(request: GenerationRequest) -> int:
+    """The most tokens that the answer may have; 0 where the request does not say."""
+    asked = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
+    return asked if isinstance(asked, int) else 0

@@ -122,7 +122,6 @@ class DecodeEngine(Engine):
         except ConnectionError as error:
             emit(_failure(f"{error}", stream=request.stream))
             return
-        self.prefix_cache[request.prompt] = text
         await self.world.reach("pulled", self)
         tokens = []
         for interval in ("first-token", *["mid-stream"] * (TOKENS - 2), "last-token"):
@@ -134,16 +133,19 @@ class DecodeEngine(Engine):
             emit(SimpleNamespace(tokens=tokens, usage=None))
 
     def _read(self, prompt: str, params: dict[str, Any]) -> str:
+        """What the engine takes for the prompt; its prefix cache keeps full blocks, so not the last one."""
         if not params.get("do_remote_prefill"):
-            return self.prefix_cache.get(prompt, prompt)
+            return self._joined(prompt, prompt, prompt)
         owner = self.world.prefills.engines.get(params["remote_engine_id"])
         if owner is None:
             raise ConnectionError("the prefill engine does not answer")
-        text = self.prefix_cache.get(prompt) or " ".join(
-            {owner.memory[block] for block in params["remote_block_ids"]}
-        )
+        text = self._joined(prompt, *(owner.memory[block] for block in params["remote_block_ids"]))
         owner.give_back(params["remote_request_id"])
         return text
+
+    def _joined(self, prompt: str, first: str, last: str) -> str:
+        kept = self.prefix_cache.setdefault(prompt, first)
+        return kept if kept == last else f"{kept}, {last}"
 
 
 def _failure(message: str, *, stream: bool) -> Any:

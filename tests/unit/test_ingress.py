@@ -1,124 +1,92 @@
-"""What the ingress refuses, and how it says so."""
+"""What the ingress says to clients and operators, and that nothing of a request outlives its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
-from collections.abc import AsyncGenerator
-from types import SimpleNamespace
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse, StreamingResponse
+from ingress_app import KEY, running_app
+from ray.exceptions import RayActorError
+from test_router_client import FakeActor
 
-from eldr_serve.serving.errors import Overloaded, SwapRefused
-from eldr_serve.serving.ingress import EldrIngress, IngressOptions
-from eldr_serve.serving.messages import Lease
+from eldr_serve.serving.errors import Overloaded
 
-
-class Client:
-    """A RouterClient that refuses every change."""
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-
-    def start(self) -> None:
-        pass
-
-    def count(self, event: str) -> None:
-        self.called.append(event)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        self.called.append(method)
-        raise SwapRefused("it does not fit")
+HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
+COMPLETIONS = "/v1/completions"
 
 
-def ingress(key: str | None = "key", in_flight: int = 0) -> Any:
-    """An ingress without Ray around it."""
-    made = object.__new__(EldrIngress)
-    made._admin_key_sha256 = hashlib.sha256(key.encode()).hexdigest() if key else None
-    made._client = Client()
-    made._options = IngressOptions(max_in_flight=4)
-    made._in_flight = in_flight
-    made._closing = set()
-    return made
+async def streams(request: Any) -> AsyncIterator[Any]:
+    """A decode engine's stream of one token."""
+    yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+    yield "data: [DONE]\n\n"
 
 
-def request(key: str | None = None) -> Any:
-    return SimpleNamespace(headers={"authorization": f"Bearer {key}"} if key else {}, state=SimpleNamespace())
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), (KEY, 400)])
+async def test_changes_need_the_key(key: str | None, status: int) -> None:
+    actor = FakeActor()
+    async with running_app(actor=actor) as app:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        answer = await app.client.put("/eldr/table", content=b"no table", headers=headers)
+        assert answer.status_code == answer.json()["error"]["code"] == status
+        assert "\n" not in answer.json()["error"]["message"]
+        assert actor.state.counters["table_swaps"] == 0
 
 
-@pytest.mark.parametrize(
-    ("configured", "given", "status"),
-    [(None, None, 403), (None, "key", 403), ("key", None, 401), ("key", "wrong", 401), ("key", "key", 400)],
-)
-async def test_changes_need_the_key(configured: str | None, given: str | None, status: int) -> None:
-    made = ingress(configured)
-    answer = await made._administer(request(given), "swap_table", b"")
-    assert answer.status_code == status
-    error = json.loads(answer.body)["error"]
-    assert error["code"] == status
-    assert "\n" not in error["message"]
-    assert made._client.called == (["swap_table"] if status == 400 else [])
-
-
-async def test_too_many_requests_are_refused_before_prefill() -> None:
-    made = ingress(in_flight=4)
-
-    async def endpoint(*_: Any) -> Any:
-        raise AssertionError("the request was let in")
-
-    answer = await made._admitted(endpoint, None, request())
-    assert answer.status_code == 429
-    assert int(answer.headers["retry-after"]) >= 1
-    assert made._client.called == ["refused_overload"]
+async def test_without_a_key_nothing_can_be_changed() -> None:
+    async with running_app() as app:
+        app.ingress.gate._admin_key_sha256 = None
+        headers = {"authorization": f"Bearer {KEY}"}
+        answer = await app.client.put("/eldr/policy", json={"name": "random"}, headers=headers)
+        assert answer.status_code == 403
 
 
 async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:
-    async def endpoint(*_: Any) -> Any:
-        raise Overloaded("3 decode replicas failed this request", retry_after_s=7)
+    async def no_room(request: Any) -> AsyncIterator[Any]:
+        raise Overloaded("all are full", retry_after_s=7)
+        yield
 
-    answer = await ingress()._admitted(endpoint, None, request())
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "7"
-    assert json.loads(answer.body)["error"]["type"] == "overloaded"
+    async with running_app(prefill=no_room) as app:
+        answer = await app.post(COMPLETIONS, HELLO)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "7"
+        assert answer.json()["error"]["type"] == "overloaded"
+
+
+async def test_an_engine_that_is_lost_is_a_503_for_every_endpoint() -> None:
+    async def lost(request: Any) -> AsyncIterator[Any]:
+        raise RayActorError
+        yield
+
+    async with running_app(decode=lost) as app:
+        for path in (COMPLETIONS, "/tokenize"):
+            assert (await app.post(path, HELLO)).status_code == 503
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_an_answer_names_its_policy_and_a_stream_its_hand_over(streamed: bool) -> None:
-    asked = request()
-    asked.state.eldr_lease = Lease("r", "decode-a", 3, band=2, policy="random")
-    asked.state.eldr_handover_s = 0.0125
-
-    async def endpoint(*_: Any) -> Any:
-        return StreamingResponse(iter(())) if streamed else JSONResponse({})
-
-    headers = (await ingress()._admitted(endpoint, None, asked)).headers
-    assert headers["x-eldr-decode-worker"] == "decode-a"
-    assert (headers["x-eldr-band"], headers["x-eldr-policy"]) == ("2", "random")
-    assert headers.get("x-eldr-handover-ms") == ("12.500" if streamed else None)
+    async with running_app(**({"decode": streams} if streamed else {})) as app:
+        answer = await app.post(COMPLETIONS, HELLO | {"stream": streamed})
+        assert answer.status_code == 200
+        assert answer.headers["x-eldr-decode-worker"] in ("r0", "r1")
+        assert answer.headers["x-eldr-policy"] == "locality-band"
+        assert int(answer.headers["x-eldr-band"]) >= 1
+        assert ("x-eldr-handover-ms" in answer.headers) == streamed
 
 
 @pytest.mark.parametrize("chunks_sent", [0, 2])
 async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines(chunks_sent: int) -> None:
     """Its generator is suspended then, and here, as in a reference cycle, nothing else ends it."""
-    left = asyncio.Event()
-    sending = asyncio.Event()
+    left, sending = asyncio.Event(), asyncio.Event()
 
-    async def run() -> AsyncGenerator[str, None]:
+    async def endless(request: Any) -> AsyncIterator[Any]:
         try:
             while True:
-                yield "data: x"
+                yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
         finally:
             left.set()
-
-    asked = request()
-    asked.state.eldr_run = run()
-
-    async def endpoint(*_: Any) -> Any:
-        return StreamingResponse(asked.state.eldr_run)
 
     messages = 0
 
@@ -129,30 +97,28 @@ async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines
             sending.set()
             await asyncio.Event().wait()
 
-    response = await ingress()._admitted(endpoint, None, asked)
-    streaming = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, send))
-    await sending.wait()
-    streaming.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await streaming
-    await asyncio.wait_for(left.wait(), 5)
+    body = b'{"model": "m", "prompt": "hello", "stream": true}'
+    received = [{"type": "http.request", "body": body}]
 
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        await asyncio.Event().wait()
 
-async def test_an_error_answer_leaves_the_engines() -> None:
-    left = asyncio.Event()
-
-    async def run() -> AsyncGenerator[str, None]:
-        try:
-            yield "error"
-        finally:
-            left.set()
-
-    asked = request()
-    asked.state.eldr_run = run()
-
-    async def endpoint(*_: Any) -> Any:
-        await anext(asked.state.eldr_run)
-        raise Overloaded("the engine is full")
-
-    await ingress()._admitted(endpoint, None, asked)
-    await asyncio.wait_for(left.wait(), 5)
+    async with running_app(decode=endless) as app:
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": COMPLETIONS,
+            "headers": headers,
+            "query_string": b"",
+        }
+        streaming = asyncio.create_task(app.ingress.app(scope, receive, send))
+        await sending.wait()
+        assert app.ingress.gate.in_flight == 1
+        streaming.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await streaming
+        await asyncio.wait_for(left.wait(), 5)
+        assert app.ingress.gate.in_flight == 0

@@ -101,11 +101,11 @@ async def test_one_request_makes_no_more_prefills_than_it_may() -> None:
 async def test_a_fake_engine_reads_another_prompts_blocks_once_they_are_free() -> None:
     world = World([])
     prefill, decode = world.prefills.engines["p0"], world.decodes.engines["d0"]
-    prefill.owned["r"], prefill.memory[0] = [0], "a"
+    prefill.owned["r"], prefill.memory[:2] = [0, 1], ["a", "a"]
     handed_over = {
         "do_remote_prefill": True,
         "remote_engine_id": "p0",
         "remote_request_id": "r",
-        "remote_block_ids": [0],
+        "remote_block_ids": [0, 1],
     }
-    assert [decode._read("a", handed_over) for _ in range(2)] == ["a", SOMEBODY_ELSES]
+    assert [decode._read("a", handed_over) for _ in range(2)] == ["a", f"a, {SOMEBODY_ELSES}"]

@@ -155,7 +155,7 @@ async def test_prefill_then_place_then_decode() -> None:
     assert sent[REPLICA] == "d0"
     assert sent["do_remote_prefill"]
     assert SIGNATURE not in sent
-    assert world.prefill.requests[0].max_tokens == 1
+    assert world.prefill.requests[0].kv_transfer_params["do_remote_decode"]
     assert not world.client.held
     assert not world.prefill.released
     assert set(world.path.stages.summary()) == {"prefill", "place", "first_chunk", "handover"}
@@ -478,24 +478,17 @@ async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
     )
 
 
-def test_a_prefill_call_leaves_the_answer_to_decode() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+def test_a_prefill_call_carries_the_whole_request_and_names_its_blocks() -> None:
     chat = ChatCompletionRequest(
         model="m",
         messages=[{"role": "user", "content": "hi"}],
         max_completion_tokens=50,
         stream=True,
-        stream_options={"include_usage": True},
-        tools=[tool],
-        tool_choice="auto",
-        logprobs=True,
-        top_logprobs=3,
         stop="x",
     )
-    sent = prefill_request(chat, "id", 0)
-    assert (sent.max_tokens, sent.max_completion_tokens, sent.stream) == (1, 1, False)
-    assert sent.tools == chat.tools  # the chat template writes them into the prompt
-    assert sent.tool_choice == "none"
-    assert not sent.logprobs
-    assert chat.stream
+    sent = prefill_request(chat, "id", 1)
+    assert (sent.max_completion_tokens, sent.stream, sent.stop) == (50, True, "x")
+    assert sent.kv_transfer_params["do_remote_decode"]
+    assert sent.kv_transfer_params[ATTEMPT] == 1
+    assert sent.request_id == "id"
     assert chat.kv_transfer_params is None

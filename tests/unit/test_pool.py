@@ -42,7 +42,7 @@ def fetch(state: RouterState, client: str = "c") -> dict[str, Lease]:
 
 
 def policy(state: RouterState) -> Slots:
-    found = state._policy
+    found = state._policy.policy
     assert isinstance(found, Slots)
     return found
 

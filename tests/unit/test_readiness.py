@@ -35,17 +35,39 @@ def error(message: str) -> ErrorResponse:
     return ErrorResponse(error={"message": message, "type": "test", "code": 500})
 
 
-class Engine:
-    """What LLMServer would start: it answers every prompt with `response`."""
+class Serving:
+    """vLLM's serving object: it answers every prompt with `response`, an error or transfer parameters."""
 
     def __init__(self, response: Any) -> None:
         self.response = response
         self.requests: list[Any] = []
-        self.given_up: list[str] = []
+        self.engine_client: Any = SimpleNamespace(
+            input_processor=SimpleNamespace(process_inputs=lambda *_, **__: None),
+            get_supported_tasks=self.tasks,
+            generate=self.generate,
+        )
 
-    async def completions(self, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
+    async def tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def create_completion(self, request: Any, raw_request: Any) -> Any:
         self.requests.append(request)
-        yield self.response
+        if isinstance(self.response, ErrorResponse):
+            return self.response
+        return self.engine_client.generate([1], request.to_sampling_params(9, {}), "id")
+
+    create_chat_completion = create_completion
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(prompt_token_ids=[1], kv_transfer_params=self.response)
+
+
+class Engine:
+    """What LLMServer would start."""
+
+    def __init__(self, response: Any) -> None:
+        self._oai_serving_chat = self._oai_serving_completion = self.serving = Serving(response)
+        self.given_up: list[str] = []
 
     async def collective_rpc(self, method: str, timeout: Any, args: Any, kwargs: Any) -> None:
         assert method == "eldr_give_up"
@@ -65,8 +87,8 @@ async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> Engine:
 
 
 async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = await start(monkeypatch, answer(COUNTED))
-    (request,) = engine.requests
+    engine = await start(monkeypatch, COUNTED)
+    (request,) = engine.serving.requests
     assert request.model == "m"
     assert request.kv_transfer_params["do_remote_decode"]
     assert engine.given_up == [request.kv_transfer_params[REQUEST]]
@@ -77,7 +99,7 @@ async def test_a_prefill_engine_that_counts_no_experts_does_not_start(
     monkeypatch: pytest.MonkeyPatch, params: dict[str, Any] | None
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"'m' \(vLLM .*without an expert signature.*scheduler_cls"):
-        await start(monkeypatch, answer(params))
+        await start(monkeypatch, params)
 
 
 async def test_a_prefill_engine_that_fails_its_first_prompt_does_not_start(

@@ -126,10 +126,10 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
         assert away.reason == "router-away"
         actor.restart()
         await settled(lambda: not client.router_away and len(actor.state._running) == 2)
-        assert set(actor.state._policy.active.held) == {"a", "b"}  # type: ignore[attr-defined]
+        assert set(actor.state._policy.policy.active.held) == {"a", "b"}  # type: ignore[attr-defined]
         client.release("a")
         client.release("b")
-        await settled(lambda: not actor.state._policy.active.held)  # type: ignore[attr-defined]
+        await settled(lambda: not actor.state._policy.policy.active.held)  # type: ignore[attr-defined]
         assert not client._counts
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))
@@ -427,7 +427,7 @@ async def test_a_swap_while_a_request_waits_scores_it_again() -> None:
         task = await waiting(client, actor, "b", counts=counts_for(1))
         actor.state.swap_table(unit_table(3).to_bytes())
         client.count("news")
-        policy = actor.state._policy
+        policy = actor.state._policy.policy
         assert isinstance(policy, Slots)
         similarity = lambda: policy.waiting[0].similarity  # noqa: E731
         assert similarity() is None
@@ -463,8 +463,8 @@ async def test_what_a_request_generated_in_all_is_told_before_its_release() -> N
             client.progress("a", tokens)
         client.release("a")
         await all_is_over(client, actor)
-        assert isinstance(actor.state._policy, Slots)
-        assert actor.state._policy.lengths == [17]
+        assert isinstance(actor.state._policy.policy, Slots)
+        assert actor.state._policy.policy.lengths == [17]
 
 
 @pytest.mark.parametrize("seed", range(4))

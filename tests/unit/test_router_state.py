@@ -233,7 +233,7 @@ TestAccounting.settings = hypothesis_settings(max_examples=40, stateful_step_cou
 
 
 def held(state: RouterState) -> dict[str, int]:
-    return {name: worker for name, (worker, _) in state._policy.active.held.items()}  # type: ignore[attr-defined]
+    return {name: worker for name, (worker, _) in state._policy.policy.active.held.items()}  # type: ignore[attr-defined]
 
 
 def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_workers() -> None:
@@ -281,9 +281,9 @@ def test_the_policy_follows_what_steps_cost() -> None:
     shown = state.status()["step_cost"]
     assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
     assert shown["relative_error"] < 0.05
-    assert state._policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
     state.set_policy("marginal-cost", {"prior_tokens": 1.0})
-    assert state._policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
 
 
 class _Failing:
@@ -314,7 +314,7 @@ def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch
         monkeypatch.setattr(decode_router, kind, _Metric)
     state, metrics = make(policy="balance-route-horizon"), decode_router._Metrics()
     assert state.status()["counters"]["predictor_failures"] == 0
-    state._policy.predictor = _Failing()  # type: ignore[attr-defined]
+    state._policy.policy.predictor = _Failing()  # type: ignore[attr-defined]
     for request in ("a", "b"):  # it is asked about those that run when the next is placed
         ask(state, request)
     failures = state.status()["counters"]["predictor_failures"]

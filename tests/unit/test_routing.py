@@ -188,7 +188,7 @@ def test_centroids_are_shared_out_whatever_the_numbers(similarity: np.ndarray, w
         ("locality-band", {"band": "wide"}, "0 to 2"),
         ("locality-band", {"band": True}, "0 to 2"),
         ("locality-band", {"band": float("nan")}, "0 to 2"),
-        ("locality-band", {"max_load_ratio": 0.5}, "at least 1"),
+        ("locality-band", {"max_load_ratio": 0.5}, "from 1 to"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_with_what_can(

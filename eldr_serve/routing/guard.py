@@ -1,0 +1,105 @@
+"""A policy that cannot stop routing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from eldr_serve.routing.cost import StepCost
+from eldr_serve.routing.policies import Policy, PooledPolicy, available
+from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """Asks a policy; where it fails, the fewest requests in flight decide ("policy-error").
+
+    What the policy is told may fail too: it then does not know of that request, and others go on.
+
+    Args:
+        failed: told of each failure.
+    """
+
+    def __init__(self, policy: Policy, failed: Callable[[], None]) -> None:
+        self.policy = policy
+        self._failed = failed
+        self._logged = False
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def pooled(self) -> bool:
+        """Whether requests wait for `dispatch`."""
+        return isinstance(self.policy, PooledPolicy) and self.policy.pooled
+
+    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+        """See Policy.choose."""
+        try:
+            return _possible(self.policy.choose(handoff, loads, rng), loads)
+        except NoWorkerError:
+            raise
+        except Exception as error:
+            self._log(error)
+            return _by_load(1, loads)[0]
+
+    def dispatch(
+        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        """See PooledPolicy.dispatch; where that fails, nobody waits."""
+        assert isinstance(self.policy, PooledPolicy)
+        try:
+            given = self.policy.dispatch(waiting, loads, rng)
+            return [(index, _possible(decision, loads)) for index, decision in given]
+        except Exception as error:
+            self._log(error)
+            return list(enumerate(_by_load(len(waiting), loads)))
+
+    def placed(self, handoff: Handoff, worker: int) -> None:
+        """See Policy.placed."""
+        self._tell(lambda: self.policy.placed(handoff, worker))
+
+    def released(self, request_id: str) -> None:
+        """See Policy.released."""
+        self._tell(lambda: self.policy.released(request_id))
+
+    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+        """See Policy.progressed."""
+        self._tell(lambda: self.policy.progressed(generated_tokens))
+
+    def follow_cost(self, cost: StepCost) -> None:
+        """See Policy.follow_cost."""
+        self._tell(lambda: self.policy.follow_cost(cost))
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        try:
+            tell()
+        except Exception as error:
+            self._log(error)
+
+    def _log(self, error: Exception) -> None:
+        self._failed()
+        if not self._logged:
+            self._logged = True
+            logger.warning("policy %s failed; load stands in for it", self.name, exc_info=error)
+
+
+def _possible(decision: Decision, loads: Loads) -> Decision:
+    if not loads.available[decision.worker]:
+        raise ValueError(f"worker {decision.worker} was chosen, which is not available")
+    return decision
+
+
+def _by_load(requests: int, loads: Loads) -> list[Decision]:
+    """A worker for each of so many requests, one after the other."""
+    workers, in_flight = available(loads), loads.in_flight.copy()
+    decisions = []
+    for _ in range(requests):
+        worker = int(workers[in_flight[workers].argmin()])
+        in_flight[worker] += 1
+        decisions.append(Decision(worker, len(workers), None, "policy-error"))
+    return decisions

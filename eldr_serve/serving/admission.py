@@ -1,0 +1,268 @@
+"""What a request must satisfy before it may cost anything: key, size, form and a free place."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pydantic_core
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field, ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eldr_serve.serving.compat import picklable_chat
+from eldr_serve.serving.errors import BadRequest, Refused
+
+MIB = 2**20
+_MAX_TABLE_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
+_READING = ("GET", "HEAD", "OPTIONS")
+# Digits or an exponent, be it within a string, that may not fit in 64 bits: then each number is looked at.
+_WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
+
+
+class IngressOptions(BaseModel, frozen=True, extra="forbid"):
+    """What one ingress replica does by itself."""
+
+    max_in_flight: int = Field(
+        default=4096, ge=1, description="requests in one ingress replica; more get 429 before prefill"
+    )
+    max_body_mib: float = Field(
+        default=16.0, gt=0, description="size of a request's body, MiB; a larger one gets 413"
+    )
+    body_timeout_s: float = Field(
+        default=30.0, gt=0, description="time for a request's body to arrive, s; a slower one gets 408"
+    )
+    max_sequences: int = Field(
+        default=256, ge=1, description="answers to one request (prompts x n); one that asks for more gets 400"
+    )
+    router_timeout_s: float = Field(
+        default=1.0, gt=0, description="wait for the DecodeRouter before placing by own load, s"
+    )
+    prewarm: bool = Field(
+        default=True, description="send one token through each prefill-decode pair before users do"
+    )
+
+
+class Gate:
+    """Who may come in, and how many are in; one for each ingress replica.
+
+    Args:
+        admin_key_sha256: SHA-256 (hex) of the key for what changes the service; None refuses it all.
+        count: told the name of each event that /eldr/status counts.
+    """
+
+    def __init__(
+        self, options: IngressOptions, admin_key_sha256: str | None, count: Callable[[str], None]
+    ) -> None:
+        self.options = options
+        self._admin_key_sha256 = admin_key_sha256
+        self._count = count
+        self.in_flight = 0
+
+    def check_key(self, headers: Headers) -> None:
+        """Raise Refused unless the headers carry the admin key."""
+        if self._admin_key_sha256 is None:
+            raise Refused("no admin key is configured: set ELDR_ADMIN_KEY where the app is built", status=403)
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(hashlib.sha256(given).hexdigest(), self._admin_key_sha256):
+            raise Refused("the admin key is missing or wrong: send Authorization: Bearer KEY", status=401)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """One of the places in this replica, for as long as the block runs; Refused if all are taken.
+
+        Nothing is awaited between the check and the count.
+        """
+        if self.in_flight >= self.options.max_in_flight:
+            self._count("refused_overload")
+            raise Refused(
+                f"{self.in_flight} requests are in flight here, the most allowed", status=429, retry_after_s=1
+            )
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+class Admission:
+    """ASGI middleware around all endpoints: nothing of a refused request gets beyond it.
+
+    Whatever is posted may reach an engine and takes a place until its answer has ended, however it ends.
+    What changes the service (/eldr) needs the admin key, which is looked at before the body is read; it
+    takes no place, so that a full service can still be operated.
+
+    Args:
+        gate: finds the gate of the running ingress replica.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Callable[[], Gate]) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in _READING:
+            await self._app(scope, receive, send)
+            return
+        gate, headers = self._gate(), Headers(scope=scope)
+        options, operated = gate.options, scope["path"].startswith("/eldr/")
+        limit = _MAX_TABLE_BYTES if operated else int(options.max_body_mib * MIB)
+        with ExitStack() as held:
+            try:
+                if operated:
+                    gate.check_key(headers)
+                body = await _read(headers, receive, limit, options.body_timeout_s)
+                if not operated:
+                    held.enter_context(gate.place())
+            except Refused as refused:
+                await refused_response(refused)(scope, receive, send)
+                return
+            except ClientDisconnect:
+                return
+            await self._app(scope, _replay(body, receive), send)
+
+
+async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The whole body; Refused if it is larger than `limit` bytes, as soon as that is known, or too slow."""
+    told = headers.get("content-length", "")
+    size = int(told) if re.fullmatch(r"[0-9]{1,18}", told) else 0
+    body, more = bytearray(), True
+    try:
+        async with asyncio.timeout(timeout_s):
+            while more and max(size, len(body)) <= limit:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise Refused(f"the request's body did not arrive within {timeout_s:g} s", status=408) from None
+    if max(size, len(body)) > limit:
+        raise Refused(f"the request's body is larger than {limit / MIB:g} MiB", status=413)
+    return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """An ASGI `receive` that gives this body first, then what `receive` has."""
+    pending = [body]
+
+    async def replayed() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+# -- form ----------------------------------------------------------------------------------------
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = parse_json(await self.body())
+        return self._json
+
+
+class StrictRoute(APIRoute):
+    """A FastAPI route whose bodies are JSON by the standard (RFC 8259), see `parse_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """FastAPI's hook around the handling of a request."""
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            response: Response = await handle(_StrictRequest(request.scope, request.receive))
+            return response
+
+        return strictly
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of a JSON text that every engine and every answer can carry on.
+
+    NaN and Infinity are no JSON, a lone surrogate no Unicode; numbers must fit in 64 bits, and nesting in
+    what the parser allows (200 levels).
+
+    Raises:
+        BadRequest: one sentence on what is wrong.
+    """
+    try:
+        value = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if _WIDE_NUMBER.search(body):
+        _check_numbers(value)
+    return value
+
+
+def _check_numbers(value: Any) -> None:
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, dict):
+            pending += found.values()
+        elif isinstance(found, list):
+            pending += found
+        elif found in (math.inf, -math.inf) or (isinstance(found, int) and not _fits(found)):
+            raise BadRequest("a number of the body does not fit in 64 bits")
+
+
+def _fits(number: int) -> bool:
+    return -(2**63) <= number < 2**63
+
+
+def sound(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """Pydantic's wrap validator of a request: whatever it is made of, it is valid or refused.
+
+    vLLM's own validators stumble over values of other types than they expect, and leave the parts of a
+    chat's messages to be validated when they are first looked at.
+    """
+    try:
+        request = validate(value)
+    except ValidationError:
+        raise  # it says where
+    except Exception as error:
+        raise ValueError(sentence(error)) from error
+    try:
+        return picklable_chat(request) if hasattr(request, "messages") else request
+    except Exception as error:
+        raise ValueError(f"a message is malformed: {sentence(error.__cause__ or error)}") from error
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, in one line of bounded length that any answer can carry."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValidationError | RequestValidationError):
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        text = f"{where}: {first['msg']}"
+    text = " ".join(text.split()).encode(errors="replace").decode()
+    return text if len(text) <= 500 else f"{text[:497]}..."
+
+
+def refusal(message: str, status: int, retry_after_s: int | None = None) -> JSONResponse:
+    """An OpenAI-like error answer."""
+    kind = "overloaded" if status in (429, 503) else "invalid_request_error"
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(error, status, headers)
+
+
+def refused_response(error: Refused) -> JSONResponse:
+    """The answer to a request that was refused."""
+    return refusal(str(error), error.status, error.retry_after_s)

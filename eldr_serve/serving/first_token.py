@@ -1,0 +1,92 @@
+"""The prefill call: all of vLLM's checks of the client's request, then one token in place of its answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from eldr_serve.serving.compat import (
+    CompletionResponse,
+    ErrorInfo,
+    ErrorResponse,
+    RawRequestInfo,
+    canonical_request_id,
+    openai_serving,
+)
+
+
+class _Engine:
+    """Stands before a vLLM engine client: `generate` checks what it is asked for and makes one token."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.output: AsyncGenerator[Any, None] | None = None  # of the last `generate`
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        self.output = self._generate(prompt, sampling_params, request_id, kwargs)
+        return self.output
+
+    async def _generate(
+        self, prompt: Any, asked: SamplingParams, request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        client = self._client
+        checked = {name: kwargs.get(name) for name in ("lora_request", "priority", "data_parallel_rank")}
+        client.input_processor.process_inputs(
+            request_id, prompt, asked, await client.get_supported_tasks(), **checked
+        )
+        # Whatever the token is, the request must end for its length: only then are its blocks handed over.
+        one = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=asked.extra_args,
+        )
+        async for output in client.generate(prompt, one, request_id, **kwargs):
+            yield output
+
+
+async def first_token(
+    engine: Any, method: str, request: Any, raw_request_info: Any
+) -> AsyncGenerator[Any, None]:
+    """Yield one answer: without text, but with the prompt's tokens and `kv_transfer_params`; or an error.
+
+    The prompt is rendered from the whole request, as the decode engine will render it: a chat template
+    may write tools, tool choice and response format into it. A request that vLLM refuses is refused
+    here with the same words, before it has cost a step.
+
+    Args:
+        engine: Ray's VLLMEngine.
+        method: "chat" or "completions".
+        request: the client's, with the hand-over's `kv_transfer_params`.
+    """
+    serving, create = openai_serving(engine, method)
+    serving = copy.copy(serving)
+    serving.engine_client = client = _Engine(serving.engine_client)
+    raw_request = RawRequestInfo.to_starlette_request_optional(
+        canonical_request_id(request, raw_request_info)
+    )
+    # A stream is returned before it is begun, and then is not: nothing of the answer is made.
+    answer = await getattr(serving, create)(request.model_copy(update={"stream": True}), raw_request)
+    if client.output is None:
+        yield ErrorResponse(error=ErrorInfo(**answer.error.model_dump()))
+        return
+    last: Any = None
+    async for output in client.output:
+        last = output
+    tokens = len(last.prompt_token_ids)
+    yield CompletionResponse(
+        model=request.model or "",
+        choices=[],
+        usage={"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},
+        kv_transfer_params=last.kv_transfer_params,
+    )

@@ -1,0 +1,227 @@
+"""Send hostile requests to a running service, and look whether it is well afterwards.
+
+    python -m loadgen.hostile --url http://127.0.0.1:8000 --cases 10000 --seed 0 --admin-key KEY
+
+Requests are written by hand, mutated from valid ones (hypothesis) and generated from the service's
+OpenAPI document (schemathesis). No answer may be a 5xx other than 503 or come late; afterwards no request
+is in flight, no lease and no KV block is held, and a valid request is answered. Give the service a small
+`max_model_len`, so that no honest answer takes long, and never send this to one that others use: with the
+admin key, policies are changed too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import httpx
+import typer
+from rich.console import Console
+
+from loadgen.hostile_cases import Case, by_hand, from_openapi, known, mutations
+from offline.cli import BadInput, run
+from offline.progress import progress_bar
+
+_SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease of 30 s at most
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+_STREAMED_ERROR = re.compile(rb'data: (\{"error".*\})')
+_KV_USAGE = "ray_vllm_kv_cache_usage_perc"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case; `status` is 0 where the connection ended without an answer."""
+
+    case: Case
+    status: int
+    seconds: float
+    problem: str | None
+
+    @property
+    def line(self) -> str:
+        """The case for a JSON-lines file, with all that is needed to send it again."""
+        return json.dumps(
+            {
+                "problem": self.problem,
+                "status": self.status,
+                "seconds": round(self.seconds, 3),
+                "label": self.case.label,
+                "complete": self.case.complete,
+                "raw": base64.b64encode(self.case.raw).decode(),
+            }
+        )
+
+
+async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
+    """Send one case on a connection of its own, and judge the answer."""
+    start = time.perf_counter()
+    answer = bytearray()
+    late = False
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(case.raw)
+                if not case.complete:
+                    writer.write_eof()
+                while part := await reader.read(2**16):
+                    answer += part
+            finally:
+                writer.close()
+    except TimeoutError:
+        late = True
+    except OSError:
+        pass  # closed before all was sent, as for a body that is too large
+    found = _STATUS.match(answer)
+    status = int(found.group(1)) if found else 0
+    return Outcome(
+        case, status, time.perf_counter() - start, _problem(case, status, bytes(answer), late, limit_s)
+    )
+
+
+def _problem(case: Case, status: int, answer: bytes, late: bool, limit_s: float) -> str | None:
+    if late and (case.complete or status):
+        return f"no end of the answer within {limit_s:g} s"
+    if status >= 500 and status != 503:
+        return f"status {status}"
+    if not status and case.complete:
+        return "no answer"
+    for event in _STREAMED_ERROR.findall(answer):
+        code = json.loads(event)["error"].get("code")
+        if isinstance(code, int) and code >= 500 and code != 503:
+            return f"status {code} in a stream"
+    return None
+
+
+async def send_all(
+    cases: list[Case], host: str, port: int, *, in_flight: int, limit_s: float
+) -> list[Outcome]:
+    """Send all cases, so many at a time; a line for each violation."""
+    outcomes: list[Outcome] = []
+    pending = iter(cases)
+    console = Console(stderr=True)
+    with progress_bar() as progress:
+        task = progress.add_task("hostile requests", total=len(cases))
+
+        async def one_after_another() -> None:
+            for case in pending:
+                outcome = await send(case, host, port, limit_s)
+                outcomes.append(outcome)
+                progress.advance(task)
+                if outcome.problem:
+                    shown = case.raw.partition(b"\r\n\r\n")[2][:100]
+                    console.print(f"{outcome.problem}: {case.label} {shown!r}", markup=False, soft_wrap=True)
+
+        await asyncio.gather(*(one_after_another() for _ in range(in_flight)))
+    return outcomes
+
+
+def remains(url: str, metrics: str | None) -> list[str]:
+    """What the service still holds, one entry each; empty where it is idle."""
+    status = httpx.get(f"{url}/eldr/status", timeout=30).raise_for_status().json()
+    held = {
+        "requests in flight": status["ingress"]["in_flight"],
+        "leases": status["leases"] + status["ingress"]["leases"],
+        "requests in the pool": status["pool"]["size"],
+        "requests on decode workers": sum(worker["in_flight"] for worker in status["workers"]),
+        "KV tokens on decode workers": sum(worker["kv_tokens"] for worker in status["workers"]),
+        "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),
+        "KV usage of engines": sum(_samples(metrics)) if metrics else 0,
+    }
+    return [f"{what}: {amount}" for what, amount in held.items() if amount]
+
+
+def _samples(metrics: str) -> Iterator[float]:
+    for line in httpx.get(metrics, timeout=30).raise_for_status().text.splitlines():
+        head, _, value = line.rpartition(" ")
+        if head.partition("{")[0] == _KV_USAGE:
+            yield float(value)
+
+
+def settle(url: str, model: str, metrics: str | None, timeout_s: float = _SETTLE_S) -> list[str]:
+    """What is wrong with the service after all answers have ended; empty where it is well."""
+    deadline = time.monotonic() + timeout_s
+    while (held := remains(url, metrics)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    wrong = [f"left behind: {what}" for what in held]
+    return wrong if answer.status_code == 200 else [*wrong, f"a valid request got {answer.status_code}"]
+
+
+def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
+    """So many cases: what broke the service once, and of the rest a third of each kind."""
+    document = httpx.get(f"{url}/openapi.json", timeout=30).raise_for_status().json()
+    return _corpus(document, model, count, seed, admin_key)
+
+
+def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
+    found = known(model)[:count]
+    share = (count - len(found)) // 5  # the document's are slow to generate
+    written = by_hand(model, admin_key)
+    found += random.Random(seed).sample(written, min(len(written), 2 * share))
+    found += from_openapi(document, model, admin_key, share, seed)
+    return found + mutations(model, count - len(found), seed)
+
+
+def _read(path: Path) -> list[Case]:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Case(line["label"], base64.b64decode(line["raw"]), line["complete"]) for line in lines]
+
+
+def hostile(
+    url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
+    cases: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of what is generated.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Model id; the first one served by default.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Send changes of policy with this key too.")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Ray's metrics endpoint, for the engines' KV usage.")
+    ] = None,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    limit_s: Annotated[float, typer.Option(min=0.1, help="The longest that an answer may take, s.")] = 5.0,
+    replay: Annotated[Path | None, typer.Option(help="Send the requests of this file instead.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON-lines file of the violations.")] = Path("out/hostile.jsonl"),
+) -> None:
+    """Send hostile requests; exit status 1 if one breaks the service, 2 for bad input."""
+    url = url.rstrip("/")
+    address = urlsplit(url)
+    if address.scheme != "http" or not address.hostname:
+        raise BadInput(f"{url} is no http URL")
+    try:
+        served = model or httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+        todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
+        sending = send_all(todo, address.hostname, address.port or 80, in_flight=in_flight, limit_s=limit_s)
+        outcomes = asyncio.run(sending)
+        wrong = settle(url, served, metrics)
+    except httpx.HTTPError as error:
+        raise BadInput(f"{url} does not answer as eldr-serve: {error}") from error
+    violations = [outcome for outcome in outcomes if outcome.problem]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(f"{outcome.line}\n" for outcome in violations))
+    counted = ", ".join(
+        f"{n} x {status or 'closed'}" for status, n in sorted(Counter(o.status for o in outcomes).items())
+    )
+    slowest = max(outcomes, key=lambda outcome: outcome.seconds)
+    print(f"{len(outcomes)} requests: {counted}; slowest {slowest.seconds:.2f} s ({slowest.case.label})")
+    for what in wrong:
+        print(what)
+    print(f"{len(violations)} violations" + (f", to be sent again with --replay {out}" if violations else ""))
+    if violations or wrong:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(hostile)

@@ -1,0 +1,591 @@
+"""Hostile requests: by hand, mutated from valid ones (hypothesis), from the OpenAPI document (schemathesis).
+
+A case is the bytes of one HTTP request, so that it can break HTTP itself, be written down and be sent again.
+All are made from a seed, before the first one is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from offline.cli import BadInput
+
+try:
+    import requests
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Unsatisfiable
+    from schemathesis import GenerationMode
+    from schemathesis.core.result import Ok
+except ImportError as error:
+    raise BadInput(f"hostile requests are made with what eldr-serve[dev] installs: {error}") from error
+
+JSON = {"content-type": "application/json"}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request; `complete` is False where HTTP itself is broken, so that it needs no answer."""
+
+    label: str
+    raw: bytes
+    complete: bool = True
+
+
+def case(
+    label: str,
+    path: str,
+    body: Any = b"",
+    *,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    length: int | None = None,
+    complete: bool = True,
+) -> Case:
+    """A request whose body is bytes, text, or what is made JSON of; `length` is what it says it has."""
+    if not isinstance(body, bytes):
+        text = body if isinstance(body, str) else json.dumps(body)
+        body = text.encode(errors="surrogatepass")
+    said = {"host": "eldr", "connection": "close"} | (JSON if headers is None else headers)
+    if "transfer-encoding" not in said:
+        said["content-length"] = str(len(body) if length is None else length)
+    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    raw = f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1", "replace") + body
+    return Case(label, raw, complete)
+
+
+def known(model: str) -> list[Case]:
+    """What broke this service once."""
+    surrogate = r'{"model": "MODEL", "prompt": "a\ud800b", "max_tokens": 2}'.replace("MODEL", model)
+    return [
+        case("known", CHAT, {"messages": [{"role": "user", "content": [5]}]}),
+        case("known", COMPLETIONS, surrogate),
+        case("known", CHAT, _chat(model, "a\ud800b")),
+        case("known", "/tokenize", {"model": model, "prompt": "x", "kv_transfer_params": "boom"}),
+        case("known", COMPLETIONS, _completion(model, n=math.nan)),
+        case("known", COMPLETIONS, _completion(model, max_tokens=10**30)),
+        case("known", COMPLETIONS, _completion(model, max_tokens=2**62)),
+        case("known", COMPLETIONS, _completion(model, prompt=["x"] * 1024, n=16384)),
+        case("known", COMPLETIONS, _completion(f"{model}:invented")),
+        case("known", "/tokenize", {"model": f"{model}:invented", "prompt": "x"}),
+    ]
+
+
+def by_hand(model: str, admin_key: str | None) -> list[Case]:
+    """What may break such services: each field with odd values, and whatever else came to mind."""
+    return [
+        *_texts(model),
+        *_fields(model),
+        *_messages(model),
+        *_other_endpoints(model),
+        *_transport(model),
+        *_administration(admin_key),
+    ]
+
+
+def _completion(model: str, /, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "hello", "max_tokens": 4} | fields
+
+
+def _chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
+
+
+def _texts(model: str) -> Iterator[Case]:
+    """Bodies that are no JSON, or JSON that nobody expects."""
+    start = f'{{"model": "{model}", '
+    for text in (
+        "", " ", "null", "true", "5", '"text"', "[]", "{}", "{", "[1,", '{"a"', "[]]", "{} {}", "{'a': 1}",
+        "// x\n{}",
+        "NaN", "[" * 100, "[" * 201, "[" * 100_000, '{"a":' * 100_000, "[" * 150 + "]" * 150, "9" * 5000,
+        start + '"prompt": "x", "n": NaN}',
+        start + '"prompt": "x", "temperature": Infinity}',
+        start + '"prompt": "x", "temperature": -Infinity}',
+        start + '"prompt": "x", "temperature": 1e999}',
+        start + '"prompt": "x", "max_tokens": 1e2}',
+        start + '"prompt": "x", "max_tokens": 3.0}',
+        start + r'"prompt": "a\ud800b", "max_tokens": 2}',
+        start + r'"prompt": "\udfff", "max_tokens": 2}',
+        start + r'"prompt": "\ud83d\ude00", "max_tokens": 2}',
+        start + r'"prompt": "\u0000", "max_tokens": 2}',
+        start + '"prompt": "a\x00b", "max_tokens": 2}',
+        start + '"prompt": "x", "prompt": "y", "max_tokens": 2, "max_tokens": 3}',
+        start + '"prompt": "x", "model": "other"}',
+        start + r'"prompt": "\x"}',
+        start + '"prompt": "\t"}',
+    ):  # fmt: skip
+        yield case("text", COMPLETIONS, text)
+        yield case("text", CHAT, text)
+    for body in (b"\xff", b"\xef\xbb\xbf{}", b'{"prompt": "\xed\xa0\x80"}', b"\x00" * 100, b"\x80\x04N."):
+        yield case("bytes", COMPLETIONS, body)
+    for encoding in ("utf-16", "utf-32", "utf-7"):
+        yield case("encoding", COMPLETIONS, json.dumps(_completion(model)).encode(encoding))
+        headers = {"content-type": f"application/json; charset={encoding}"}
+        yield case("encoding", COMPLETIONS, _completion(model), headers=headers)
+
+
+_ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30, -(10**30), 0.5,
+    -0.0, 1e-320,
+    1e308, math.nan, math.inf, "", " ", "x", "-1", "NaN", "\x00", "a\ud800b", "\u202e", "x" * 10_000, [],
+    [None], [[]],
+    [5], ["x"], [{}], [1.5], [-1], [2**70], {}, {"x": 1}, {"": None}, {"type": "x"}, {"x": {"x": {"x": []}}},
+    b"",
+]  # fmt: skip
+
+_NAMES = [
+    "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "temperature", "top_p",
+    "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs",
+    "top_logprobs", "prompt_logprobs", "logit_bias", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "length_penalty", "echo", "suffix", "user", "use_beam_search", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "allowed_token_ids",
+    "bad_words", "response_format", "structured_outputs", "guided_json", "tools", "tool_choice",
+    "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template",
+    "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "documents",
+    "mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority", "request_id", "session_id",
+    "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "prompt_embeds", "logprob_token_ids",
+    "repetition_detection", "return_token_ids", "routed_experts_prompt_start", "stream_interval",
+    "truncation_side", "mm_payload", "model", "prompt", "messages", "input", "tokens", "text_1",
+    "text_2", "__class__",
+]  # fmt: skip
+
+
+def _fields(model: str) -> Iterator[Case]:
+    """Each field with values of other types and sizes than it is meant to have."""
+    for field in _NAMES:
+        for odd in _ODD:
+            value = "bytes" if isinstance(odd, bytes) else odd
+            yield case(f"completion:{field}", COMPLETIONS, _completion(model, **{field: value}))
+            yield case(f"chat:{field}", CHAT, _chat(model, **{field: value}))
+    several: list[dict[str, Any]] = [
+        {"n": 1024, "prompt": ["x"] * 100}, {"n": 16384}, {"prompt": ["x"] * 5000}, {"prompt": [[1]] * 2000},
+        {"prompt": [""]}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [[], [1]]}, {"prompt": [1, "x"]},
+        {"prompt": ["x", 1]},
+        {"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": [2**62]}, {"prompt": [1] * 127},
+        {"prompt": [1] * 128},
+        {"prompt": [1] * 129}, {"prompt": [1] * 100_000}, {"prompt": "x" * 1_000_000},
+        {"prompt": "\u1234" * 100_000},
+        {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 10**6}, {"echo": True, "max_tokens": 0},
+        {"echo": True, "logprobs": 1, "stream": True}, {"prompt_logprobs": 3}, {"prompt_logprobs": 3,
+        "stream": True},
+        {"logprobs": 21}, {"logprobs": -5}, {"logprobs": 2, "logprob_token_ids": [10**8]}, {"best_of": 500},
+        {"use_beam_search": True, "n": 4}, {"use_beam_search": True, "stream": True},
+        {"use_beam_search": True, "n": 200},
+        {"logit_bias": {"99999999": 5}}, {"logit_bias": {"x": 5}}, {"logit_bias": {"1": 1e300}},
+        {"logit_bias": {"-1": 1}},
+        {"stop": ["x"] * 5000}, {"stop": [""]}, {"stop": "\x00"}, {"stop_token_ids": [10**9, -1]},
+        {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 10**9}, {"max_tokens": -(10**9)},
+        {"temperature": 1e-9},
+        {"seed": 0, "temperature": 1.0}, {"top_p": 0.0}, {"top_k": -7}, {"bad_words": [""]},
+        {"bad_words": ["x" * 10_000]},
+        {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x",
+        "schema": {"type": "nonsense"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x",
+        "schema": {"$ref": "http://127.0.0.1:1/"}}}},
+        {"response_format": {"type": "structural_tag"}}, {"response_format": {"type": "structural_tag",
+        "structures": 5}},
+        {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"regex": "(a+)+$"}},
+        {"structured_outputs": {"regex": "a{1,100000}"}}, {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"choice": ["a"], "regex": "a"}},
+        {"structured_outputs": {"grammar": "root ::="}},
+        {"structured_outputs": {"json": "{"}}, {"structured_outputs": {"json": _nested(150)}},
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[0]], "remote_engine_id": "x",
+                                "remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "x",
+                                "tp_size": 1}},
+        {"kv_transfer_params": {"do_remote_decode": True}}, {"kv_transfer_params": {"eldr_replica": 5,
+        "eldr_attempt": "x"}},
+        {"vllm_xargs": {"kv_transfer_params": "boom"}},
+        {"vllm_xargs": {"kv_transfer_params": {"do_remote_prefill": True}}},
+        {"vllm_xargs": {"session_id": "x" * 10_000}}, {"cache_salt": "x" * 5000}, {"prompt": None,
+        "prompt_embeds": "AAAA"},
+        {"stream": True, "stream_options": {"include_usage": "maybe"}},
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream": True, "n": 3}, {"suffix": "x"}, {"priority": 5},
+        {"repetition_detection": {"max_pattern_size": 10**9}},
+        {"truncate_prompt_tokens": 1}, {"truncate_prompt_tokens": -1, "prompt": "x" * 5000},
+    ]  # fmt: skip
+    for fields in several:
+        yield case("completion", COMPLETIONS, _completion(model, **fields))
+    for name in (
+        f"{model}:",
+        f"{model}:x",
+        f"{model}:{'x' * 5000}",
+        ":",
+        "",
+        " ",
+        "../../etc/passwd",
+        "x" * 10_000,
+    ):
+        for path, body in ((COMPLETIONS, _completion(name)), (CHAT, _chat(name))):
+            yield case("model", path, body)
+
+
+def _messages(model: str) -> Iterator[Case]:
+    contents: list[Any] = [
+        5, [5], [None], [[]], [{}], {"a": 1}, [{"type": "text"}], [{"type": "text", "text": 5}],
+        [{"type": "x", "x": 1}], "",
+        [], [{"type": "image_url"}], [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+        [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}],
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+        [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
+        [{"type": "video_url", "video_url": {"url": "data:,"}}], [{"type": "text", "text": "x"}] * 1000,
+        "x" * 100_000,
+        [{"type": "file", "file": {}}], [{"type": "refusal", "refusal": "x"}], "{{ 7*7 }}",
+        "{% for x in range(9**9) %}",
+    ]  # fmt: skip
+    for content in contents:
+        for role in ("user", "system", "assistant", "tool", "developer", "nobody", "", None, 5):
+            yield case("content", CHAT, {"model": model, "messages": [{"role": role, "content": content}]})
+    calls: list[Any] = [
+        5, [5], [None], {}, [{}], [{"id": "x"}], "x", [{"type": "function"}],
+        [{"id": "x", "type": "function", "function": {"name": "f"}}],
+        [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+        [{"id": "x", "type": "function", "function": {"name": "f", "arguments": 5}}],
+        [{"id": "x", "type": "function", "function": 5}], [{"id": 5, "type": 5, "function": {"name": 5,
+        "arguments": []}}],
+    ]  # fmt: skip
+    for call in calls:
+        messages = [
+            {"role": "assistant", "tool_calls": call},
+            {"role": "tool", "tool_call_id": "x", "content": "y"},
+        ]
+        yield case("tool_calls", CHAT, {"model": model, "messages": messages, "max_tokens": 2})
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tools: list[Any] = [
+        [tool], [5], [{}], [{"type": "function"}], [tool | {"type": "x"}], [tool] * 300,
+        [{"type": "function", "function": {"name": "", "parameters": 5}}],
+        [{"type": "function", "function": {"name": "f", "parameters": _nested(150)}}],
+    ]  # fmt: skip
+    named = {"type": "function", "function": {"name": "g"}}
+    for offered in tools:
+        for choice in ("auto", "none", "required", named, 5, "x", {"type": "function"}):
+            yield case("tools", CHAT, _chat(model, tools=offered, tool_choice=choice))
+    shapes: list[Any] = [
+        None,
+        5,
+        "x",
+        {},
+        [],
+        [[]],
+        [None],
+        ["x"],
+        [{}],
+        [{"role": "user"}],
+        [{"content": "x"}],
+    ]
+    for messages in shapes:
+        yield case("messages", CHAT, {"model": model, "messages": messages})
+    many = [{"role": "user", "content": "x"}] * 2000
+    yield case("messages", CHAT, {"model": model, "messages": many})
+    for template in (
+        "{{",
+        "{{ 1/0 }}",
+        "{{ raise_exception('x') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "x" * 10_000,
+    ):
+        yield case("template", CHAT, _chat(model, chat_template=template))
+    for flags in (
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ):
+        yield case("template", CHAT, _chat(model, **flags))
+        yield case(
+            "template", CHAT, {"model": model, "messages": [{"role": "assistant", "content": None}]} | flags
+        )
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(levels // 2):
+        found = {"type": "object", "properties": {"x": found}}
+    return found
+
+
+def _other_endpoints(model: str) -> Iterator[Case]:
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}), ("/v1/embeddings", {"input": "x"}),
+        ("/v1/score", {"text_1": "x", "text_2": "y"}), ("/v1/audio/transcriptions", {"file": "x"}),
+    ]  # fmt: skip
+    for path, fields in bodies:
+        for text in ("", "{", "null", "[" * 300):
+            yield case(path, path, text)
+        for name in (model, f"{model}:x", "x", None, 5, "a\ud800"):
+            yield case(path, path, {"model": name} | fields)
+        for field in (*fields, "kv_transfer_params", "request_id", "add_special_tokens",
+        "truncate_prompt_tokens", "messages",
+                      "encoding_format", "dimensions", "return_token_strs", "priority"):  # fmt: skip
+            for odd in _ODD:
+                value = "bytes" if isinstance(odd, bytes) else odd
+                yield case(f"{path}:{field}", path, {"model": model} | fields | {field: value})
+    for tokens in ([10**9], [-1], [1] * 100_000, [2**62]):
+        yield case("detokenize", "/detokenize", {"model": model, "tokens": tokens})
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    for body in (
+        b"",
+        b"--x--\r\n",
+        b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n--x--\r\n',
+    ):
+        yield case("form", "/v1/audio/transcriptions", body, headers=form)
+        yield case("form", CHAT, body, headers=form)
+    for path in ("/", "/v1", "/v1/models", "/v1/models/x", f"/v1/models/{model}:x", "/v1/models/%00",
+    "/v1/models/%ed%a0%80",
+                 "/v1/models/" + "x" * 5000, "//", "/../../etc/passwd", "/eldr", "/eldr/", "/docs",
+                 "/openapi.json",
+                 "/eldr/status?x=%ff", "/-/routes", "/-/healthz", "/v1/responses", "/metrics",
+                 "/%"):  # fmt: skip
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"):
+            yield case("path", path, method=method)
+
+
+def _transport(model: str) -> Iterator[Case]:
+    """Headers, and HTTP that breaks off."""
+    body = _completion(model)
+    for value in ("", "x", "text/plain", "application/xml", "application/json;;", "application/x+json",
+    "a" * 5000, "\xff",
+                  "application/json; charset=nonsense", "multipart/form-data",
+                  "application/x-www-form-urlencoded"):  # fmt: skip
+        yield case("content-type", COMPLETIONS, body, headers={"content-type": value})
+    yield case("content-type", COMPLETIONS, body, headers={})
+    odd = ("", "x", "-1", "0", "5", str(2**70), "1e9", "NaN", "\xff\xfe", "x" * 5000, '{"a": 1}', "00-0-0-0")
+    for name in ("x-request-id", "x-vllm-priority", "x-data-parallel-rank", "x-session-id", "x-eldr-domain",
+    "traceparent",
+                 "tracestate", "accept", "accept-encoding", "authorization", "cookie", "origin",
+                 "x-forwarded-for", "range",
+                 "serve_multiplexed_model_id", "x-request-disconnect-disabled", "expect", "content-encoding",
+                 "te",
+                 "if-none-match", "referer", "user-agent", "upgrade",
+                 "x-request-timeout-seconds"):  # fmt: skip
+        for value in odd:
+            complete = name not in ("expect", "upgrade", "te")
+            yield case(f"header:{name}", COMPLETIONS, body, headers=JSON | {name: value}, complete=complete)
+    for many in (50, 2000):
+        headers = JSON | {f"x-{number}": "y" for number in range(many)}
+        yield case("headers", COMPLETIONS, body, headers=headers, complete=many < 100)
+    text = json.dumps(body).encode()
+    for said in (len(text) + 10, 10**6, 10**18, 10**30, -1, 0, 5):
+        yield case("length", COMPLETIONS, text, length=said, complete=False)
+    large = 17 * 2**20
+    yield case("large", COMPLETIONS, b'{"prompt": "' + b"x" * large + b'"}', complete=False)
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(text), text)
+    chunked = JSON | {"transfer-encoding": "chunked"}
+    yield case("chunked", COMPLETIONS, chunks, headers=chunked)
+    one_by_one = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    yield case("chunked", COMPLETIONS, one_by_one, headers=chunked)
+    for broken in (
+        b"",
+        chunks[:-5],
+        b"zz\r\nx\r\n0\r\n\r\n",
+        b"-1\r\n",
+        b"ffffffffffffffffff\r\n",
+        b"5;x=" + b"y" * 5000,
+    ):
+        yield case("chunked", COMPLETIONS, broken, headers=chunked, complete=False)
+    whole = case("", COMPLETIONS, body).raw
+    for cut in (1, 10, 20, len(whole) // 2, len(whole) - 1):
+        yield Case("cut", whole[:cut], complete=False)
+    for raw in (b"", b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\n",
+                b"POST / HTTP/1.0\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n",
+                b"GET / HTTP/1.1\r\nx\r\n\r\n"):  # fmt: skip
+        yield Case("http", raw, complete=False)
+
+
+def _administration(key: str | None) -> Iterator[Case]:
+    """Changes of policy and table: without the key, and with it where it is given."""
+    odd_counts: list[Any] = [2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {}]
+    odd_values: list[Any] = [2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True]
+    policies: list[Any] = [
+        None, 5, [], {}, {"name": 5}, {"name": "x"}, {"name": "random", "x": 1}, {"name": "random",
+        "parameters": 5},
+        *(
+            {"name": "balance-route", "parameters": {name: odd}}
+            for name in ("slots", "window", "reach", "threshold", "patience", "pool", "overcommit", "x")
+            for odd in odd_counts
+        ),
+        *(
+            {"name": policy, "parameters": {name: odd}}
+            for policy in ("balance-route-horizon", "locality-balance", "balance-band", "locality-band",
+            "marginal-cost")
+            for name in ("alpha", "beta", "gamma", "horizon", "predictor", "refresh", "gate", "band",
+            "max_load_ratio",
+                         "band_tokens", "prior_tokens", "home", "expert_weight", "cost", "reach", "patience")
+            for odd in odd_values
+        ),
+    ]  # fmt: skip
+    keys = [{}, {"authorization": "Bearer wrong"}, {"authorization": "\xff"}]
+    if key:
+        keys.append({"authorization": f"Bearer {key}"})
+    for headers in keys:
+        for body in policies if headers is keys[-1] else policies[:8]:
+            yield case("policy", "/eldr/policy", body, method="PUT", headers=JSON | headers)
+        for table in (
+            b"",
+            b"x",
+            b"\x00" * 1000,
+            b"\xff" * 8,
+            b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
+            b"x" * 100_000,
+        ):
+            yield case("table", "/eldr/table", table, method="PUT", headers=headers)
+    for text in (
+        "NaN",
+        '{"name": "balance-band", "parameters": {"band_tokens": Infinity}}',
+        "{",
+        r'{"name": "\ud800"}',
+    ):
+        yield case("policy", "/eldr/policy", text, method="PUT", headers=JSON | keys[-1])
+    yield case("table", "/eldr/table", b"x", method="PUT", length=10**9, complete=False)
+
+
+# -- hypothesis ----------------------------------------------------------------------------------
+
+
+def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
+    """So many examples of the strategy, the same ones for the same number."""
+    found: list[Any] = []
+    if count < 1:
+        return found
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def take(example: Any) -> None:
+        found.append(example)
+
+    with suppress(Unsatisfiable):  # where nothing can be wrong, as in a call without parameters
+        take()
+    return found[:count]
+
+
+_SCALARS = st.one_of(
+    st.sampled_from([odd for odd in _ODD if not isinstance(odd, bytes)]),
+    st.none(),
+    st.booleans(),
+    st.integers(-200, 200),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(), max_size=20),
+    st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
+)
+_KEYS = ["type", "role", "content", "text", "name", "function", "parameters", "json_schema", "schema"]
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=6) | st.sampled_from(_KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def mutations(model: str, count: int, number: int) -> list[Case]:
+    """Valid bodies with some of their fields, parts or bytes replaced."""
+    bodies = [
+        (COMPLETIONS, _completion(model)),
+        (COMPLETIONS, _completion(model, stream=True, logprobs=1, stop=["x"], seed=1)),
+        (COMPLETIONS, _completion(model, prompt=[1, 2, 3], n=2)),
+        (CHAT, _chat(model, logprobs=True, top_logprobs=1)),
+        (CHAT, _chat(model, [{"type": "text", "text": "x"}], stream=True)),
+        (CHAT, _chat(model, response_format={"type": "json_object"}, tools=[], tool_choice="auto")),
+        ("/tokenize", {"model": model, "prompt": "x"}),
+        ("/detokenize", {"model": model, "tokens": [1]}),
+        ("/v1/embeddings", {"model": model, "input": "x"}),
+        ("/v1/score", {"model": model, "text_1": "x", "text_2": "y"}),
+    ]
+
+    @st.composite
+    def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+        path, valid = draw(st.sampled_from(bodies))
+        body = json.loads(json.dumps(valid))
+        for _ in range(draw(st.integers(1, 3))):
+            body = _mutated(body, draw)
+        raw = json.dumps(body).encode(errors="surrogatepass")
+        if draw(st.integers(0, 9)) == 9:
+            at = draw(st.integers(0, len(raw)))
+            raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
+        return case(f"mutation:{path}", path, raw)
+
+    return _collect(mutated(), count, number)
+
+
+def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+    """The body with one value somewhere in it replaced, removed or added."""
+    if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
+        return draw(_VALUES)
+    if isinstance(body, list):
+        at = draw(st.integers(0, len(body) - 1))
+        body[at] = _mutated(body[at], draw)
+        return body
+    kind = draw(st.integers(0, 5))
+    if kind < 2:
+        body[draw(st.sampled_from(_NAMES))] = draw(_VALUES)
+        return body
+    key = draw(st.sampled_from(sorted(body)))
+    if kind == 2:
+        del body[key]
+    else:
+        body[key] = _mutated(body[key], draw)
+    return body
+
+
+# -- schemathesis --------------------------------------------------------------------------------
+
+
+def from_openapi(
+    document: dict[str, Any], model: str, admin_key: str | None, count: int, number: int
+) -> list[Case]:
+    """As many valid requests by the document as invalid ones, evenly over its operations.
+
+    Where a body names a model, it is the one that is served: any other would be all that is looked at.
+    """
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
+    modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
+    plans = [(operation, mode) for mode in modes for operation in operations]
+    found: list[Case] = []
+    for index, (operation, mode) in enumerate(plans):
+        share = (count - len(found)) // (len(plans) - index)
+        strategy = operation.as_strategy(generation_mode=mode)
+        for generated in _collect(strategy, share, number + index):
+            if isinstance(generated.body, dict) and "model" in generated.body:
+                generated.body["model"] = model
+            found.append(_sent(generated, admin_key))
+    return found
+
+
+def _sent(generated: Any, admin_key: str | None) -> Case:
+    arguments = generated.as_transport_kwargs(base_url="http://eldr")
+    prepared = requests.Request(**arguments).prepare()
+    url = urlsplit(prepared.url or "/")
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    headers = {name.lower(): value for name, value in prepared.headers.items()}
+    body = prepared.body or b""
+    kept = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
+    if admin_key and target.startswith("/eldr/"):
+        kept["authorization"] = f"Bearer {admin_key}"
+    label = f"openapi:{generated.method} {generated.operation.path}"
+    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=kept)
+
+
+def _bytes(body: Any) -> bytes:
+    if isinstance(body, Iterable) and not isinstance(body, bytes | str):
+        return b"".join(_bytes(part) for part in body)
+    return body.encode(errors="surrogatepass") if isinstance(body, str) else bytes(body)

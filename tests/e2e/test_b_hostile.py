@@ -1,0 +1,59 @@
+"""A share of `python -m loadgen.hostile` against the running service; the long run is that command."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from service import ADMIN_KEY, Service
+
+from loadgen.hostile import corpus, send_all, settle
+
+MODEL = "eldr-demo"
+
+
+@pytest.fixture
+def own_policy(service: Service) -> Iterator[None]:
+    service.set_policy("locality-band")
+    yield
+    service.set_policy("locality-band")
+
+
+def test_hostile_requests_break_nothing(service: Service, own_policy: None) -> None:
+    address = urlsplit(service.url)
+    assert address.hostname is not None
+    assert address.port is not None
+    cases = corpus(service.url, MODEL, 600, seed=0, admin_key=ADMIN_KEY)
+    sending = send_all(cases, address.hostname, address.port, in_flight=8, limit_s=30)
+    outcomes = asyncio.run(sending)
+    assert len(outcomes) == len(cases) == 600
+    assert not [(o.problem, o.case.label, o.case.raw[-300:]) for o in outcomes if o.problem]
+    assert settle(service.url, MODEL, None) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 100_000},
+        {"min_tokens": 9, "max_tokens": 4},
+        {"temperature": -1},
+        {"logprobs": 1000},
+        {"allowed_token_ids": [10**8]},
+        {"structured_outputs": {"regex": "("}},
+    ],
+)
+def test_what_decode_refuses_costs_no_prefill(
+    service: Service, fields: dict[str, object], stream: bool
+) -> None:
+    before = service.status()["counters"].get("prefills", 0)
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, "stream": stream} | fields
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    time.sleep(0.5)  # counters come with the ingress's next message
+    assert service.status()["counters"].get("prefills", 0) == before

@@ -1,0 +1,119 @@
+"""The ingress's real HTTP application in this process, over fake engines and a fake router actor."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+from ray import serve
+from ray.serve.llm.ingress import make_fastapi_ingress
+from test_path import Stream, good_prefill
+from test_router_client import FakeActor
+
+from eldr_serve.serving import ingress
+from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.compat import CompletionResponse
+from eldr_serve.serving.decode_router import RouterSpec
+from eldr_serve.serving.path import PathOptions
+
+KEY = "key"
+_names = itertools.count()
+
+
+@cache
+def _ingress_class() -> Any:
+    cls = make_fastapi_ingress(ingress.EldrIngress, endpoint_map=ingress.ENDPOINTS, app=ingress.application())
+    cls.__del__ = lambda self: None  # Serve's is asynchronous, and awaited by Serve alone
+    return cls
+
+
+async def answers(request: Any) -> AsyncIterator[Any]:
+    """A decode engine's whole answer."""
+    choice = {"index": 0, "text": "yes", "finish_reason": "length"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    yield CompletionResponse(model="m", choices=[choice], usage=usage)
+
+
+class Handle:
+    """A DeploymentHandle; every method is answered by `answer(request)`, an async generator."""
+
+    def __init__(self, answer: Callable[[Any], AsyncIterator[Any]]) -> None:
+        self.answer = answer
+        self.requests: list[Any] = []
+        self.names: set[str] = set()  # adapters that handles were made for
+
+    def options(self, *, multiplexed_model_id: str = "", **_: Any) -> Handle:
+        self.names |= {multiplexed_model_id} - {""}
+        return self
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=self._call)
+
+    def _call(self, request: Any, raw_info: Any = None) -> Stream:
+        self.requests.append(request)
+        return Stream(self.answer(request))
+
+
+class App:
+    """A running ingress and a client of it."""
+
+    def __init__(self, running: Any, client: httpx.AsyncClient, prefill: Handle, decode: Handle) -> None:
+        self.ingress, self.client, self.prefill, self.decode = running, client, prefill, decode
+
+    async def post(self, path: str, body: Any) -> httpx.Response:
+        """The body is JSON text, or what is made JSON of."""
+        content = body if isinstance(body, str | bytes) else None
+        return await self.client.post(
+            path,
+            content=content,
+            json=None if content is not None else body,
+            headers={"content-type": "application/json"},
+        )
+
+    async def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.client.get("/eldr/status")).json()
+        return found
+
+
+@asynccontextmanager
+async def running_app(
+    *,
+    prefill: Callable[[Any], AsyncIterator[Any]] = good_prefill,
+    decode: Callable[[Any], AsyncIterator[Any]] = answers,
+    actor: FakeActor | None = None,
+    **options: Any,
+) -> AsyncIterator[App]:
+    """Options are those of IngressOptions."""
+    actor = actor or FakeActor()
+    handles = Handle(prefill), Handle(decode)
+    name = f"test-{next(_names)}"
+    running: Any = object.__new__(_ingress_class())
+    context = SimpleNamespace(servable_object=running)
+    with (
+        patch.object(ingress, "connect", lambda *_: actor),
+        patch.object(serve, "get_replica_context", lambda: context),
+    ):
+        await running.__init__(
+            {"m": handles[1]},
+            {"m": {"id": "m", "object": "model", "owned_by": "", "permission": [], "metadata": {}}},
+            prefill=handles[0],
+            application=name,
+            router=RouterSpec(model_id="m"),
+            options=IngressOptions(**options),
+            path_options=PathOptions(retry_backoff_s=0.0),
+            admin_key_sha256=hashlib.sha256(KEY.encode()).hexdigest(),
+        )
+        ingress.directory(ingress.decode_directory(name)).publish(["r0", "r1"])
+        transport = httpx.ASGITransport(running.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+            try:
+                yield App(running, client, *handles)
+            finally:
+                await running._client.stop()

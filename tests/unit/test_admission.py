@@ -1,0 +1,298 @@
+"""What may come in, how many at once, and that every way out gives the place back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from ingress_app import KEY, running_app
+
+from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json, sound
+from eldr_serve.serving.compat import ChatCompletionRequest
+from eldr_serve.serving.errors import BadRequest, Overloaded
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
+
+
+def chat(content: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content}]}
+
+
+def is_one_sentence(answer: httpx.Response, status: int) -> bool:
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == status, answer.text
+    return 0 < len(error["message"]) <= 500 and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat([5])),
+        (CHAT, chat([None])),
+        (CHAT, chat([{"type": "image_url"}])),
+        (CHAT, chat({"a": 1})),
+        (CHAT, {"model": "m", "messages": [5]}),
+        (CHAT, {"model": "m", "messages": [{"role": "assistant", "tool_calls": [7]}]}),
+        (CHAT, {"model": "m", "messages": [{"role": "assistant", "tool_calls": 7}]}),
+        (CHAT, chat("x") | {"structured_outputs": 5}),
+        (CHAT, chat("x") | {"response_format": {"type": "structural_tag"}}),
+        (COMPLETIONS, HELLO | {"structured_outputs": 5}),
+        (COMPLETIONS, '{"model": "m", "prompt": "x", "n": NaN}'),
+        (COMPLETIONS, '{"model": "m", "prompt": "x", "temperature": Infinity}'),
+        (COMPLETIONS, '{"model": "m", "prompt": "x", "temperature": 1e999}'),
+        (COMPLETIONS, r'{"model": "m", "prompt": "a\ud800b"}'),
+        (COMPLETIONS, b'{"model": "m", "prompt": "a\xed\xa0\x80b"}'),
+        (COMPLETIONS, HELLO | {"max_tokens": 10**30}),
+        (COMPLETIONS, HELLO | {"prompt": [10**30]}),
+        (COMPLETIONS, "9" * 5000),
+        (COMPLETIONS, "[" * 100_000),
+        (COMPLETIONS, ""),
+        (COMPLETIONS, "null"),
+        (COMPLETIONS, '{"model": "m", "prompt": "x"} y'),
+        ("/v1/embeddings", chat([5])),
+        ("/tokenize", r'{"model": "m", "prompt": "\udfff"}'),
+    ],
+)
+async def test_what_no_engine_could_serve_gets_400_and_gives_its_place_back(path: str, body: Any) -> None:
+    async with running_app() as app:
+        assert is_one_sentence(await app.post(path, body), 400)
+        assert app.ingress.gate.in_flight == 0
+        assert not app.prefill.requests + app.decode.requests
+        assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
+
+
+async def test_places_are_counted_where_they_are_checked() -> None:
+    """All requests are past the check before the first one reaches an engine."""
+    held = asyncio.Event()
+
+    async def holds(request: Any) -> AsyncIterator[Any]:
+        await held.wait()
+        raise Overloaded("over")
+        yield
+
+    async with running_app(prefill=holds, max_in_flight=2) as app:
+
+        async def slow(model: str | None) -> str:
+            await asyncio.sleep(0.05)
+            return "m"
+
+        app.ingress._get_model_id = slow
+        posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
+        done, pending = await asyncio.wait(posts, timeout=0.5)
+        assert sorted(task.result().status_code for task in done) == [429] * 3
+        assert len(pending) == app.ingress.gate.in_flight == 2
+        held.set()
+        assert {(await task).status_code for task in pending} == {503}
+        assert app.ingress.gate.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"]
+)
+async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> None:
+    async with running_app(max_in_flight=1) as app:
+        app.ingress.gate.in_flight = 1
+        answer = await app.post(path, HELLO)
+        assert is_one_sentence(answer, 429)
+        assert answer.json()["error"]["type"] == "overloaded"
+        assert int(answer.headers["retry-after"]) >= 1
+        changed = await app.client.put(
+            "/eldr/policy", json={"name": "random"}, headers={"authorization": f"Bearer {KEY}"}
+        )
+        assert changed.status_code == 200  # a full service can be operated
+        assert (await app.client.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
+    reached = asyncio.Event()
+
+    async def hangs(request: Any) -> AsyncIterator[Any]:
+        reached.set()
+        await asyncio.sleep(60)
+        yield "never"
+
+    async with running_app(**{leg: hangs}) as app:
+        post = asyncio.create_task(app.post(COMPLETIONS, HELLO))
+        await reached.wait()
+        assert app.ingress.gate.in_flight == 1
+        post.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await post
+        assert app.ingress.gate.in_flight == 0
+
+
+async def test_a_stream_keeps_its_place_until_its_end() -> None:
+    more = asyncio.Event()
+
+    async def streams(request: Any) -> AsyncIterator[Any]:
+        yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+        await more.wait()
+        yield "data: [DONE]\n\n"
+
+    async with running_app(decode=streams) as app:
+        post = asyncio.create_task(app.post(COMPLETIONS, HELLO | {"stream": True}))
+        while not app.decode.requests:
+            await asyncio.sleep(0.01)
+        assert app.ingress.gate.in_flight == 1
+        more.set()
+        assert (await post).status_code == 200
+        assert app.ingress.gate.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({"n": 9}, 9),
+        ({"prompt": ["a"] * 9}, 9),
+        ({"prompt": [[1], [2], [3]], "n": 3}, 9),
+        ({"n": 2**40}, 2**40),
+    ],
+)
+async def test_one_request_cannot_ask_for_a_crowd(fields: dict[str, Any], answers: int) -> None:
+    async with running_app(max_sequences=8) as app:
+        answer = await app.post(COMPLETIONS, HELLO | fields)
+        assert is_one_sentence(answer, 400)
+        assert f"{answers} answers" in answer.text
+        assert not app.decode.requests
+        assert (await app.post(COMPLETIONS, HELLO | {"n": 8})).status_code == 200
+
+
+async def test_invented_adapters_are_unknown_models_and_cost_no_handle() -> None:
+    async with running_app() as app:
+        for path in (COMPLETIONS, "/tokenize"):
+            for number in range(3):
+                assert is_one_sentence(await app.post(path, HELLO | {"model": f"m:{number}"}), 404)
+        assert not app.decode.names
+
+
+async def test_the_openapi_document_is_served() -> None:
+    async with running_app() as app:
+        paths = (await app.client.get("/openapi.json")).json()["paths"]
+        assert {COMPLETIONS, CHAT, "/tokenize", "/eldr/policy"} <= paths.keys()
+
+
+# -- the door alone ------------------------------------------------------------------------------
+
+
+class Door:
+    """Admission around an application that answers 200, and a client that sends `chunks`."""
+
+    def __init__(self, *chunks: bytes, path: str = COMPLETIONS, method: str = "POST", **headers: str) -> None:
+        self.gate = Gate(
+            IngressOptions(max_body_mib=0.001, body_timeout_s=0.2),
+            "2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683",  # of "key"
+            lambda event: None,
+        )
+        self.chunks = list(chunks)
+        self.received = 0
+        self.bodies: list[bytes] = []
+        self.sent: list[dict[str, Any]] = []
+        self.scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
+        }
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.bodies.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def _receive(self) -> dict[str, Any]:
+        self.received += 1
+        if not self.chunks:
+            await asyncio.Event().wait()
+        body = self.chunks.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(self.chunks) or body == b"slow"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    async def status(self) -> int:
+        await Admission(self._app, lambda: self.gate)(self.scope, self._receive, self._send)
+        assert self.gate.in_flight == 0
+        return int(self.sent[0]["status"])
+
+
+async def test_a_body_arrives_whole() -> None:
+    door = Door(b"ab", b"", b"cd")
+    assert await door.status() == 200
+    assert door.bodies == [b"abcd"]
+
+
+async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    door = Door(b"x", content_length="2000")
+    assert await door.status() == 413
+    assert door.received == 0
+
+
+async def test_a_body_that_turns_out_too_large_is_read_no_further() -> None:
+    door = Door(*[b"x" * 500] * 100)
+    assert await door.status() == 413
+    assert door.received == 3
+    assert not door.bodies
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    assert await Door(b"slow").status() == 408
+
+
+@pytest.mark.parametrize("path", ["/eldr/table", "/eldr/policy"])
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+async def test_the_key_is_looked_at_before_the_body(path: str, headers: dict[str, str]) -> None:
+    door = Door(b"x", path=path, method="PUT", **headers)
+    assert await door.status() == 401
+    assert door.received == 0
+
+
+async def test_a_table_may_be_larger_than_a_request_but_not_of_any_size() -> None:
+    key = {"path": "/eldr/table", "method": "PUT", "authorization": "Bearer key"}
+    assert await Door(b"x" * 2000, **key).status() == 200  # type: ignore[arg-type]
+    assert await Door(content_length=str(65 * 2**20), **key).status() == 413  # type: ignore[arg-type]
+
+
+async def test_a_place_is_given_back_when_the_application_breaks() -> None:
+    door = Door(b"x")
+
+    async def breaks(*_: Any) -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        await Admission(breaks, lambda: door.gate)(door.scope, door._receive, door._send)
+    assert door.gate.in_flight == 0
+
+
+# -- form ----------------------------------------------------------------------------------------
+
+
+def test_json_by_the_standard_is_taken_as_it_is() -> None:
+    value = {"a": [1, -1.5e10, "\U0001f600 \\ud800 99999999999999999999", None, True], "b": {"c": 2**63 - 1}}
+    assert parse_json(json.dumps(value).encode()) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@pytest.mark.parametrize("body", [b"{", b'"\\ud800"', b"NaN", b"[1e999]", b"[9223372036854775808]", b"\xff"])
+def test_anything_else_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        parse_json(body)
+
+
+def test_what_validators_stumble_over_is_refused() -> None:
+    def stumbles(value: Any) -> Any:
+        raise AttributeError("'int' object has no attribute 'get'")
+
+    with pytest.raises(ValueError, match="no attribute"):
+        sound({}, stumbles)
+
+
+def test_parts_of_messages_are_lists_afterwards() -> None:
+    body = chat([{"type": "text", "text": "x"}])
+    request = sound(body, ChatCompletionRequest.model_validate)
+    assert request.messages[0]["content"] == [{"type": "text", "text": "x"}]

@@ -1,0 +1,157 @@
+"""No request, and no policy, stops the router: load stands in for a policy that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ingress_app import KEY, running_app
+from test_router_client import FakeActor
+from test_router_state import ask, loads, make, release
+
+from eldr_serve.routing import (
+    Decision,
+    GuardedPolicy,
+    Handoff,
+    Loads,
+    NoWorkerError,
+    Policy,
+    PolicyError,
+    PooledPolicy,
+    make_policy,
+)
+from eldr_serve.routing.balance import BalanceRoute
+from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest
+
+HORIZON = ["balance-route-horizon", "locality-balance", "balance-band"]
+LOADS = Loads(np.array([2, 0, 1]), np.zeros(3, np.int64), np.array([True, False, True]))
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("policy", HORIZON)
+@pytest.mark.parametrize("tokens", [10**30, 2**63, 2**63 - 1, -(10**30)])
+def test_a_placement_of_absurd_size_is_placed_and_so_are_those_after_it(policy: str, tokens: int) -> None:
+    state = make(policy=policy)
+    absurd = PlacementRequest("absurd", 10, tokens, table_version=state.settings.table_version)
+    (lease,) = state.exchange(Exchange("c", (absurd,), known_epoch=state.epoch)).leases
+    assert lease is not None
+    for number in range(3):
+        assert ask(state, str(number)) is not None
+        state.exchange(Exchange("c", progress={"absurd": 1 + number}, known_epoch=state.epoch))
+    state.set_policy(policy, {})
+    release(state, "absurd", "0", "1", "2")
+    assert set(loads(state).values()) == {(0, 0)}
+    assert not state.counters["policy_errors"]
+
+
+@pytest.mark.parametrize("policy", HORIZON)
+def test_a_lease_of_absurd_size_from_elsewhere_stops_nothing(policy: str) -> None:
+    state = make(policy=policy)
+    absurd = Lease("absurd", "r1", 10, max_new_tokens=10**30)
+    for number in range(2):
+        state.exchange(Exchange("c", held=(absurd,), known_epoch=state.epoch))
+        assert ask(state, str(number)) is not None
+    assert loads(state)["r1"][0] >= 1
+    assert state.counters["policy_errors"]
+    assert state.status()["counters"]["policy_errors"]
+
+
+class Broken(PooledPolicy):
+    """Fails in whatever it is asked and told."""
+
+    def _choose(self, *_: Any) -> Decision:
+        raise OverflowError
+
+    def _dispatch(self, *_: Any) -> list[tuple[int, Decision]]:
+        raise OverflowError
+
+    def placed(self, *_: Any) -> None:
+        raise OverflowError
+
+    released = progressed = follow_cost = placed  # type: ignore[assignment]
+
+
+class Astray(Policy):
+    """Chooses a worker that is not available."""
+
+    def _choose(self, *_: Any) -> Decision:
+        return Decision(1, 3, None, "astray")
+
+
+Broken.name, Astray.name = "broken", "astray"
+
+
+def guarded(policy: Policy) -> tuple[GuardedPolicy, list[str]]:
+    failures: list[str] = []
+    return GuardedPolicy(policy, lambda: failures.append("")), failures
+
+
+def handoff(name: str = "r") -> Handoff:
+    return Handoff(name, None, 10, 20)
+
+
+@pytest.mark.parametrize("policy", [Broken(), Astray()])
+def test_load_stands_in_for_a_policy_that_fails(policy: Policy) -> None:
+    guard, failures = guarded(policy)
+    assert guard.choose(handoff(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
+    assert len(failures) == 1
+
+
+def test_nobody_waits_for_a_pooled_policy_that_fails() -> None:
+    guard, failures = guarded(Broken())
+    given = guard.dispatch([handoff(str(n)) for n in range(4)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in given] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    guard.placed(handoff(), 0)
+    guard.progressed({"r": 1})
+    guard.released("r")
+    assert len(failures) == 4
+
+
+def test_no_worker_is_still_no_worker() -> None:
+    guard, failures = guarded(make_policy("shortest-queue"))
+    with pytest.raises(NoWorkerError):
+        guard.choose(handoff(), Loads(LOADS.in_flight, LOADS.kv_tokens, np.zeros(3, bool)), RNG)
+    assert not failures
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
+@pytest.mark.parametrize("name", ["slots", "reach", "threshold", "patience", "overcommit", "window"])
+def test_no_count_is_beyond_what_can_be_added_up(name: str, value: int) -> None:
+    with pytest.raises(PolicyError, match=f"^{name} is {value}, it must be a whole number from"):
+        make_policy("balance-route", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "value"),
+    [
+        ("balance-route-horizon", "refresh", 2**63),
+        ("balance-band", "band_tokens", float("inf")),
+        ("balance-band", "band_tokens", 10**400),
+        ("locality-band", "max_load_ratio", float("inf")),
+        ("locality-band", "max_load_ratio", 10**400),
+        ("marginal-cost", "home", 10**400),
+        ("marginal-cost", "cost", {"per_step_s": 10**400}),
+    ],
+)
+def test_no_parameter_overflows(policy: str, name: str, value: Any) -> None:
+    with pytest.raises(PolicyError, match=f"^{name} is "):
+        make_policy(policy, **{name: value})
+
+
+def test_the_largest_counts_that_are_taken_work() -> None:
+    most = 2**31 - 1
+    policy = BalanceRoute(slots=most, reach=most, threshold=most, patience=most, overcommit=most)
+    assert len(policy.dispatch([handoff(str(n)) for n in range(5)], LOADS, RNG)) == 5
+
+
+async def test_operators_are_told_in_one_sentence_and_nothing_changes() -> None:
+    async with running_app(actor=FakeActor(policy="random")) as app:
+        answer = await app.client.put(
+            "/eldr/policy",
+            json={"name": "balance-route", "parameters": {"slots": 2**62}},
+            headers={"authorization": f"Bearer {KEY}"},
+        )
+        assert answer.status_code == 400
+        assert "slots is 4611686018427387904" in answer.json()["error"]["message"]
+        assert (await app.status())["policy"] == "random"

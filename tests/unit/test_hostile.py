@@ -1,0 +1,86 @@
+"""The hostile corpus and its judge."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from loadgen.hostile import _read, send, send_all
+from loadgen.hostile_cases import Case, by_hand, case, known, mutations
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n{}"
+
+
+@asynccontextmanager
+async def server(answer: bytes | None) -> AsyncIterator[int]:
+    """Sends the same answer to everybody; None: none, and the connection stays open."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100_000)
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    running = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with running:
+        yield running.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "complete", "problem"),
+    [
+        (OK, True, None),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, None),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", True, None),
+        (b"HTTP/1.1 500 Internal Server Error\r\n\r\n", True, "status 500"),
+        (b"HTTP/1.1 502 Bad Gateway\r\n\r\n", False, "status 502"),
+        (b"", True, "no answer"),
+        (b"", False, None),
+        (None, True, "no end of the answer within 0.2 s"),
+        (None, False, None),
+        (OK + b'\n\ndata: {"error": {"message": "x", "code": 500}}\n\n', True, "status 500 in a stream"),
+        (OK + b'\n\ndata: {"error": {"message": "x", "code": 400}}\n\n', True, None),
+    ],
+)
+async def test_an_answer_is_judged(answer: bytes | None, complete: bool, problem: str | None) -> None:
+    async with server(answer) as port:
+        outcome = await send(Case("test", b"GET / HTTP/1.1\r\n\r\n", complete), "127.0.0.1", port, 0.2)
+    assert outcome.problem == problem
+
+
+async def test_a_case_can_be_sent_again(tmp_path: Path) -> None:
+    cases = known("m")
+    async with server(OK) as port:
+        outcomes = await send_all(cases, "127.0.0.1", port, in_flight=3, limit_s=5)
+    assert len(outcomes) == len(cases)
+    file = tmp_path / "violations.jsonl"
+    file.write_text("".join(f"{outcome.line}\n" for outcome in outcomes))
+    assert sorted(c.raw for c in _read(file)) == sorted(c.raw for c in cases)
+    assert base64.b64decode(json.loads(outcomes[0].line)["raw"])
+
+
+def test_cases_by_hand_are_many_and_different() -> None:
+    cases = by_hand("m", "key")
+    assert len(cases) > 5000
+    assert len({c.raw for c in cases}) > 0.95 * len(cases)
+    assert any(b"Bearer key" in c.raw for c in cases)
+
+
+def test_mutations_repeat_by_seed() -> None:
+    first, again, other = (mutations("m", 30, number) for number in (1, 1, 2))
+    assert first == again != other
+    assert len(first) == 30
+
+
+def test_a_case_is_an_http_request() -> None:
+    raw = case("x", "/path", {"a": "\u00e9"}).raw
+    assert raw.startswith(b"POST /path HTTP/1.1\r\nhost: eldr\r\n")
+    assert raw.endswith(b'content-length: 13\r\n\r\n{"a": "\\u00e9"}'.replace(b"13", b"15"))
