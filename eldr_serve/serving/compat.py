@@ -1,4 +1,7 @@
-"""The internal names of Ray Serve LLM that this package leans on. Checked on Ray 2.60.0."""
+"""The internal names of Ray Serve LLM that this package leans on, and of vLLM around its endpoints.
+
+Checked on Ray 2.60.0 and vLLM 0.32.0.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import inspect
 from typing import Any
 
 import ray
+import vllm
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.ingress import OpenAiIngress
@@ -37,9 +41,11 @@ try:
         _canonicalize_request_id_header as canonical_request_id,
     )
     from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
+    from vllm.entrypoints.serve import create_error_response
 except ImportError as error:
     raise ImportError(
-        f"ray {ray.__version__} has moved what eldr-serve extends ({error}); it was checked on ray {_CHECKED}"
+        f"ray {ray.__version__} or vLLM {vllm.__version__} has moved what eldr-serve extends ({error}); "
+        f"it was checked on ray {_CHECKED} and vLLM 0.32.0"
     ) from error
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.
@@ -61,6 +67,7 @@ __all__ = [
     "TokenizeCompletionRequest",
     "canonical_request_id",
     "check_ray",
+    "create_error_response",
     "openai_application",
     "openai_serving",
     "picklable_chat",

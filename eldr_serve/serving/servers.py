@@ -12,7 +12,6 @@ from typing import Any
 
 import vllm
 from ray.exceptions import ActorDiedError, RayError
-from vllm.entrypoints.serve import create_error_response
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
@@ -21,6 +20,7 @@ from eldr_serve.serving.compat import (
     ErrorInfo,
     ErrorResponse,
     QuietLLMServer,
+    create_error_response,
     openai_serving,
     register_connector,
 )

@@ -6,12 +6,13 @@ import pytest
 from shipped import imports, modules
 
 COMPAT = {"eldr_serve.engine.compat", "eldr_serve.serving.compat"}
-# vLLM's extension points: what a class that it is told to load must subclass or is handed. Beside them only
-# what `import vllm` itself exports is public; vLLM marks nothing else as such.
+# vLLM's extension points: what a class that it is told to load must subclass or is handed, and what requests
+# carry. Beside them only what `import vllm` itself exports is public; vLLM marks nothing else as such.
 VLLM_EXTENSION_POINTS = {
     "vllm.config": "handed to all of them",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "kv_connector_module_path",
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "what such a connector reports",
+    "vllm.sampling_params": "what requests carry",
     "vllm.v1.core.sched.async_scheduler": "scheduler_cls",
     "vllm.v1.core.sched.scheduler": "scheduler_cls",
     "vllm.v1.metrics.loggers": "stat_loggers",
