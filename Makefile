@@ -21,7 +21,8 @@ setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]' || { \
+	@echo 'installing into $(VENV): about 2 GB, some minutes'
+	@$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]' || { \
 	[ '$(EXTRA)' = cpu ] && \
 	echo 'pip could not install it (see above); trying uv, which knows where PyTorch keeps its CPU builds' >&2 && \
 	$(BIN)/pip install --quiet uv && \

@@ -200,7 +200,7 @@ def demo(
     ] = 512,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
     users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 32,
-    seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 30,
+    seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
     calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 160,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
