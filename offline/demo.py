@@ -198,7 +198,7 @@ def demo(
     intermediate: Annotated[
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 512,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 3.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 2.0,
     users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 32,
     seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
