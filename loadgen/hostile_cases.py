@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -526,14 +527,14 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
 def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     """The body with one value somewhere in it replaced, removed or added."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
-        return draw(_VALUES)
+        return deepcopy(draw(_VALUES))  # what is drawn may be one object, drawn again and again
     if isinstance(body, list):
         at = draw(st.integers(0, len(body) - 1))
         body[at] = _mutated(body[at], draw)
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
-        body[draw(st.sampled_from(_NAMES))] = draw(_VALUES)
+        body[draw(st.sampled_from(_NAMES))] = deepcopy(draw(_VALUES))
         return body
     key = draw(st.sampled_from(sorted(body)))
     if kind == 2:

@@ -235,8 +235,12 @@ def sound(value: Any, validate: Callable[[Any], Any]) -> Any:
         raise  # it says where
     except Exception as error:
         raise ValueError(sentence(error)) from error
+    if "messages" not in getattr(type(request), "model_fields", {}):
+        return request
+    if not all(isinstance(message.get("role"), str) for message in request.messages):
+        raise ValueError("each message needs a role")
     try:
-        return picklable_chat(request) if hasattr(request, "messages") else request
+        return picklable_chat(request)
     except Exception as error:
         raise ValueError(f"a message is malformed: {sentence(error.__cause__ or error)}") from error
 

@@ -1,4 +1,8 @@
-"""One token through each prefill-decode pair, so that the first user does not pay NIXL's handshake."""
+"""One token through each prefill-decode pair, before users come.
+
+Else the first user would pay NIXL's handshake, and everybody the compilation of vLLM's samplers, for which
+a decode engine stands still for seconds: with log-probabilities, and with a batch of one and of several.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,9 @@ class Warmup:
             await asyncio.sleep(_PERIOD_S)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
-        request = CompletionRequest(model=self._model_id, prompt=_PROMPT, max_tokens=1)
+        request = CompletionRequest(
+            model=self._model_id, prompt=_PROMPT, max_tokens=1, temperature=1.0, logprobs=0
+        )
         request_id = f"warm-{uuid.uuid4().hex}"
         first_leg = prefill_request(request, f"{request_id}-p", 0)
         first_leg.kv_transfer_params[REPLICA] = prefill
@@ -82,10 +88,12 @@ class Warmup:
             return
         params = transfer_params(response)
         second_leg = decode_request(request, f"{request_id}-d", decode, params)
-        async for answer in self._engines.decode.options(stream=True).completions.remote(second_leg):
-            if isinstance(answer, ErrorResponse):
-                logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
-                return
+        several = request.model_copy(update={"n": 2})
+        for leg in (second_leg, decode_request(several, f"{request_id}-n", decode, None)):
+            async for answer in self._engines.decode.options(stream=True).completions.remote(leg):
+                if isinstance(answer, ErrorResponse):
+                    logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
+                    return
         self._warm.add((prefill, decode))
         counts = signature_of(params)
         if counts is not None:

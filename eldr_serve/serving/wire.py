@@ -42,12 +42,12 @@ def from_client(request: GenerationRequest) -> GenerationRequest:
 
 
 def sequences(request: GenerationRequest) -> int:
-    """How many answers are asked for: prompts x n."""
+    """How many answers are asked for: prompts x n; vLLM does not read `best_of`."""
     prompt = getattr(request, "prompt", None)
-    prompts = len(prompt) if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else 1
+    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     embeds = getattr(request, "prompt_embeds", None)
-    prompts = max(prompts, 1) + (len(embeds) if isinstance(embeds, list) else 0)
-    return prompts * max(request.n or 1, getattr(request, "best_of", None) or 1)
+    prompts = (len(prompt) if several else 1) + (len(embeds) if isinstance(embeds, list) else 0)
+    return max(prompts, 1) * max(request.n or 1, 1)
 
 
 def needs_whole_engine(request: GenerationRequest) -> str | None:
