@@ -237,12 +237,14 @@ def sound(value: Any, validate: Callable[[Any], Any]) -> Any:
         raise ValueError(sentence(error)) from error
     if "messages" not in getattr(type(request), "model_fields", {}):
         return request
-    if not all(isinstance(message.get("role"), str) for message in request.messages):
-        raise ValueError("each message needs a role")
     try:
-        return picklable_chat(request)
+        request = picklable_chat(request)
+        roles = [message.get("role") for message in request.messages]
     except Exception as error:
         raise ValueError(f"a message is malformed: {sentence(error.__cause__ or error)}") from error
+    if not all(isinstance(role, str) for role in roles):
+        raise ValueError("each message needs a role")
+    return request
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -43,10 +43,12 @@ def from_client(request: GenerationRequest) -> GenerationRequest:
 
 def sequences(request: GenerationRequest) -> int:
     """How many answers are asked for: prompts x n; vLLM does not read `best_of`."""
-    prompt = getattr(request, "prompt", None)
-    several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-    embeds = getattr(request, "prompt_embeds", None)
-    prompts = (len(prompt) if several else 1) + (len(embeds) if isinstance(embeds, list) else 0)
+    prompt, embeds = getattr(request, "prompt", None), getattr(request, "prompt_embeds", None)
+    prompts = 1
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+        prompts = len(prompt)
+    if isinstance(embeds, list):
+        prompts += len(embeds)
     return max(prompts, 1) * max(request.n or 1, 1)
 
 

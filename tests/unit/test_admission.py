@@ -39,6 +39,7 @@ def is_one_sentence(answer: httpx.Response, status: int) -> bool:
         (CHAT, chat({"a": 1})),
         (CHAT, {"model": "m", "messages": [5]}),
         (CHAT, {"model": "m", "messages": [{"content": "x"}]}),
+        (CHAT, {"model": "m", "messages": [{"author": {"role": "user"}, "content": []}]}),
         (CHAT, {"model": "m", "messages": [{"role": "assistant", "tool_calls": [7]}]}),
         (CHAT, {"model": "m", "messages": [{"role": "assistant", "tool_calls": 7}]}),
         (CHAT, chat("x") | {"structured_outputs": 5}),
