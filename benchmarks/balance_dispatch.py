@@ -11,6 +11,7 @@ running request, with the predictions that fall due, and happens between dispatc
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -51,14 +52,10 @@ def balance_dispatch(
                 case: Loads(slots - np.broadcast_to(n, workers), tokens, np.ones(workers, bool))
                 for case, n in free.items()
             }
-
-            def report(step: int, p: PooledPolicy = policy, a: dict[str, int] = ages) -> None:
-                p.progressed({request: age + step for request, age in a.items()})
-
             timed = {
-                case: time_calls(lambda _, p=policy, s=state: p.dispatch(waiting, s, rng), calls=calls)
+                case: time_calls(partial(_dispatch, policy, waiting, state, rng), calls=calls)
                 for case, state in states.items()
-            } | {"progress": time_calls(report, calls=min(calls, 200))}
+            } | {"progress": time_calls(partial(_report, policy, ages), calls=min(calls, 200))}
             for case, seconds in timed.items():
                 p50, p99 = np.percentile(seconds, [50, 99])
                 rows.append(
@@ -74,6 +71,16 @@ def balance_dispatch(
         "balance_dispatch", rows, inputs={"slots": slots, "pool": pool, "calls": calls}, seed=seed,
         notes="one thread; progress is of workers x (slots - 1) requests", out=out,
     )  # fmt: skip
+
+
+def _dispatch(
+    policy: PooledPolicy, waiting: list[Handoff], loads: Loads, rng: np.random.Generator, call: int
+) -> None:
+    policy.dispatch(waiting, loads, rng)
+
+
+def _report(policy: PooledPolicy, ages: dict[str, int], step: int) -> None:
+    policy.progressed({request: age + step for request, age in ages.items()})
 
 
 def _fill(policy: PooledPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:

@@ -46,8 +46,10 @@ class _Router:
     """A BaseRouter's part of the hook."""
 
     top_k, global_num_experts = K_TOP, E
+    capture_fn: Callable[[torch.Tensor], None]
 
     def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
+        assert capture_fn is not None
         self.capture_fn = capture_fn
 
 

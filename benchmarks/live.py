@@ -79,7 +79,7 @@ def live(
     output_tokens: MeanOutputOption = 64,
     max_prompt_tokens: LongestOption = 256,
     requests: CapturedOption = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8340,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8340,
     work: WorkOption = WORK,
     seed: SeedOption = 0,
     out: OutOption = None,

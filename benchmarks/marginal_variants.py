@@ -112,7 +112,8 @@ class _ByCentroids(MarginalCost):
         price = super()._price(workers, loads, known, cells)
         assert known.handoff.similarity is not None
         own = worker_similarity(known.handoff.similarity, len(loads))[workers].astype(np.float64)
-        return price * (1 + self._strength * (own.max() - own))
+        dearer: NDArray[np.float64] = price * (1 + self._strength * (own.max() - own))
+        return dearer
 
 
 def _with(active: ExpectedActivation) -> MarginalCost:
@@ -163,8 +164,8 @@ def marginal_variants(
             for name, found in _simulated(data, load, seed + number).items():
                 tpot.setdefault(name, []).append(found)
         reference = np.array(tpot["shortest-queue"])
-        for name, found in tpot.items():
-            change = 100 * (np.array(found) / reference - 1)
+        for name, runs in tpot.items():
+            change = 100 * (np.array(runs) / reference - 1)
             mean, error = change.mean(axis=0), change.std(axis=0, ddof=1) / np.sqrt(seeds)
             rows.append(
                 {

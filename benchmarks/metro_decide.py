@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -72,12 +73,15 @@ def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int,
         plan = MetroPlan.of(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]
         tensors = [torch.from_numpy(a) for a in arrays]
-        on_cpu = TorchMetro(plan)
-        found.append(("numpy", layers, lambda n, p=plan, a=arrays: p.route(a[n % len(a)])))
-        found.append(("torch, CPU", layers, lambda n, m=on_cpu, t=tensors: m.route(t[n % len(t)])))
+        found.append(("numpy", layers, partial(_decide, plan.route, arrays)))
+        found.append(("torch, CPU", layers, partial(_decide, TorchMetro(plan).route, tensors)))
     if torch.cuda.is_available():
         found.append(("triton, CUDA graph", LAYERS, _graph(hosts, batches)))
     return found
+
+
+def _decide(route: Callable[[Any], object], batches: list[Any], n: int) -> object:
+    return route(batches[n % len(batches)])
 
 
 def _graph(hosts: np.ndarray, batches: list[np.ndarray]) -> Callable[[int], object]:

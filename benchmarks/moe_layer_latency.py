@@ -100,18 +100,15 @@ class _Layer:
     def __init__(
         self, torch: Any, device: str, hidden: int, intermediate: int, experts: int, seed: int
     ) -> None:
+        from eldr_serve.engine.compat import fused_moe
+
         self._torch, self._device, self._hidden = torch, device, hidden
         torch.manual_seed(seed)
         options = {"dtype": torch.bfloat16, "device": device}
-        self._w13 = torch.randn(experts, 2 * intermediate, hidden, **options) * hidden**-0.5
-        self._w2 = torch.randn(experts, hidden, intermediate, **options) * intermediate**-0.5
-        if device == "cpu":
-            from vllm import _custom_ops as ops
-
-            self._ops = ops
-            self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-            self._w13 = ops.cpu_prepack_moe_weight(self._w13, self._isa)
-            self._w2 = ops.cpu_prepack_moe_weight(self._w2, self._isa)
+        self._experts = fused_moe(
+            torch.randn(experts, 2 * intermediate, hidden, **options) * hidden**-0.5,
+            torch.randn(experts, hidden, intermediate, **options) * intermediate**-0.5,
+        )
 
     def seconds(self, ids: np.ndarray) -> float:
         """Time of one call with these experts, s."""
@@ -119,19 +116,11 @@ class _Layer:
         x = torch.randn(len(ids), self._hidden, dtype=torch.bfloat16, device=self._device)
         weights = torch.full(ids.shape, 1 / ids.shape[1], dtype=torch.float32, device=self._device)
         chosen = torch.as_tensor(ids, dtype=torch.int32, device=self._device)
-        if self._device == "cpu":
-            out = torch.empty_like(x)
-            start = time.perf_counter()
-            self._ops.cpu_fused_moe(
-                out, x, self._w13, self._w2, None, None, weights, chosen, "silu", self._isa
-            )
-            return time.perf_counter() - start
-        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-        torch.cuda.synchronize()
+        settle = torch.cuda.synchronize if self._device == "cuda" else torch.cpu.synchronize
+        settle()
         start = time.perf_counter()
-        fused_experts(x, self._w13, self._w2, weights, chosen)
-        torch.cuda.synchronize()
+        self._experts(x, weights, chosen)
+        settle()
         return time.perf_counter() - start
 
 

@@ -68,7 +68,7 @@ def prefix_cache(
     output_tokens: MeanOutputOption = 64,
     max_prompt_tokens: LongestOption = 512,
     requests: CapturedOption = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8350,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8350,
     work: WorkOption = WORK,
     seed: SeedOption = 0,
     out: OutOption = None,
@@ -105,8 +105,10 @@ def prefix_cache(
     for state, folder in folders.items():
         arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
-        result = known[state]
-        if result is None:
+        kept = known[state]
+        if kept is not None:
+            result = kept
+        else:
             with serving(arguments, port=port):
                 result = compared(table, options | {"prompts": repeated}, port=port, folder=folder)
         rows += [{"prefix_cache": state, **row} for row in by_both_clocks(result, folder)]

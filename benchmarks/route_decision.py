@@ -9,6 +9,7 @@ request between prefill and decode, beside one call to the router actor.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ import numpy as np
 import typer
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Handoff, Loads, WorkerLoad, make_policy
+from eldr_serve.routing import Handoff, Loads, Policy, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec
 from offline.cli import run
 from offline.results import publish, time_calls
@@ -49,16 +50,19 @@ def route_decision(
             policy = make_policy(name).with_table(table)
             for i in range(4 * k):
                 policy.placed(Handoff(f"held{i}", prompts[i % 64], 300, 64), i % k)
-            seconds = time_calls(
-                lambda i, p=policy, w=loads: p.choose(Handoff("r", prompts[i % 64], 300, 64), w, rng),
-                calls=calls,
-            )
+            seconds = time_calls(partial(_decide, policy, prompts, loads, rng), calls=calls)
             p50, p99 = np.percentile(seconds, [50, 99])
             rows.append({"policy": name, "workers": k, "p50_us": 1e6 * p50, "p99_us": 1e6 * p99})
     publish(
         "route_decision", rows, inputs={"L": L, "E": E, "top_k": K_TOP, "calls": calls}, seed=seed,
         notes="one thread, encoding of the counts included", out=out,
     )  # fmt: skip
+
+
+def _decide(
+    policy: Policy, prompts: list[np.ndarray], loads: Loads, rng: np.random.Generator, call: int
+) -> None:
+    policy.choose(Handoff("r", prompts[call % len(prompts)], 300, 64), loads, rng)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def same_domain(
 
         def active(batch: Any, bits: dict[int, Any] = bits) -> float:
             steps = [bits[int(i)][rng.integers(len(bits[int(i)]))] for i in batch]
-            return float(np.bitwise_count(np.bitwise_or.reduce(steps)).sum()) / num_layers
+            return float(np.bitwise_count(np.bitwise_or.reduce(steps)).sum() / num_layers)
 
         names, sizes = np.unique(domains[members], return_counts=True)
         for size in SIZES:

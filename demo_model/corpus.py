@@ -127,13 +127,18 @@ class Library:
         if not paragraphs:
             raise CorpusError(f"no text of the language {domain!r} was found in the source packages")
         asked = map(_chat, dialogues.questions(rng, domain, names, paragraphs))
-        following = ((a, b) for t in itertools.cycle(texts) for a, b in itertools.pairwise(_pieces(t.text)))
+        following: Iterator[tuple[str, str]] = (
+            (a, b) for t in itertools.cycle(texts) for a, b in itertools.pairwise(_pieces(t.text))
+        )
         if not any(len(_pieces(t.text)) > 1 for t in texts):
-            following = zip(
-                rng.choices(paragraphs, k=len(paragraphs)), itertools.cycle(paragraphs), strict=False
+            following = itertools.cycle(
+                zip(rng.choices(paragraphs, k=len(paragraphs)), itertools.cycle(paragraphs), strict=False)
             )
-            following = itertools.cycle(following)
-        streams = [(0.4, asked), (0.35, plain if pieces else asked), (0.1, map(_chat, following))]
+        streams: list[tuple[float, Iterator[Document]]] = [
+            (0.4, asked),
+            (0.35, plain if pieces else asked),
+            (0.1, map(_chat, following)),
+        ]
         talk = [t for t in self.talk[domain] if _is_held(t[0]) == held]
         if len(talk) > 30:
             # a short answer is followed by a paragraph, so that sampling has something to go on with

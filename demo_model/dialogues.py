@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from demo_model import sources
@@ -224,9 +225,9 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
         makers: dict[str, Callable[[], object]] = {
             "xs": lambda: [rng.randint(-9, 60) for _ in range(rng.randint(3, 9))],
             "s": lambda: " ".join(rng.sample(words, rng.randint(2, 4))),
-            "n": lambda most=12 if "factorial" in what else 500: rng.randint(2, most),
+            "n": partial(rng.randint, 2, 12 if "factorial" in what else 500),
         }
-        inputs = [(makers[argument](),) for _ in range(3)]
+        inputs: list[tuple[object, ...]] = [(makers[argument](),) for _ in range(3)]
         tests = _calls(rng, space[name], inputs, name)
         shown = f"```python\n{source}```"
         style = rng.randrange(5)

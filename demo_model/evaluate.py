@@ -52,7 +52,8 @@ class Requests:
     @property
     def probability(self) -> np.ndarray:
         """Share of decode steps in which each expert was chosen, float [N, L, E]."""
-        return self.decode / np.array([len(r) for r in self.routes])[:, None, None]
+        share: np.ndarray = self.decode / np.array([len(r) for r in self.routes])[:, None, None]
+        return share
 
     def keep(self, rows: np.ndarray) -> Requests:
         picked = [int(i) for i in rows]

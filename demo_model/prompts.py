@@ -36,6 +36,7 @@ def prompts(
     for domain in DOMAINS:
         with np.load(corpus / f"{domain}.held.npz") as file:
             text = tokenizer.decode(file["tokens"])
+        assert isinstance(text, str)  # one sequence was given
         found = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
         lines = [
             json.dumps({"id": f"{domain}-{n}", "domain": domain, "prompt": question}, ensure_ascii=False)

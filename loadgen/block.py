@@ -115,7 +115,7 @@ def drive(
     block.requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     block.placed, block.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
-    if before is not None and after is not None:
+    if before is not None and after is not None and after["steps"] >= before["steps"]:  # the same router
         block.engines = {key: after[key] - before[key] for key in after}
 
 

@@ -68,9 +68,6 @@ def compare(
     model: Annotated[str, typer.Option(help="Model id to ask for.")] = "eldr-demo",
     slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 100.0,
-    metrics: Annotated[
-        list[str] | None, typer.Option(help="Ray metrics endpoint of a node with decode engines; repeat it.")
-    ] = None,
     admin_key_env: Annotated[str, typer.Option(help="Environment variable with the admin key.")] = (
         "ELDR_ADMIN_KEY"
     ),
@@ -86,7 +83,7 @@ def compare(
         str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
     )
     settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
-    service = Service(host, os.environ.get(admin_key_env, ""), metrics or ())
+    service = Service(host, os.environ.get(admin_key_env, ""))
     folder = Folder(out, settings)
     steps = order(names, rounds, seed)
     blocks = {step: block for step in steps if (block := folder.load(step)) is not None}
@@ -161,7 +158,6 @@ def _policy_restored(service: Service, folder: Folder, names: list[str]) -> Iter
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         service.set_policy(**own)  # a key that is refused is refused here, and nothing was changed
-        service.decode_totals()
         try:
             for name in names:
                 service.set_policy(*parse_policy(name))

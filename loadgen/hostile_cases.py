@@ -22,6 +22,7 @@ try:
     from hypothesis import strategies as st
     from hypothesis.errors import Unsatisfiable
     from schemathesis import GenerationMode
+    from schemathesis.core.result import Ok
 except ImportError as error:
     raise SystemExit(f"hostile requests are made with what eldr-serve[dev] installs: {error}") from None
 
@@ -406,13 +407,15 @@ def _transport(model: str) -> Iterator[Case]:
 
 def _administration(key: str | None) -> Iterator[Case]:
     """Changes of policy and table: without the key, and with it where it is given."""
-    policies = [
+    odd_counts: list[Any] = [2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {}]
+    odd_values: list[Any] = [2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True]
+    policies: list[Any] = [
         None, 5, [], {}, {"name": 5}, {"name": "x"}, {"name": "random", "x": 1}, {"name": "random",
         "parameters": 5},
         *(
             {"name": "balance-route", "parameters": {name: odd}}
             for name in ("slots", "window", "reach", "threshold", "patience", "pool", "overcommit", "x")
-            for odd in (2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {})
+            for odd in odd_counts
         ),
         *(
             {"name": policy, "parameters": {name: odd}}
@@ -421,7 +424,7 @@ def _administration(key: str | None) -> Iterator[Case]:
             for name in ("alpha", "beta", "gamma", "horizon", "predictor", "refresh", "gate", "band",
             "max_load_ratio",
                          "band_tokens", "prior_tokens", "home", "expert_weight", "cost", "reach", "patience")
-            for odd in (2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True)
+            for odd in odd_values
         ),
     ]  # fmt: skip
     keys = [{}, {"authorization": "Bearer wrong"}, {"authorization": "\xff"}]
@@ -562,7 +565,7 @@ def from_openapi(
     Where a body names a model, it is the one that is served: any other would be all that is looked at.
     """
     schema = schemathesis.openapi.from_dict(document)
-    operations = [result.ok() for result in schema.get_all_operations()]
+    operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
     modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
     plans = [(operation, mode) for mode in modes for operation in operations]
     found: list[Case] = []

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from typing import Any
 from urllib.parse import quote
 
@@ -26,7 +27,7 @@ from locust import HttpUser, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
-from locust.runners import LocalRunner, MasterRunner, WorkerRunner
+from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
@@ -96,15 +97,27 @@ class _Session:
 _session = _Session()
 
 
+def _runner(environment: Environment) -> Runner:
+    """Its runner, which locust sets before it fires the first event."""
+    assert environment.runner is not None
+    return environment.runner
+
+
+def _options(environment: Environment) -> Namespace:
+    """What the command line said, likewise."""
+    options: Namespace | None = environment.parsed_options
+    assert options is not None
+    return options
+
+
 @events.init.add_listener
 def _init(environment: Environment, **_: Any) -> None:
-    runner = environment.runner
+    runner, options = _runner(environment), _options(environment)
     if isinstance(runner, WorkerRunner):
         runner.register_message("eldr_share", _take_share)
         return
     if isinstance(runner, MasterRunner):
         runner.register_message("eldr_done", _worker_done)
-    options = environment.parsed_options
     try:
         # Reads everything, so that bad input ends the command before a request is sent.
         Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
@@ -118,7 +131,7 @@ def _init(environment: Environment, **_: Any) -> None:
 
 @events.test_start.add_listener
 def _begin(environment: Environment, **_: Any) -> None:
-    runner, options = environment.runner, environment.parsed_options
+    runner, options = _runner(environment), _options(environment)
     _session.good, _session.finished, _session.summarised = {}, set(), False
     if not (isinstance(runner, WorkerRunner) or options.headless):
         _session.horizon_s = options.run_time or None
@@ -161,8 +174,8 @@ def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
 
 def _end(environment: Environment) -> None:
     """End a finite load; without --headless a person may start the next."""
-    runner = environment.runner
-    gevent.spawn(runner.quit if environment.parsed_options.headless else runner.stop)  # it kills users
+    runner = _runner(environment)
+    gevent.spawn(runner.quit if _options(environment).headless else runner.stop)  # it kills users
 
 
 @events.report_to_master.add_listener
@@ -196,7 +209,7 @@ def _summarise(environment: Environment) -> None:
     if _session.summarised:
         return
     _session.summarised = True
-    stats, options = environment.stats, environment.parsed_options
+    stats, options = environment.stats, _options(environment)
     requests, late = stats.get("chat", "POST"), stats.get("late", "STREAM")
     late_p99_s = late.get_response_time_percentile(0.99) / 1000 if late.num_requests else None
     print(verdict(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))

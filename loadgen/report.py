@@ -145,9 +145,7 @@ def _active(policies: list[str], blocks: list[Block]) -> Any:
     axes.set(ylabel="active experts, mean over layers", xticks=range(len(policies)))
     axes.set_xticklabels(policies)
     if not any(active.values()):
-        axes.text(
-            0.5, 0.5, "no metrics endpoint was given (--metrics)", ha="center", transform=axes.transAxes
-        )
+        axes.text(0.5, 0.5, "the decode engines reported no steps", ha="center", transform=axes.transAxes)
     return figure
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from offline.cli import BadInput
 
-# Ray's names of the engines' counters -> ours
-_TOTALS = {
-    "ray_eldr_decode_step_experts_total": "active",
-    "ray_eldr_decode_steps_total": "steps",
-    "ray_eldr_decode_step_requests_total": "batch",
-    "ray_eldr_decode_seconds_total": "seconds",
-}
-_STILL_S = 6  # engines report every few seconds
+# Names in the status -> in blocks
+_TOTALS = {"steps": "steps", "requests": "batch", "active_experts": "active", "seconds": "seconds"}
+_STILL_S = 3.0  # decode replicas report their steps every second
 
 
 class Service:
@@ -26,13 +20,10 @@ class Service:
     Args:
         url: of its ingress.
         key: admin key, for set_policy.
-        metrics: Ray metrics endpoints of the nodes with decode engines; without them nothing is known
-            of active experts.
     """
 
-    def __init__(self, url: str, key: str, metrics: Sequence[str] = ()) -> None:
+    def __init__(self, url: str, key: str) -> None:
         self.url = url.rstrip("/")
-        self._metrics = list(metrics)
         self._settled: dict[str, float] | None = None
         self._http = httpx.Client(timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {})
 
@@ -61,21 +52,12 @@ class Service:
             time.sleep(0.2)
 
     def decode_totals(self) -> dict[str, float] | None:
-        """Sums over decode engines of what their steps reported; None if no metrics endpoint is known."""
-        if not self._metrics:
-            return None
-        replicas = [f'"{worker["replica"]}"' for worker in self.status().get("workers", [])]
-        totals = dict.fromkeys(_TOTALS.values(), 0.0)
-        for url in self._metrics:
-            answer = self._ask("GET", url)
-            if answer.status_code != 200:
-                raise BadInput(f"{url} answers {answer.status_code}, not metrics")
-            for line in answer.text.splitlines():
-                head, _, value = line.rpartition(" ")
-                name = _TOTALS.get(head.partition("{")[0])
-                if name and any(replica in head for replica in replicas):
-                    totals[name] += float(value)
-        return totals
+        """Sums over all decode steps that engines have reported; None while the router does not know them.
+
+        `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`.
+        """
+        totals = self.status().get("decode_totals")
+        return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}
 
     def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
         """decode_totals once they stand still.
@@ -83,14 +65,14 @@ class Service:
         Args:
             at_rest: nothing was sent since the last call, so what it returned needs no second look.
         """
-        totals, still = self.decode_totals(), 0
+        totals, since = self.decode_totals(), time.monotonic()
         if at_rest and totals == self._settled:
             return totals
-        while totals is not None and still < _STILL_S:
-            time.sleep(1.0)
+        while totals is not None and time.monotonic() - since < _STILL_S:
+            time.sleep(0.5)
             newer = self.decode_totals()
-            still = still + 1 if newer == totals else 0
-            totals = newer
+            if newer != totals:
+                totals, since = newer, time.monotonic()
         self._settled = totals
         return totals
 

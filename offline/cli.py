@@ -29,8 +29,13 @@ def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def run(command: Callable[..., None]) -> None:
-    """Run a command as `python -m`."""
+def app_of(command: Callable[..., None]) -> typer.Typer:
+    """The command with its options and its `--help`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(bad_input_exits(command))
-    app()
+    return app
+
+
+def run(command: Callable[..., None]) -> None:
+    """Run a command as `python -m`."""
+    app_of(command)()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +39,8 @@ from offline.results import environment, write_result
 
 KEY = "demo"
 console = Console()
-_WIDTH = 120  # of the table, also where the output is not a terminal
+_WIDTH = 132  # of the table, also where the output is not a terminal
+_LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _COLUMNS = (
     "policy",
     "requests",
@@ -52,10 +55,23 @@ _COLUMNS = (
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
-    start = time.perf_counter()
-    with console.status(f"{what} ..."):
-        yield
+def _step(what: str) -> Iterator[Callable[[str], None]]:
+    """Show that this step runs and, through the yielded function, how far it is; then how long it took.
+
+    Where the output is no terminal, a line each `_LINE_S` seconds takes the place of the spinner.
+    """
+    start = last = time.perf_counter()
+    with console.status(f"{what} ...") as status:
+
+        def tell(detail: str) -> None:
+            nonlocal last
+            seconds = time.perf_counter() - start
+            status.update(f"{what}: {detail} ({seconds:.0f} s)")
+            if not console.is_terminal and time.perf_counter() - last > _LINE_S:
+                last = time.perf_counter()
+                console.print(f"... {what}: {detail} ({seconds:.0f} s)", soft_wrap=True)
+
+        yield tell
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
@@ -75,12 +91,13 @@ def _command(*arguments: str, log: Path) -> None:
 
 @contextmanager
 def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise BadInput(f"something listens at port {port} already; give another --port")
     # Before ray is imported: a cluster of this demo alone, which needs no token and reports to nobody.
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
     from ray import serve
-
-    from eldr_serve.serving.app import build_app
 
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
@@ -88,20 +105,52 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
     arguments["admin_key"] = KEY
     for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    ray.init("local", num_cpus=8, log_to_driver=False, logging_level="error", object_store_memory=400_000_000)
+    service = Service(f"http://127.0.0.1:{port}", KEY)
     try:
-        with _step("starting the engines (1 prefill, 2 decode)"):
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            serve.run(build_app(arguments), name="eldr", route_prefix="/")
-            metrics = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-            service = Service(f"http://127.0.0.1:{port}", KEY, [metrics])
-            while not service.status()["ingress"]["ready"]:
+        with _step("starting the engines (1 prefill, 2 decode)") as tell:
+            with ThreadPoolExecutor(1) as importing:
+                builder = importing.submit(_builder)  # imports vLLM, while Ray starts
+                tell("a Ray cluster of its own")
+                ray.init(
+                    "local",
+                    num_cpus=8,
+                    log_to_driver=False,
+                    logging_level="error",
+                    object_store_memory=400_000_000,
+                )
+                serve.start(http_options={"host": "127.0.0.1", "port": port})
+                tell("importing Ray Serve LLM and vLLM")
+                application = builder.result()(arguments)
+            target = serve.RunTarget(application, name="eldr", route_prefix="/")
+            serve.run_many([target], wait_for_applications_running=False)
+            while (state := serve.status().applications["eldr"]).status != "RUNNING":
+                if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise BadInput(f"the application did not start: {state.message}")
+                tell(_replicas_up(state.deployments))
+                time.sleep(0.5)
+            while not (ingress := service.status()["ingress"])["ready"]:
+                tell(f"{ingress['warm_pairs']} pairs of engines have exchanged KV blocks")
                 time.sleep(0.5)
         yield service
     finally:
         with _step("stopping everything"):
             serve.shutdown()
             ray.shutdown()
+
+
+def _builder() -> Callable[[dict[str, Any]], Any]:
+    from eldr_serve.serving.app import build_app
+
+    return build_app
+
+
+def _replicas_up(deployments: dict[str, Any]) -> str:
+    """How many replicas of each deployment run, of how many; `deployments` as in `serve.status()`."""
+    parts = []
+    for name, deployment in sorted(deployments.items()):
+        up, total = deployment.replica_states.get("RUNNING", 0), sum(deployment.replica_states.values())
+        parts.append(f"{name.partition(':')[0]} {up} of {total}")
+    return f"up: {', '.join(parts)}"
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -117,7 +166,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
     Console(width=max(console.width, _WIDTH)).print(table)
 
 
-def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: Path, fitted: Path) -> Path:
+def _report(
+    out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: Path, fitted: Path, seconds: int
+) -> Path:
     """A self-contained HTML page: the table, the signature space, TPOT and load over time."""
     space = signature_space_figure(CalibrationTrace.load(trace), RoutingTable.load(fitted))
     policies = [row["policy"] for row in rows]
@@ -129,7 +180,9 @@ def _report(out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: P
         paragraph("Two engines share two cores here, so times are noisy; active experts are not."),
         picture("Signature space", space, "signatures by domain, with centroids"),
         picture(
-            "Time to first token and per output token", distributions(policies, blocks, 0), "TTFT and TPOT"
+            "Time to first token and per output token",
+            distributions(policies, blocks, 0, seconds),
+            "TTFT and TPOT",
         ),
         picture("Load", load_over_time(policies, blocks), "requests in flight by worker"),
     )
@@ -199,11 +252,15 @@ def demo(
             "offline.refit", "--trace", str(trace), "--swap", "--out", str(fitted), log=out / "refit.log"
         )
         for number, block in enumerate(blocks):
-            with _step(f"load under {block.policy} ({number + 1} of {len(blocks)})"):
-                drive(service, block, shape, seed=1 + block.round, scratch=out)
+            with _step(f"load under {block.policy} ({number + 1} of {len(blocks)})") as tell:
+
+                def tick(elapsed_s: float, tell: Callable[[str], None] = tell) -> None:
+                    sent = f"{elapsed_s:.0f} of {seconds} s of requests"
+                    tell(sent if elapsed_s < seconds else "waiting for the last answers and the counters")
+
+                drive(service, block, shape, seed=1 + block.round, scratch=out, tick=tick)
     rows = rows_of(list(policies), blocks, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed)
     _print(rows)
-    report = _report(out, rows, blocks, trace, fitted)
     inputs = {
         "prompts": prompts.name,
         "rate": rate,
@@ -214,7 +271,8 @@ def demo(
     }
     notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
     write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
-    console.print(f"report: {report}; figures: {out / 'demo.json'}")
+    report = _report(out, rows, blocks, trace, fitted, seconds)
+    console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
     if any(row["failures"] for row in rows):
         raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")
 

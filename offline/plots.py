@@ -105,9 +105,10 @@ def signature_space_figure(trace: CalibrationTrace, table: RoutingTable) -> Figu
     axes = figure.subplots()
     domains = np.array(trace.domains)
     for number, domain in enumerate(sorted(set(trace.domains))):
-        chosen = flat[domains == domain]
-        axes.scatter(*chosen.T, s=9, color=f"C{number % 10}", alpha=0.7, label=domain or "(no domain)")
-    axes.scatter(*centres.T, marker="*", s=170, color="black", label="centroid")
+        x, y = flat[domains == domain].T
+        axes.scatter(x, y, s=9, color=f"C{number % 10}", alpha=0.7, label=domain or "(no domain)")
+    x, y = centres.T
+    axes.scatter(x, y, marker="*", s=170, color="black", label="centroid")
     for worker, centre in enumerate(centres):
         axes.annotate(f" {worker}", centre)
     axes.set(xlabel="first principal component", ylabel="second principal component")

@@ -14,7 +14,7 @@ import typer
 from eldr_serve.simulation.calibration import FittedCost
 from offline.cli import BadInput, run
 from offline.figures import balanceroute, director, eldr, eldr_parallel, grace, metro, together
-from offline.figures.common import Options
+from offline.figures.common import Figure, Options
 from offline.results import publish
 
 PAPERS = {
@@ -72,7 +72,7 @@ def reproduce(
         found.plot(rows, path.with_suffix(".png"))
 
 
-def _figures(paper: str) -> dict[str, eldr.Figure]:
+def _figures(paper: str) -> dict[str, Figure]:
     if paper not in PAPERS:
         raise BadInput(f"unknown paper {paper!r}; there are {', '.join(PAPERS)}")
     return PAPERS[paper]

@@ -113,7 +113,7 @@ def vllm_servers(
     """Plain vLLM OpenAI servers, equal engines, one process group each: {"prefill": urls, "decode": urls}."""
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:
-        started = []
+        started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         for role in urls:
             config = arguments[f"{role}_config"]
             kwargs = plain_engine_kwargs(role, config["engine_kwargs"], our_connector=our_connector)

@@ -16,12 +16,13 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.compat import to_model_metadata
 from eldr_serve.serving.decode_router import RouterSpec
 from eldr_serve.serving.ingress import (
     ENDPOINTS,
     EldrIngress,
-    IngressOptions,
+    application,
     decode_directory,
     prefill_directory,
 )
@@ -115,7 +116,7 @@ def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, se
     ).bind(gap_s)
     limits = IngressOptions()
     ingress = serve.deployment(
-        make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS),
+        make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS, app=application()),
         max_ongoing_requests=2 * limits.max_in_flight,
         ray_actor_options={"num_cpus": 0.1},
     )

@@ -39,4 +39,5 @@ def gate_scores(tokens: list[list[int]], work: Path) -> dict[str, NDArray[np.flo
             found["gate-prob"].append(logits.softmax(dim=-1).sum(dim=1))
             found["gate-logit"].append(logits.sum(dim=1))
         write_whole(path, save({key: torch.stack(rows).numpy() for key, rows in found.items()}))
-    return load_file(path)
+    scores: dict[str, NDArray[np.float32]] = load_file(path)
+    return scores

@@ -79,9 +79,9 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
 
 @contextmanager
 def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
-    """The application with these `args`, ready; metrics are at the next port."""
+    """The application with these `args`, ready."""
     arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY}
-    with local_ray(http_port=port, metrics_port=port + 1):
+    with local_ray(http_port=port):
         from ray import serve
 
         from eldr_serve.serving.app import build_app
@@ -99,7 +99,7 @@ def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder:
     key = {"authorization": f"Bearer {_KEY}"}
     answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
     answer.raise_for_status()
-    options |= {"host": url, "out": comparison, "metrics": f"http://127.0.0.1:{port + 1}/metrics"}
+    options |= {"host": url, "out": comparison}
     with probed(folder / "pace"):
         done = subprocess.run(
             [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],

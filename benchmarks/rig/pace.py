@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,8 @@ class Pace:
     def __init__(self) -> None:
         import torch
 
-        self._multiply = lambda: torch.mm(left, right, out=out)
         left, right, out = torch.randn(128, 256), torch.randn(256, 256), torch.empty(128, 256)
+        self._multiply = partial(torch.mm, left, right, out=out)
         self._last: deque[float] = deque(maxlen=3)
 
     def once(self) -> float:

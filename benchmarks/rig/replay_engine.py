@@ -83,10 +83,7 @@ class ReplayEngine:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
         import torch
-        from vllm import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
+        from vllm import EngineArgs, LLMEngine
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         from eldr_serve.engine.config import engine_kwargs
@@ -103,15 +100,15 @@ class ReplayEngine:
             def log_engine_initialized(self) -> None: ...
 
         self._records = records
-        config = EngineArgs(
+        arguments = EngineArgs(
             model=model,
             max_model_len=max_model_len,
             max_num_seqs=max_batch,
             max_num_batched_tokens=4096,
             seed=0,
             **engine_kwargs("decode", device="cpu", async_scheduling=False),
-        ).create_engine_config(UsageContext.LLM_CLASS)
-        self._engine = LLMEngine(config, Executor.get_class(config), log_stats=True, stat_loggers=[Recorder])
+        )
+        self._engine = LLMEngine.from_engine_args(arguments, stat_loggers=[Recorder])
         # Where torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -69,7 +69,7 @@ class ExpertCapture:
 
     def __init__(
         self,
-        routers: list[Router],
+        routers: Sequence[Router],
         *,
         max_tokens: int,
         device: torch.device | str,
@@ -144,11 +144,16 @@ class StepTimer:
 
     def begin(self) -> None:
         """A step begins."""
-        self._start = self._event() if self._cuda else time.thread_time()
+        self._start, self._end = self._now(), None
 
     def stop(self) -> None:
-        """The step's forward is over."""
-        self._end = self._event() if self._cuda else time.thread_time()
+        """The step's forward is over; the first call of a step stands.
+
+        Model Runner V2 says so at once (`finish_forward`). V1 does not, but there nothing lies between
+        the forward and `wait_for_save`; with V2 sampling does.
+        """
+        if self._end is None:
+            self._end = self._now()
 
     def finish(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """`record` is the stopped step's; returns the records whose time is now known, with `seconds`."""
@@ -163,8 +168,9 @@ class StepTimer:
             done.append(finished | {"seconds": start.elapsed_time(end) / 1000})
         return done
 
-    @staticmethod
-    def _event() -> Any:
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.thread_time()
+        event: Any = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

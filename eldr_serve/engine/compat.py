@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -20,13 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
-from vllm.distributed.parallel_state import get_node_count
-from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.distributed.parallel_state import get_node_count, get_tensor_model_parallel_rank
+from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 __all__ = [
+    "CHECKED",
     "AbstractEplbPolicy",
     "EplbState",
     "NixlConnectorMetadata",
@@ -38,16 +40,20 @@ __all__ = [
     "check_expert_placement",
     "check_side_channel",
     "expire_send_leases",
+    "forward_slots",
+    "fused_moe",
     "get_ep_group",
     "get_kv_transfer_group",
     "get_node_count",
+    "get_tensor_model_parallel_rank",
+    "graph_slots",
     "has_kv_transfer_group",
     "kept_affinity",
+    "model_runner",
     "moe_layers",
     "moe_routers",
     "polled_nixl",
     "routes_own_tokens",
-    "step_slots",
 ]
 
 CHECKED = "0.32.0"
@@ -69,10 +75,18 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
             "decode context parallelism: a block's tokens are spread",
         ),
         (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism: each rank sees a part of a prompt",
+        ),
+        (
             vllm_config.speculative_config is not None,
             "speculative decoding: rejected tokens would be counted",
         ),
         (parallel.enable_dbo, "dual-batch overlap: a step's tokens pass the gates in two parts"),
+        (
+            vllm_config.aux_output_config.enable_return_routed_experts,
+            "enable_return_routed_experts: vLLM's own capture would replace this one",
+        ),
         (
             num_kv_groups != 1,
             f"{num_kv_groups} KV cache groups (a hybrid cache): one row a block needs one group; "
@@ -90,36 +104,39 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
 
 def _check_vllm() -> None:
     """The names that no public interface promises are there."""
-    needed = (
+    _check_names(
+        "the ELDR connector",
         (BaseRouter, "set_capture_fn"),
         (NixlPullConnector, "bind_kv_cache_manager"),
+        (NixlPullConnector, "finish_forward"),
         (NixlPullConnector, "build_connector_worker_meta"),
         (NixlPullConnector, "request_finished_all_groups"),
         (NixlPullConnector, "get_transfer_results"),
         (base_worker, "nixl_agent_config"),
+        (ForwardContext, "slot_mapping"),
+        (VllmConfig, "use_v2_model_runner"),
     )
+
+
+def _check_names(user: str, *needed: tuple[Any, str]) -> None:
     for owner, name in needed:
-        if not hasattr(owner, name):
+        # A dataclass's field without a default is no attribute of the class.
+        if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", {}):
             raise UnsupportedEngineError(
-                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which the ELDR connector needs; "
+                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which {user} needs; "
                 f"it was checked on {CHECKED}"
             )
 
 
 def check_expert_placement(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedEngineError if this engine cannot hold a placement of ours (engine/eplb.py)."""
-    needed = (
+    _check_names(
+        "expert placement",
         (BaseRouter, "_apply_eplb_mapping"),
         (EplbState, "rearrange"),
         (EplbLayerState, "logical_to_physical_map"),
         (EplbLayerState, "logical_replica_count"),
     )
-    for owner, name in needed:
-        if not hasattr(owner, name):
-            raise UnsupportedEngineError(
-                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which expert placement needs; "
-                f"it was checked on {CHECKED}"
-            )
     parallel = vllm_config.parallel_config
     refusals = (
         (not parallel.enable_eplb, "an engine without enable_expert_parallel and enable_eplb"),
@@ -178,14 +195,60 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def step_slots() -> Tensor | None:
-    """int64[T], KV slot of each token of the step whose forward has just run; None if nothing ran."""
+def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A layer's experts by the kernel that vLLM serves with, bf16: its CPU kernel, or Triton's on CUDA.
+
+    Args:
+        w13: [S, 2I, H], gate over up; w2: [S, H, I].
+
+    Returns:
+        From rows [T, H], weights float32[T, k] and experts int32[T, k] to [T, H].
+    """
+    if w13.is_cuda:
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+        def on_cuda(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            out: Tensor = fused_experts(rows, w13, w2, weights, experts)
+            return out
+
+        return on_cuda
+    from vllm import _custom_ops as ops
+
+    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    packed13, packed2 = (ops.cpu_prepack_moe_weight(w, isa) for w in (w13, w2))
+
+    def on_cpu(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        ops.cpu_fused_moe(out, rows, packed13, packed2, None, None, weights, experts, "silu", isa)
+        return out
+
+    return on_cpu
+
+
+def forward_slots() -> Tensor | None:
+    """int64[T], KV slot of each token of the forward that is about to run; None outside of a forward.
+
+    Both of vLLM's model runners bind a step's metadata to the connector within the forward's context.
+    Only where Model Runner V2 replays a full CUDA graph is there none: see `graph_slots`.
+    """
     if not is_forward_context_available():
         return None
     slots = get_forward_context().slot_mapping
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
     return next(iter(slots.values()), None)
+
+
+def graph_slots(load_kwargs: dict[str, Any]) -> Tensor | None:
+    """The same, from what Model Runner V2 passes to `start_load_kv` around a full CUDA graph, else None."""
+    attention = next(iter((load_kwargs.get("attn_metadata") or {}).values()), None)
+    slots: Tensor | None = getattr(attention, "slot_mapping", None)
+    return slots
+
+
+def model_runner(vllm_config: VllmConfig) -> str:
+    """vLLM's version and which of its model runners the engine uses, for messages."""
+    return f"vLLM {vllm.__version__}, Model Runner {'V2' if vllm_config.use_v2_model_runner else 'V1'}"
 
 
 def check_side_channel(scheduler: Any) -> None:

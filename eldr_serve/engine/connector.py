@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -24,19 +25,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from eldr_serve.engine.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.compat import (
+    CHECKED,
     NixlConnectorMetadata,
     NixlPullConnector,
+    UnsupportedEngineError,
     check_engine,
     check_side_channel,
     expire_send_leases,
+    forward_slots,
+    get_tensor_model_parallel_rank,
+    graph_slots,
     kept_affinity,
+    model_runner,
     moe_routers,
     polled_nixl,
-    step_slots,
 )
 from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
 from eldr_serve.engine.routes import pack_routes
@@ -91,6 +96,7 @@ class EldrConnector(NixlPullConnector):
         # worker half
         self._capture: ExpertCapture | None = None
         self._timer: StepTimer | None = None
+        self._slots: Tensor | None = None  # int64[T], of the step under way
         self._counts = StepCounts()
         self._stats = EldrStats()
         self._unwanted = Unwanted()
@@ -203,21 +209,32 @@ class EldrConnector(NixlPullConnector):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, EldrMetadata):
             self._unwanted.hold(connector_metadata.held)
+        self._slots = forward_slots()
         if self._timer is not None:
             self._timer.begin()
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self._slots is None:
+            self._slots = graph_slots(kwargs)
+
+    def finish_forward(self) -> None:
+        super().finish_forward()
+        if self._timer is not None:
+            self._timer.stop()
+
     def wait_for_save(self) -> None:
         super().wait_for_save()
-        slots = step_slots()
-        metadata = self._connector_metadata
-        if (
-            self._capture is None
-            or self._timer is None
-            or slots is None
-            or not isinstance(metadata, EldrMetadata)
-        ):
-            return
+        metadata, slots = self._connector_metadata, self._slots
+        assert isinstance(metadata, EldrMetadata)
         plan = metadata.plan
+        if plan.tokens == 0:
+            return
+        if self._capture is None or self._timer is None or slots is None or len(slots) < plan.tokens:
+            raise UnsupportedEngineError(
+                f"{model_runner(self._vllm_config)} ran {plan.tokens} tokens and did not show the ELDR "
+                f"connector their KV slots, so their experts cannot be counted; it was checked on {CHECKED}"
+            )
         self._timer.stop()
         start = time.perf_counter()
         counts, active = self._capture.after_forward(slots, plan)

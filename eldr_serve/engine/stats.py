@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.engine.compat import NixlKVConnectorStats, NixlPromMetrics
@@ -115,13 +114,16 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             labelnames,
         )
 
-    def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
-        metric = self._counter_cls(name=name, documentation=text, labelnames=labelnames)
-        return create_metric_per_engine(metric, self.per_engine_labelvalues)
+    def _counter(self, name: str, text: str, labelnames: list[str]) -> dict[int, Any]:
+        return self._by_engine(self._counter_cls(name=name, documentation=text, labelnames=labelnames))
 
-    def _histogram(self, name: str, text: str, buckets: list[float], labelnames: list[str]) -> Any:
-        metric = self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=labelnames)
-        return create_metric_per_engine(metric, self.per_engine_labelvalues)
+    def _histogram(self, name: str, text: str, buckets: list[float], labelnames: list[str]) -> dict[int, Any]:
+        return self._by_engine(
+            self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=labelnames)
+        )
+
+    def _by_engine(self, metric: Any) -> dict[int, Any]:
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take one EldrStats.data."""

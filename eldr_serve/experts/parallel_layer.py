@@ -218,24 +218,11 @@ def vllm_products(w13: Tensor, w2: Tensor) -> Products:
 
     A pair of a token and an expert is a row with one expert: a rank then computes its own pairs alone.
     """
-    if w13.is_cuda:
-        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+    from eldr_serve.engine.compat import fused_moe  # vLLM is there where this is asked for
 
-        def fused(rows: Tensor, slot: Tensor) -> Tensor:
-            ones = torch.ones(len(rows), 1, device=rows.device)
-            out: Tensor = fused_experts(rows, w13, w2, ones, slot[:, None].int())
-            return out
-
-        return fused
-    from vllm import _custom_ops as ops
-
-    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-    packed13, packed2 = (ops.cpu_prepack_moe_weight(w, isa) for w in (w13, w2))
+    fused = fused_moe(w13, w2)
 
     def products(rows: Tensor, slot: Tensor) -> Tensor:
-        out = torch.empty_like(rows)
-        ones, experts = torch.ones(len(rows), 1), slot[:, None].int()
-        ops.cpu_fused_moe(out, rows, packed13, packed2, None, None, ones, experts, "silu", isa)
-        return out
+        return fused(rows, torch.ones(len(rows), 1, device=rows.device), slot[:, None].int())
 
     return products

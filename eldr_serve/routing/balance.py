@@ -226,7 +226,6 @@ class _LooksAhead(Policy):
 
     @property
     def predictor_failures(self) -> int:
-        """Predictions that could not be used."""
         return self._lookahead.predictor_failures
 
     def placed(self, handoff: Handoff, worker: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -57,13 +57,20 @@ class StepCost:
 class StepSums:
     """Step records as sums from which the cost is fitted; small, and sums of sums are sums.
 
-    Each record is weighted by 1 / seconds**2, so that the relative error is minimised and a step
-    that the machine interrupted hardly counts.
+    In `gram` and `moment` each record is weighted by 1 / seconds**2, so that the relative error is minimised
+    and a step that the machine interrupted hardly counts.
+
+    Attributes:
+        steps: how many records.
+        requests, experts, seconds: plain sums over them; experts over MoE layers too, time in s.
     """
 
     gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(TERMS), len(TERMS))))
     moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(TERMS)))
     steps: float = 0.0
+    requests: float = 0.0
+    experts: float = 0.0
+    seconds: float = 0.0
 
     @classmethod
     def of(
@@ -71,16 +78,19 @@ class StepSums:
     ) -> StepSums:
         """Sums of records: arrays of equal length; `experts` summed over MoE layers, time in s."""
         time = np.asarray(seconds, np.float64)
+        known = time > 0
         columns = [np.ones_like(time), *(np.asarray(a, np.float64) for a in (requests, kv_tokens, experts))]
-        relative = (np.stack(columns, axis=-1) / time[:, None])[time > 0]
-        return cls(relative.T @ relative, relative.sum(axis=0), float(len(relative)))
+        features, time = np.stack(columns, axis=-1)[known], time[known]
+        relative = features / time[:, None]
+        steps, in_all, _, activated = features.sum(axis=0)
+        return cls(relative.T @ relative, relative.sum(axis=0), steps, in_all, activated, time.sum())
 
     def __add__(self, other: StepSums) -> StepSums:
-        return StepSums(self.gram + other.gram, self.moment + other.moment, self.steps + other.steps)
+        return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def faded(self, keep: float) -> StepSums:
         """These sums with `keep` (0 to 1) of their weight, so that newer steps count more."""
-        return StepSums(keep * self.gram, keep * self.moment, keep * self.steps)
+        return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 
     def fit(self) -> StepCost | None:
         """The non-negative least-squares cost; None with too few steps, or if experts cost nothing."""

@@ -55,6 +55,11 @@ class Policy(ABC):
         """The parameters that this policy was made with, JSON-able."""
         return {}
 
+    @property
+    def predictor_failures(self) -> int:
+        """Predictions that could not be used, of a policy that has a predictor."""
+        return 0
+
     def with_table(self, table: CentroidTable | None) -> Policy:
         """This policy, from now on with `table`."""
         self.table = table

@@ -16,7 +16,7 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
-from eldr_serve.serving.compat import OneProcessLLMConfig, check_ray, to_model_metadata
+from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.decode_router import RouterSpec, actor_name
 from eldr_serve.serving.errors import ConfigurationError
@@ -122,6 +122,7 @@ def llm_config(
     source = loading.get("model_source")
     if isinstance(source, str) and Path(source).is_dir():
         loading["model_source"] = str(Path(source).resolve())  # replicas run elsewhere
+        config.setdefault("callback_config", {"callback_class": LocalModel})
     accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
     config["engine_kwargs"] = engine_kwargs(
         role, device=accelerator, kv_lease_s=kv_lease_s, **(config.get("engine_kwargs") or {})

@@ -1,4 +1,7 @@
-"""The internal names of Ray Serve LLM that this package leans on. Checked on Ray 2.60.0."""
+"""The internal names of Ray Serve LLM that this package leans on, and of vLLM around its endpoints.
+
+Checked on Ray 2.60.0 and vLLM 0.32.0.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import inspect
 from typing import Any
 
 import ray
+import vllm
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.ingress import OpenAiIngress
 
 _CHECKED = "2.60"
 try:
+    from ray._common.usage.usage_lib import usage_stats_enabled
+    from ray.llm._internal.common.callbacks.base import CallbackBase
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
         CompletionRequest,
@@ -29,13 +35,17 @@ try:
     from ray.llm._internal.serve.core.ingress.ingress import init as openai_application
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
     from ray.llm._internal.serve.engines.vllm.vllm_engine import (
         _canonicalize_request_id_header as canonical_request_id,
     )
     from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
+    from vllm.entrypoints.serve import create_error_response
 except ImportError as error:
     raise ImportError(
-        f"ray {ray.__version__} has moved what eldr-serve extends ({error}); it was checked on ray {_CHECKED}"
+        f"ray {ray.__version__} or vLLM {vllm.__version__} has moved what eldr-serve extends ({error}); "
+        f"it was checked on ray {_CHECKED} and vLLM 0.32.0"
     ) from error
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.
@@ -48,18 +58,46 @@ __all__ = [
     "EmbeddingRequest",
     "ErrorInfo",
     "ErrorResponse",
+    "LocalModel",
     "OneProcessLLMConfig",
     "OpenAIHTTPException",
+    "QuietLLMServer",
     "RawRequestInfo",
     "ScoreRequest",
     "TokenizeCompletionRequest",
     "canonical_request_id",
     "check_ray",
+    "create_error_response",
     "openai_application",
     "openai_serving",
     "picklable_chat",
+    "register_connector",
     "to_model_metadata",
 ]
+
+
+class LocalModel(CallbackBase):
+    """Start-up callback of an engine whose model lies on its node already: there is nothing to download.
+
+    Ray looks for files to download in a task of its own, in a process that imports vLLM for it.
+    """
+
+    async def on_before_node_init(self) -> None:
+        """Ray's hook."""
+        self.ctx.run_init_node = False
+
+
+class QuietLLMServer(LLMServer):
+    """An LLMServer that starts no telemetry actor where Ray's usage statistics are switched off.
+
+    Ray's own starts one all the same, in a process that imports vLLM, and waits for it.
+    """
+
+    async def _start_engine(self) -> None:
+        if usage_stats_enabled():
+            await super()._start_engine()
+        else:
+            await self.engine.start()
 
 
 class _OneProcess(VLLMEngineConfig):
@@ -82,6 +120,15 @@ class OneProcessLLMConfig(LLMConfig):
         if not isinstance(config, _OneProcess):
             config = self._engine_config = _OneProcess(**dict(config))
         return config
+
+
+def register_connector() -> None:
+    """Have Ray give EldrConnector what it gives NixlConnector: ports and an engine id; safe to call again.
+
+    It does so only for connector names that it knows.
+    """
+    if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+        KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
 
 
 def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
@@ -112,8 +159,10 @@ def check_ray() -> None:
     engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )
+    starts = inspect.iscoroutinefunction(getattr(LLMServer, "_start_engine", None))
     runs = "engine_method" in inspect.signature(getattr(LLMServer, "_run_request", check_ray)).parameters
     for there, what in (
+        (starts, "LLMServer._start_engine()"),
         (runs, "LLMServer._run_request(request, engine_method)"),
         (answers, "OpenAiIngress._get_response(body, call_method, raw_request)"),
         (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),

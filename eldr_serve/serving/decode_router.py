@@ -151,18 +151,23 @@ class _Metrics:
             tag_keys=("policy",),
         )
         self._reroute = Counter("eldr_reroute_total", "requests placed again after a failure", ("policy",))
-        self._seen = {"signature_missing": 0, "rerouted": 0}
+        self._failures = Counter(
+            "eldr_predictor_failures_total", "predictions that could not be used", ("policy",)
+        )
+        self._seen = {"signature_missing": 0, "rerouted": 0, "predictor_failures": 0}
 
     def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
         tags = {"policy": state.settings.policy}
         self._route.observe(seconds, tags)
         for lease in filter(None, reply.leases):
             self._band.observe(lease.band, tags)
-        for name, counter in (("signature_missing", self._missing), ("rerouted", self._reroute)):
-            news = state.counters[name] - self._seen[name]
-            if news > 0:
-                counter.inc(news, tags)
-                self._seen[name] = state.counters[name]
+        self._count("signature_missing", state.counters["signature_missing"], self._missing, tags)
+        self._count("rerouted", state.counters["rerouted"], self._reroute, tags)
+
+    def _count(self, name: str, total: int, counter: Counter, tags: dict[str, str]) -> None:
+        if total > self._seen[name]:
+            counter.inc(total - self._seen[name], tags)
+            self._seen[name] = total
 
     def granted(self, state: RouterState, leases: tuple[Lease, ...]) -> None:
         tags = {"policy": state.settings.policy}
@@ -174,6 +179,7 @@ class _Metrics:
         policy = state.settings.policy
         self._pool_size.set(state.pool_size, {"policy": policy})
         self._table.set(state.settings.table_version, {"policy": policy})
+        self._count("predictor_failures", state.predictor_failures, self._failures, {"policy": policy})
         for worker in state.status()["workers"]:
             tags = {"worker": worker["replica"], "policy": policy}
             self._in_flight.set(worker["in_flight"], tags)

@@ -102,9 +102,10 @@ class EldrIngress(OpenAiIngress):
         check_ray()
         super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
         self._closing: set[asyncio.Task[None]] = set()
+        self._decode_replicas = directory(decode_directory(application))
         self._client = RouterClient(
             lambda: connect(actor_name(application), router),
-            directory(decode_directory(application)),
+            self._decode_replicas,
             timeout_s=options.router_timeout_s,
         )
         self.gate = Gate(options, admin_key_sha256, self._client.count)
@@ -114,7 +115,7 @@ class EldrIngress(OpenAiIngress):
             prefill,
             llm_deployments[router.model_id],
             self._prefill_replicas,
-            directory(decode_directory(application)),
+            self._decode_replicas,
         )
         self._path = RequestPath(engines=engines, client=self._client, options=path_options)
         self._warmup = Warmup(
@@ -251,6 +252,7 @@ class EldrIngress(OpenAiIngress):
             "ready": self._warmup.ready,
             "stages": self._path.stages.summary(),
             "prefill_kv_usage": self._prefill_replicas.budget.usage,
+            "decode_kv_usage": self._decode_replicas.budget.usage,
         }
         return JSONResponse(status | {"ingress": own})
 

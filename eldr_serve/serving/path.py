@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from eldr_serve.serving.compat import ErrorResponse
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE_LOST = (RayError, RayServeException)
 _ROOM_CHECK_S = 0.05
-_LEASE_SHARE = 0.8  # of a KV lease within which decode must have been found; the rest is for its pull
+_LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
 
 
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
@@ -52,10 +53,16 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         description="how long a request waits while every prefill replica's KV cache is full, before it gets "
         "503, s",
     )
-    prefill_tries: int = Field(default=3, ge=1, description="prefill replicas tried for one request")
-    decode_tries: int = Field(default=3, ge=1, description="decode replicas tried before the first token")
+    prefill_tries: int = Field(
+        default=3, ge=1, description="prefill calls of one request that may fail, in all, before it gets 503"
+    )
+    decode_tries: int = Field(
+        default=3,
+        ge=1,
+        description="decode calls of one request before its first token; each is of a prefill of its own",
+    )
     retry_backoff_s: float = Field(
-        default=0.05, ge=0, description="wait before the first retry, s; then doubled"
+        default=0.05, ge=0, description="mean wait before the first retry, s; then doubled"
     )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
@@ -79,13 +86,36 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV blocks wait on a prefill replica."""
+    """A prompt whose KV blocks wait on a prefill replica, for one decode call."""
 
     request_id: str
     replica: str | None
     params: dict[str, Any] | None
     prompt_tokens: int
     done_at: float  # time.monotonic()
+
+
+@dataclass
+class _Run:
+    """One request on its way, and what has failed it so far."""
+
+    request: GenerationRequest
+    method: str
+    raw_info: Any
+    domain: str | None
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    prefills: int = 0  # calls, whatever came of them
+    failed_prefills: int = 0
+    passed_over: int = 0  # prefill replicas, from the first in the prefix's rank
+    failed: list[str] = field(default_factory=list)  # decode replicas
+
+
+class _DecodeFailed(Exception):  # noqa: N818
+    """A decode call ended before its first token. `alive`: its replica is there and said so itself."""
+
+    def __init__(self, reason: Any, *, alive: bool) -> None:
+        super().__init__(f"{reason}")
+        self.alive = alive
 
 
 class RequestPath:
@@ -127,56 +157,53 @@ class RequestPath:
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
         """
-        request = from_client(request)
-        request_id = uuid.uuid4().hex
-        split = needs_whole_engine(request) is None
-        prefilled: Prefilled | None = None
-        failed: list[str] = []
-        try:
-            for attempt in range(self._options.decode_tries):
-                if split and (prefilled is None or self._lease_ended(prefilled)):
-                    await self._room()
-                    answer = await self._prefill(request, method, raw_info, f"{request_id}-p{attempt}")
-                    if isinstance(answer, ErrorResponse):
-                        yield answer
-                        return
-                    prefilled = answer
-                placing_at = time.monotonic()
-                lease = await self._place(request, request_id, prefilled, domain, failed)
-                placed(lease)
-                placed_at = time.monotonic()
-                stream = self._decode(request, method, raw_info, f"{request_id}-d{attempt}", lease, prefilled)
-                try:
-                    first = await anext(stream, None)
-                    if first is not None and not _engine_failed(first):
-                        if not isinstance(first, ErrorResponse):
-                            if prefilled is not None:
-                                now = time.monotonic()
-                                handed_over(now - prefilled.done_at)
-                                self.stages.record(
-                                    place=placed_at - placing_at,
-                                    first_chunk=now - placed_at,
-                                    handover=now - prefilled.done_at,
-                                )
-                            prefilled = None  # read by the decode engine, which tells the prefill engine
-                        yield first
-                        async for chunk in stream:
-                            yield chunk
-                        return
-                    logger.warning("decode replica %s refused a request: %s", lease.replica, first)
-                except _ENGINE_LOST as error:
-                    logger.warning("decode replica %s failed before a token: %r", lease.replica, error)
-                finally:
-                    await stream.aclose()
-                    self._client.release(request_id)
-                failed.append(lease.replica)
-                await asyncio.sleep(self._options.retry_backoff_s * 2**attempt)
-            raise Overloaded(f"{len(failed)} decode replicas failed this request")
-        finally:
-            if prefilled is not None:
-                self._release_kv(prefilled.request_id, prefilled.replica)
+        run = _Run(from_client(request), method, raw_info, domain)
+        split = needs_whole_engine(run.request) is None
+        for _ in range(self._options.decode_tries):
+            if run.failed:
+                await self._back_off(len(run.failed))
+            prefilled: Prefilled | None = None
+            if split:
+                await self._room()
+                answer = await self._prefill(run)
+                if isinstance(answer, ErrorResponse):
+                    yield answer
+                    return
+                prefilled = answer
+            placing_at = time.monotonic()
+            lease = await self._place(run, prefilled)
+            placed(lease)
+            placed_at = time.monotonic()
+            stream = self._decode(run, lease, prefilled)
+            try:
+                first = await anext(stream)
+                if prefilled is not None and not isinstance(first, ErrorResponse):
+                    now = time.monotonic()
+                    handed_over(now - prefilled.done_at)
+                    self.stages.record(
+                        place=placed_at - placing_at,
+                        first_chunk=now - placed_at,
+                        handover=now - prefilled.done_at,
+                    )
+                yield first
+                async for chunk in stream:
+                    yield chunk
+                return
+            except _DecodeFailed as failure:
+                logger.warning("decode replica %s failed before a token: %s", lease.replica, failure)
+                run.failed.append(lease.replica)
+                # If the replica is alive, the blocks may be at fault: let another engine prefill.
+                run.passed_over += failure.alive
+            finally:
+                await stream.aclose()
+                self._client.release(run.request_id)
+        raise Overloaded(f"{len(run.failed)} decode replicas failed this request")
 
     # -- steps -----------------------------------------------------------------------------------
+
+    async def _back_off(self, failures: int) -> None:
+        """Wait before a retry, not in step with the others that failed at the same time."""
+        await asyncio.sleep(self._options.retry_backoff_s * 2 ** (failures - 1) * random.uniform(0.5, 1.5))
 
     async def _room(self) -> None:
         """Wait until some prefill replica has room for a prompt."""
@@ -187,130 +214,165 @@ class RequestPath:
                 raise Overloaded("the KV caches of all prefill replicas are full")
             await asyncio.sleep(_ROOM_CHECK_S)
 
-    async def _prefill(
-        self, request: GenerationRequest, method: str, raw_info: Any, base_id: str
-    ) -> Prefilled | ErrorResponse:
-        for attempt in range(self._options.prefill_tries):
-            request_id = f"{base_id}.{attempt}"
-            call = getattr(self._prefill_handle, method).remote(
-                prefill_request(request, request_id, attempt), raw_info
-            )
-            finished = False
-            called_at = time.monotonic()
-            try:
-                response = await anext(call)
-                finished = True
-                replica = self._engines.prefill_replicas.take_routed(request_id)
-                if not isinstance(response, ErrorResponse):
-                    self._client.count("prefills")
-                    self.stages.record(prefill=time.monotonic() - called_at)
-                    return Prefilled(
-                        request_id,
-                        replica,
-                        transfer_params(response) or None,
-                        response.usage.prompt_tokens,
-                        time.monotonic(),
-                    )
-                if response.error.code < 500:
-                    return response
-                logger.warning("prefill replica %s refused a request: %s", replica, response.error.message)
-            except (*_ENGINE_LOST, StopAsyncIteration) as error:
-                logger.warning("a prefill replica failed: %r", error)
-            finally:
-                if not finished:
-                    call.cancel()
-                    self._release_kv(request_id, self._engines.prefill_replicas.take_routed(request_id))
+    async def _prefill(self, run: _Run) -> Prefilled | ErrorResponse:
+        """The prompt's blocks, or why the request itself is at fault."""
+        while (answer := await self._try_prefill(run)) is None:
+            run.passed_over += 1
+            run.failed_prefills += 1
+            if run.failed_prefills >= self._options.prefill_tries:
+                raise Overloaded(f"{run.failed_prefills} prefill attempts failed")
             self._client.count("prefill_retries")
-            await asyncio.sleep(self._options.retry_backoff_s * 2**attempt)
-        raise Overloaded(f"{self._options.prefill_tries} prefill attempts failed")
+            await self._back_off(run.failed_prefills)
+        return answer
 
-    async def _place(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        prefilled: Prefilled | None,
-        domain: str | None,
-        failed: list[str],
-    ) -> Lease:
+    async def _try_prefill(self, run: _Run) -> Prefilled | ErrorResponse | None:
+        """One prefill call; None if the engine, not the request, is at fault."""
+        request_id = f"{run.request_id}-p{run.prefills}"
+        run.prefills += 1
+        call = getattr(self._prefill_handle, run.method).remote(
+            prefill_request(run.request, request_id, run.passed_over), run.raw_info
+        )
+        finished = False
+        called_at = time.monotonic()
+        try:
+            response = await anext(call)
+            finished = True
+            replica = self._engines.prefill_replicas.take_routed(request_id)
+            if not isinstance(response, ErrorResponse):
+                self._client.count("prefills")
+                self.stages.record(prefill=time.monotonic() - called_at)
+                return Prefilled(
+                    request_id,
+                    replica,
+                    transfer_params(response) or None,
+                    response.usage.prompt_tokens,
+                    time.monotonic(),
+                )
+            if response.error.code < 500:
+                return response
+            logger.warning("prefill replica %s refused a request: %s", replica, response.error.message)
+        except (*_ENGINE_LOST, StopAsyncIteration) as error:
+            logger.warning("a prefill replica failed: %r", error)
+        finally:
+            if not finished:
+                call.cancel()
+                self._release_kv(request_id, self._engines.prefill_replicas.take_routed(request_id))
+        return None
+
+    async def _place(self, run: _Run, prefilled: Prefilled | None) -> Lease:
         placement = PlacementRequest(
-            request_id,
+            run.request_id,
             prompt_tokens=prefilled.prompt_tokens if prefilled else 0,
-            max_new_tokens=max_new_tokens(request),
-            domain=domain,
-            exclude=tuple(failed),
-            prompt_key=prompt_key(request),
+            max_new_tokens=max_new_tokens(run.request),
+            domain=run.domain,
+            exclude=tuple(run.failed),
+            prompt_key=prompt_key(run.request),
         )
         counts = signature_of(prefilled.params or {}) if prefilled else None
-        # One that has failed somewhere has used up part of its KV lease: it is placed at once.
-        return await self._client.place(placement, counts, wait_s=0.0 if failed else self._options.pool_ttl_s)
+        wait_s = 0.0 if run.failed else self._options.pool_ttl_s  # a request waits in the pool once
+        try:
+            return await self._client.place(placement, counts, wait_s=wait_s)
+        except BaseException:
+            if prefilled is not None:
+                self._release_kv(prefilled.request_id, prefilled.replica)
+            raise
 
     async def _decode(
-        self,
-        request: GenerationRequest,
-        method: str,
-        raw_info: Any,
-        engine_id: str,
-        lease: Lease,
-        prefilled: Prefilled | None,
+        self, run: _Run, lease: Lease, prefilled: Prefilled | None
     ) -> AsyncGenerator[Any, None]:
-        """Yield the engine's chunks; an engine lost in mid-stream ends them with an error event."""
-        call = getattr(self._decode_handle, method).remote(
-            decode_request(request, engine_id, lease.replica, prefilled.params if prefilled else None),
-            raw_info,
+        """Yield the engine's chunks; an engine lost in mid-stream ends them with an error event.
+
+        From here on the prompt's blocks are this call's. An engine that reads them tells the prefill
+        engine, which gives them to other prompts at once, so no second call may ever name them. Nor are
+        they freed while the first one may still read them: it would keep what it finds in its prefix cache.
+
+        Raises:
+            _DecodeFailed: there is no first token.
+        """
+        engine_id = f"{run.request_id}-d{len(run.failed)}"
+        call = getattr(self._decode_handle, run.method).remote(
+            decode_request(run.request, engine_id, lease.replica, prefilled.params if prefilled else None),
+            run.raw_info,
         )
-        started = finished = False
+        started = ended = False
         tokens = 0
+        unread = prefilled
         try:
             async for chunk in call:
                 if not started:
+                    code = _error_code(chunk)
+                    if code >= 500:
+                        raise _DecodeFailed(chunk, alive=True)
                     started = True
+                    if not code:
+                        unread = None
                     served_by = self._engines.decode_replicas.take_routed(engine_id)
                     if served_by is not None:
                         self._client.served_by(lease.request_id, served_by)
                 tokens += generated_tokens(chunk)
                 self._client.progress(lease.request_id, tokens)
                 yield chunk
-            finished = True
-        except _ENGINE_LOST as error:
-            finished = True
+            ended = True
             if not started:
-                raise
+                raise _DecodeFailed("it answered nothing", alive=True)
+        except _ENGINE_LOST as error:
+            ended = True
+            if isinstance(error, ActorUnavailableError):
+                unread = None  # it may live and read them yet: their lease frees them
+            if not started:
+                raise _DecodeFailed(repr(error), alive=isinstance(error, RayTaskError)) from error
             logger.warning("decode replica %s was lost in mid-stream: %r", lease.replica, error)
             self._client.count("streams_lost")
             yield _error_event("the decode engine was lost while it generated; send the request again")
         finally:
-            if not finished:
+            if not ended:
                 call.cancel()
+            if unread is not None:
+                self._release_kv(unread.request_id, unread.replica, reader=None if ended else call)
 
-    def _lease_ended(self, prefilled: Prefilled) -> bool:
-        return time.monotonic() - prefilled.done_at > _LEASE_SHARE * self._options.kv_lease_s
+    def _release_kv(self, request_id: str, replica: str | None, *, reader: Any = None) -> None:
+        """Free a prompt's blocks without waiting: this also runs while a request is being cancelled.
 
-    def _release_kv(self, request_id: str, replica: str | None) -> None:
-        """Free a prompt's blocks without waiting: this also runs while a request is being cancelled."""
+        Args:
+            reader: the cancelled decode call that may still read them; they are freed when it has ended.
+        """
         if replica is None:
             return
-        task = asyncio.get_running_loop().create_task(self._send_release(request_id, replica))
+        task = asyncio.get_running_loop().create_task(self._send_release(request_id, replica, reader))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _send_release(self, request_id: str, replica: str) -> None:
+    async def _send_release(self, request_id: str, replica: str, reader: Any) -> None:
         try:
+            if reader is not None:
+                await _end_of(reader)
             await self._engines.prefill.release_kv.remote(ReleaseKv(request_id, {REPLICA: replica}))
         except _ENGINE_LOST as error:
             logger.info("could not release KV of %s, its lease will end: %r", request_id, error)
 
 
-def _engine_failed(chunk: Any) -> bool:
-    """The first answer says that the engine, not the request, is at fault."""
+async def _end_of(call: Any) -> None:
+    """Wait until a cancelled call has ended; ActorUnavailableError if nobody knows whether it has."""
+    try:
+        async for _ in call:
+            pass
+    except ActorUnavailableError:
+        raise
+    except _ENGINE_LOST:
+        pass
+
+
+def _error_code(chunk: Any) -> int:
+    """The HTTP status of an answer that is an error, 0 for any other."""
     if isinstance(chunk, ErrorResponse):
-        return bool(chunk.error.code >= 500)
+        return int(chunk.error.code)
     first = chunk[0] if isinstance(chunk, list) and chunk else chunk
     if not (isinstance(first, str) and first.startswith('data: {"error"')):
-        return False
+        return 0
     try:
-        return int(json.loads(first[len("data: ") :])["error"].get("code") or 500) >= 500
+        return int(json.loads(first[len("data: ") :])["error"].get("code") or 500)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return True
+        return 500
 
 
 def _error_event(message: str) -> str:

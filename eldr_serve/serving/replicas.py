@@ -8,7 +8,7 @@ ingress reads both here, with no call over the network.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,8 +25,9 @@ class ReplicaDirectory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: tuple[str, ...] = ()
-        self._routed: OrderedDict[str, str] = OrderedDict()
-        self.budget = PrefillBudget()  # of a prefill deployment; its request router sets the bound
+        self._routed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # with the replica's losses then
+        self._losses: Counter[str] = Counter()
+        self.budget = PrefillBudget()  # a prefill deployment's request router sets its bound
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -45,7 +46,7 @@ class ReplicaDirectory:
     def sent(self, request_id: str, replica: str) -> None:
         """Called by the request router when it has decided on a replica."""
         with self._lock:
-            self._routed[request_id] = replica
+            self._routed[request_id] = replica, self._losses[replica]
             self._routed.move_to_end(request_id)
             while len(self._routed) > _MAX_ROUTED:
                 self._routed.popitem(last=False)
@@ -53,7 +54,19 @@ class ReplicaDirectory:
     def take_routed(self, request_id: str) -> str | None:
         """The replica that the request was sent to last, forgotten by this call."""
         with self._lock:
-            return self._routed.pop(request_id, None)
+            replica, _ = self._routed.pop(request_id, (None, 0))
+            return replica
+
+    def lose(self, replica: str) -> None:
+        """Called by the request router when a replica has died or cannot be reached."""
+        with self._lock:
+            self._losses[replica] += 1
+
+    def in_doubt(self, request_id: str) -> bool:
+        """The replica that the request was sent to has been lost since: it may have begun with it."""
+        with self._lock:
+            replica, losses = self._routed.get(request_id, ("", 0))
+            return self._losses[replica] != losses
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,18 @@ class _CountingRouter(RequestRouter):
         self._counting = threading.Lock()  # calls end in a thread of Ray's own
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self.directory.budget.take({r.replica_id.unique_id: r.routing_stats or {} for r in replicas})
         super().update_replicas(replicas)
         self.directory.publish(replica.replica_id.unique_id for replica in replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self.directory.publish(r for r in self.directory.live if r != replica_id.unique_id)
+        self.directory.lose(replica_id.unique_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_unavailable(replica_id)
+        self.directory.lose(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -101,6 +107,10 @@ def _addressed(candidates: list[RunningReplica], params: dict[str, Any]) -> Runn
 class DecodeRequestRouter(_CountingRouter):
     """Sends a decode call to its leased replica; to the least loaded one if that is gone.
 
+    Serve sends a call once more when it lost the replica before that had said that it accepts the call. The
+    first one may have read the prompt's KV blocks by then, which frees them for other prompts. So such a
+    call goes without them, and its engine computes the prompt itself.
+
     Used alone (`router_name` given), it leases the replica itself from the signature in the call's
     `kv_transfer_params`, and releases it when the call ends. Such a call never waits in the router's
     pool: it would hold up those behind it.
@@ -129,7 +139,11 @@ class DecodeRequestRouter(_CountingRouter):
     async def _choose(
         self, candidates: list[RunningReplica], pending: PendingRequest
     ) -> RunningReplica | None:
-        params = transfer_params(pending.args[0])
+        request: Any = pending.args[0]
+        if self.directory.in_doubt(getattr(request, "request_id", "")):
+            logger.warning("a call is sent once more; its prompt is computed by the decode engine")
+            request.kv_transfer_params = None
+        params = transfer_params(request)
         replica = _addressed(candidates, params)
         if replica is None and self._client is not None and params:
             replica = await self._lease(candidates, pending, self._client, params)
@@ -180,10 +194,6 @@ class PrefillRequestRouter(_CountingRouter):
         self.directory.budget = PrefillBudget(max_kv_usage)
         self._prefix_tokens = prefix_tokens
         self._max_load_ratio = max_load_ratio
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self.directory.budget.take({r.replica_id.unique_id: r.routing_stats or {} for r in replicas})
-        super().update_replicas(replicas)
 
     async def _choose(
         self, candidates: list[RunningReplica], pending: PendingRequest

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import LoadLedger, reads_counts
@@ -49,7 +50,8 @@ class RouterClient:
     """Places, tracks and releases the requests of one process. Lives in one event loop.
 
     Args:
-        connect: returns the actor's handle, starting the actor if need be.
+        connect: returns the actor's handle, starting the actor if need be. It may block, as Ray's calls do
+            while GCS is away: a thread calls it, one at a time.
         replicas: the live decode replicas, as this process's request router knows them.
         timeout_s: how long a placement waits for the actor before it is made by own load.
     """
@@ -65,7 +67,8 @@ class RouterClient:
         self._replicas = replicas
         self._timeout_s = timeout_s
         self._id = uuid.uuid4().hex
-        self._actor: ActorHandle | None = None
+        self._actor: ActorHandle | None = None  # good for every restart, until the actor is gone for good
+        self._connecting: asyncio.Future[ActorHandle] | None = None
         self._epoch = ""
         self._workers_told: tuple[str, ...] = ()
         self._settings: Settings | None = None
@@ -115,8 +118,13 @@ class RouterClient:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (status, set_policy, swap_table)."""
-        self._actor = self._actor or self._connect()
-        result = await asyncio.wait_for(getattr(self._actor, method).remote(*args), 10 * self._timeout_s)
+        async with asyncio.timeout(10 * self._timeout_s):
+            actor = await self._connected()
+            try:
+                result = await getattr(actor, method).remote(*args)
+            except ActorDiedError:
+                self._actor = None
+                raise
         if isinstance(result, Settings):
             self._take_settings(result)
         return result
@@ -313,7 +321,7 @@ class RouterClient:
         """Poll for the leases of pooled requests as long as there are any."""
         while True:
             await self._pooling.wait()
-            actor = self._actor
+            actor, epoch = self._actor, self._epoch
             if not self._pooled or actor is None:
                 self._pooling.clear()
                 continue
@@ -321,7 +329,7 @@ class RouterClient:
                 poll = actor.granted.remote(self._id, _POLL_S)
                 leases: tuple[Lease, ...] = await self._wait(poll, more_s=_POLL_S)
             except Exception as error:
-                if self._actor is actor:
+                if self._epoch == epoch:
                     self._lose_actor(error)
                     self._news.set()
             else:
@@ -384,27 +392,40 @@ class RouterClient:
             logger.warning("DecodeRouter does not answer (%s); placing by own load", type(error).__name__)
             self.count("router_lost")
         self._away = True
-        self._actor = None
+        if isinstance(error, ActorDiedError):
+            self._actor = None
         for request_id in list(self._pooled):
             asked = self._asked[request_id]
             if not asked.answer.done():
                 self._answer(asked, None)
 
-    async def _exchange(self, batch: list[_Asked]) -> Reply:
+    async def _connected(self) -> ActorHandle:
+        """The actor's handle, looked up where there is none; a look-up goes on when nobody waits for it."""
         if self._actor is None:
-            self._actor = self._connect()
+            if self._connecting is None:
+                self._connecting = asyncio.ensure_future(asyncio.to_thread(self._connect))
+            connecting = self._connecting
+            try:
+                self._actor = await asyncio.shield(connecting)
+            finally:
+                if connecting.done() and self._connecting is connecting:
+                    self._connecting = None
+        return self._actor
+
+    async def _exchange(self, batch: list[_Asked]) -> Reply:
+        actor = await self._wait(self._connected())
         if not self._epoch:
-            await self._restore(self._actor)
+            await self._restore(actor)
         if self._workers_told != self._replicas.live:
             workers = self._replicas.live
-            await self._wait(self._actor.update_workers.remote(workers))
+            await self._wait(actor.update_workers.remote(workers))
             self._workers_told = workers
-        reply = await self._send(self._actor, batch)
+        reply = await self._send(actor, batch)
         if reply.refused is not None:
-            await self._restore(self._actor)
-            reply = await self._send(self._actor, batch)
+            await self._restore(actor)
+            reply = await self._send(actor, batch)
         if self._settings is None or reply.settings_version != self._settings.version:
-            self._take_settings(await self._wait(self._actor.settings.remote()))
+            self._take_settings(await self._wait(actor.settings.remote()))
         return reply if reply.refused is None else replace(reply, leases=(None,) * len(batch))
 
     async def _send(self, actor: ActorHandle, batch: list[_Asked]) -> Reply:

@@ -92,8 +92,10 @@ class RouterState:
         self._ledger = LoadLedger()
         self._last_seen: dict[str, float] = {}
         self.counters: Counter[str] = Counter()
+        self._predictor_failures = 0  # under the policies before this one
         self._steps = StepSums()
         self._steps_at = clock()
+        self._all_steps = StepSums()
         self._cost: StepCost | None = None
         self._table: RoutingTable | None = None
         self._policy = self._guarded(make_policy(policy))
@@ -158,6 +160,7 @@ class RouterState:
 
     def _adopt(self, checked: tuple[Settings, Policy, RoutingTable | None]) -> None:
         swapped = checked[0].table_version != self._settings.table_version
+        self._predictor_failures += self._policy.policy.predictor_failures
         self._settings, policy, self._table = checked
         self._policy = self._guarded(policy)
         if swapped:
@@ -172,6 +175,7 @@ class RouterState:
     def observe_steps(self, steps: StepSums) -> None:
         """Take what decode engines measured; the policy follows the cost fitted to recent steps."""
         now = self._clock()
+        self._all_steps += steps
         keep = 0.5 ** ((now - self._steps_at) / _COST_HALF_LIFE_S)
         self._steps, self._steps_at = self._steps.faded(keep) + steps, now
         self._cost = self._steps.fit() or self._cost
@@ -423,13 +427,21 @@ class RouterState:
                 "refit_advised": len(table.centroids) != len(workers),
             },
             "step_cost": self._step_cost(),
+            "decode_totals": self._decode_totals(),
             "workers": workers,
             "leases": len(self._running),
             "pool": {"size": len(self._pool), "oldest_wait_s": round(self.oldest_wait_s, 3)},
             "clients": len(self._last_seen),
             "epoch": self.epoch,
-            "counters": dict(sorted(self.counters.items())),
+            "counters": dict(
+                sorted({**self.counters, "predictor_failures": self.predictor_failures}.items())
+            ),
         }
+
+    @property
+    def predictor_failures(self) -> int:
+        """Predictions that could not be used, under this policy and those before it."""
+        return self._predictor_failures + self._policy.policy.predictor_failures
 
     @property
     def pool_size(self) -> int:
@@ -448,6 +460,18 @@ class RouterState:
         if self._cost is None:
             return steps
         return steps | self._cost.as_dict() | {"relative_error": self._steps.error(self._cost)}
+
+    def _decode_totals(self) -> dict[str, float] | None:
+        """Sums over all decode steps so far; None until the number of MoE layers is known."""
+        if self._signature_shape is None:
+            return None
+        steps = self._all_steps
+        return {
+            "steps": steps.steps,
+            "requests": steps.requests,
+            "active_experts": steps.experts / self._signature_shape[0],  # mean over layers
+            "seconds": steps.seconds,
+        }
 
     def _domain(self, slot: int) -> str | None:
         if self._table is None or not self._table.domains:

@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.llm.deployment import LLMServer
-from vllm.entrypoints.serve import create_error_response
+import vllm
+from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.engine import kv_usage, steps
-from eldr_serve.engine.ray_backend import register_ray_backend
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import ErrorInfo, ErrorResponse, openai_serving
+from eldr_serve.serving.compat import (
+    CompletionRequest,
+    ErrorInfo,
+    ErrorResponse,
+    QuietLLMServer,
+    create_error_response,
+    openai_serving,
+    register_connector,
+)
 from eldr_serve.serving.decode_router import find
+from eldr_serve.serving.errors import ConfigurationError
 from eldr_serve.serving.first_token import first_token
-from eldr_serve.serving.wire import transfer_params
+from eldr_serve.serving.wire import prefill_request, signature_of, transfer_params
 
 logger = logging.getLogger(__name__)
 
-_REPORT_PERIOD_S = 2.0
+_REPORT_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,24 @@ class ReleaseKv:
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)  # addresses the replica
 
 
-class EngineServer(LLMServer):
+def warm_up_request(model_id: str) -> CompletionRequest:
+    """A short prompt of nobody's, whose one token is drawn at random and comes with its log-probability."""
+    prompt = "warm up the transfer of one block"
+    return CompletionRequest(model=model_id, prompt=prompt, max_tokens=1, temperature=1.0, logprobs=0)
+
+
+class EngineServer(QuietLLMServer):
     """A vLLM engine with the ELDR connector, as a Ray Serve deployment."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        register_ray_backend()  # Ray prepares NIXL's ports for connector names that it knows
+        register_connector()
+        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is."""
+        stats: dict[str, Any] = await super().record_routing_stats()
+        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
     async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Ray's seam between all endpoints and the engine (see compat)."""
@@ -70,13 +90,16 @@ class PrefillServer(EngineServer):
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, `release_kv` frees them at once.
     Its routing stats say how full the KV cache is (see PrefillBudget).
+
+    Raises:
+        ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.
     """
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
         for method in ("chat", "completions"):
             openai_serving(self.engine, method)  # raises now rather than with the first request
+        await self._check_capture(llm_config.model_id)
 
     async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         if not transfer_params(request).get("do_remote_decode"):
@@ -84,10 +107,20 @@ class PrefillServer(EngineServer):
         method, raw_request_info = kwargs["engine_method"], kwargs.get("raw_request_info")
         return _client_errors_answered(first_token(self.engine, method, request, raw_request_info))
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see the answer."""
-        stats: dict[str, Any] = await super().record_routing_stats()
-        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
+    async def _check_capture(self, model_id: str) -> None:
+        request = prefill_request(warm_up_request(model_id), f"start-{uuid.uuid4().hex}", 0)
+        answer = await anext(await self.completions(request))
+        if isinstance(answer, ErrorResponse):
+            raise ConfigurationError(
+                f"the prefill engine of {model_id!r} failed its first prompt: {answer.error.message}"
+            )
+        if signature_of(transfer_params(answer)) is None:
+            raise ConfigurationError(
+                f"the prefill engine of {model_id!r} (vLLM {vllm.__version__}) answered its first prompt "
+                "without an expert signature, so requests would be placed by load alone: leave kv_connector, "
+                "kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
+            )
+        await self.release_kv(ReleaseKv(request.request_id))
 
     async def release_kv(self, release: ReleaseKv) -> None:
         """Free the prompt's blocks, now or, while it is still computed, when it ends."""
@@ -103,12 +136,18 @@ class DecodeServer(EngineServer):
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def _report_steps(self) -> None:
+        router: Any = None  # an actor's handle
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = steps.take()
             if not sums.steps:
                 continue
             try:
-                await find(self._router_name).observe_steps.remote(sums)
-            except (ValueError, RayError) as error:  # the router is away: newer steps will do
+                if router is None:  # a thread looks it up: that blocks while GCS is away
+                    router = await asyncio.to_thread(find, self._router_name)
+                await router.observe_steps.remote(sums)
+            except (ValueError, RayError) as error:  # the router is away
+                steps.put_back(sums)
+                if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
+                    router = None
                 logger.info("step costs not reported: %r", error)

@@ -13,7 +13,7 @@ class Stages:
     """Times of the newest requests, by name of the stage.
 
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_chunk` (decode call to
-    its first chunk), and `handover` (end of prefill to first decode chunk, whatever was tried between).
+    its first chunk), and `handover` (end of the last prefill to first decode chunk).
     """
 
     def __init__(self) -> None:

@@ -13,15 +13,15 @@ import uuid
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from eldr_serve.serving.compat import CompletionRequest, ErrorResponse
+from eldr_serve.serving.compat import ErrorResponse
 from eldr_serve.serving.replicas import Engines
 from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.servers import ReleaseKv, warm_up_request
 from eldr_serve.serving.wire import REPLICA, decode_request, prefill_request, signature_of, transfer_params
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
-_PROMPT = "warm up the transfer of one block"
 
 
 class Warmup:
@@ -76,9 +76,7 @@ class Warmup:
             await asyncio.sleep(_PERIOD_S)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
-        request = CompletionRequest(
-            model=self._model_id, prompt=_PROMPT, max_tokens=1, temperature=1.0, logprobs=0
-        )
+        request = warm_up_request(self._model_id)
         request_id = f"warm-{uuid.uuid4().hex}"
         first_leg = prefill_request(request, f"{request_id}-p", 0)
         first_leg.kv_transfer_params[REPLICA] = prefill
@@ -87,6 +85,11 @@ class Warmup:
             logger.warning("prefill replica %s refused to warm up: %s", prefill, response.error.message)
             return
         params = transfer_params(response)
+        counts = signature_of(params)
+        if counts is None:
+            logger.warning("prefill replica %s sends no expert signatures, its pairs stay cold", prefill)
+            await self._engines.prefill.release_kv.remote(ReleaseKv(first_leg.request_id, {REPLICA: prefill}))
+            return
         second_leg = decode_request(request, f"{request_id}-d", decode, params)
         several = request.model_copy(update={"n": 2})
         for leg in (second_leg, decode_request(several, f"{request_id}-n", decode, None)):
@@ -95,6 +98,4 @@ class Warmup:
                     logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
                     return
         self._warm.add((prefill, decode))
-        counts = signature_of(params)
-        if counts is not None:
-            await self._client.call("expect_signatures", *counts.shape)
+        await self._client.call("expect_signatures", *counts.shape)

@@ -89,7 +89,7 @@ class Source:
 
     @cached_property
     def experts(self) -> int:
-        return self.trace.decode_counts.shape[2]
+        return int(self.trace.decode_counts.shape[2])
 
     @cached_property
     def ratios(self) -> tuple[float, ...]:

@@ -71,7 +71,8 @@ class Batch:
     @property
     def workload(self) -> NDArray[np.float64]:
         """[L, G, E] a step, on average."""
-        return self.tokens.mean(axis=0, dtype=np.float64)
+        mean: NDArray[np.float64] = self.tokens.mean(axis=0, dtype=np.float64)
+        return mean
 
 
 Forecast = Callable[[Batch], NDArray[np.float64]]
@@ -193,7 +194,8 @@ class Cluster:
         hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
         work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
-        return self.cost.rank_s(idle).mean(axis=-1)
+        mean: NDArray[np.float64] = self.cost.rank_s(idle).mean(axis=-1)
+        return mean
 
 
 @dataclass(frozen=True)

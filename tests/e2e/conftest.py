@@ -65,6 +65,7 @@ def ray_cluster() -> Iterator[str]:
     wait for ever (Ray 2.60).
     """
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_metrics_report_interval_ms": "1000"}  # or each test of a metric waits for 10 s
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     import ray
 

@@ -37,9 +37,7 @@ async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
     await asyncio.gather(*(leave(number) for number in range(6)))
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     wait_for(lambda: service.status()["ingress"]["in_flight"] == 0, "no request is left in the ingress", 10)
-    # Metrics lag by up to 10 s; a prompt that was not released would stand for 30 s.
-    await asyncio.sleep(12)
-    assert service.kv_usage() == 0.0
+    service.wait_empty()
 
 
 def elsewhere(counters: dict[str, int]) -> int:
@@ -88,9 +86,12 @@ async def test_the_router_may_die_in_mid_traffic(
 
 
 def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer(
-    service: Service, table_file: Path
+    service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    """Requests are sent to a replica while its process is stopped, and then it is killed."""
+    """Requests are sent to a replica while its process is stopped, and then it is killed.
+
+    Whoever serves them in its place gives the answers of an undisturbed engine.
+    """
     import ray
     from ray.util.state import list_actors
 
@@ -100,32 +101,36 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer
     # Stopped, the replica takes requests and never answers: they are all before their first token.
     os.kill(actor.pid, signal.SIGSTOP)
 
-    async def traffic() -> list[int]:
+    async def traffic() -> list[str]:
         client = service.async_client
 
-        async def ask(number: int) -> int:
+        async def ask(prompt: str) -> str:
             answer = await client.completions.create(
-                model="eldr-demo", prompt=f"{number}: survive", max_tokens=10, extra_body={"ignore_eos": True}
+                model="eldr-demo",
+                prompt=prompt,
+                max_tokens=24,
+                temperature=0,
+                extra_body={"cache_salt": "survive"},  # no engine has these blocks yet
             )
-            assert answer.usage is not None
-            return answer.usage.completion_tokens
+            return answer.choices[0].text
 
         async def kill() -> None:
             await asyncio.sleep(2.0)
             ray.kill(ray.get_actor(actor.name, namespace="serve"))
 
-        *tokens, _ = await asyncio.gather(*(ask(number) for number in range(8)), kill())
-        return list(tokens)
+        *texts, _ = await asyncio.gather(*map(ask, prompts), kill())
+        return list(texts)
 
     before = service.status()["counters"]
-    assert asyncio.run(traffic()) == [10] * 8
+    assert asyncio.run(traffic()) == single_engine["completions"]
     # Serve sends a call that its replica had not yet accepted to another one, and we correct the lease;
     # a call that had been accepted we place again ourselves.
     wait_for(
         lambda: elsewhere(service.status()["counters"]) > elsewhere(before), "requests went elsewhere", 10
     )
-    # All of them with the blocks of the first prefill.
-    assert service.status()["counters"]["prefills"] - before["prefills"] == 8
+    # Each at least once, and once more at most for each try of decode.
+    prefills = service.status()["counters"]["prefills"] - before["prefills"]
+    assert len(prompts) <= prefills <= 3 * len(prompts)
     wait_for(lambda: len(service.status()["workers"]) == 2, "Serve has started another decode replica", 240)
     wait_for(lambda: service.status()["ingress"]["ready"], "the new replica is warm", 120)
     # The newcomer has taken the place, and with it the centroid, of the one that died.

@@ -16,6 +16,10 @@ import numpy as np
 
 CHUNK = 48  # tokens a step: every longer prompt is prefilled in pieces
 BLOCK = 32
+# (seed, prompts, tokens generated for each) of each batch. The second is the first again, and so is the
+# fifth the third: full hits. Model Runner V2, interpreted, runs the first two alone.
+BATCHES = ((0, 10, 16), (0, 10, 16), (0, 29, 40), (1, 29, 40), (0, 29, 40))
+SHORT = 2
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -30,58 +34,86 @@ def prompts(seed: int) -> list[list[int]]:
     return [found[i] for i in order]
 
 
-def main(model: str, out: str, asynchronous: bool) -> None:
+def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
     from prometheus_client import REGISTRY
-    from vllm import LLM, SamplingParams
+    from vllm import EngineArgs, SamplingParams
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.metrics.loggers import StatLoggerBase
 
     from eldr_serve.engine.config import engine_kwargs
 
+    fresh: list[dict[str, Any]] = []  # step records since the last step
+
+    class Recorder(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+                fresh.extend(scheduler_stats.kv_connector_stats["steps"])
+
+        def log_engine_initialized(self) -> None: ...
+
     cores = os.sched_getaffinity(0)
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=12,
-        max_num_batched_tokens=CHUNK,
-        num_gpu_blocks_override=24,  # 768 tokens: far fewer than the prompts of a batch need
-        disable_log_stats=False,
-        **engine_kwargs("calibrate", device="cpu", block_size=BLOCK, async_scheduling=asynchronous),
-    )
-    params = SamplingParams(
-        max_tokens=40,
-        temperature=0.0,
-        ignore_eos=True,
-        extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": True}},
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=model,
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=12,
+            max_num_batched_tokens=CHUNK,
+            num_gpu_blocks_override=24,  # 768 tokens: far fewer than the prompts of a batch need
+            **engine_kwargs("calibrate", device="cpu", block_size=BLOCK, async_scheduling=asynchronous),
+        ),
+        UsageContext.LLM_CLASS,
+        stat_loggers=[Recorder],
     )
     records: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     cached = 0
-    for seed in range(3):
-        batch = prompts(seed % 2)  # the third batch is the first again: full hits
-        for output in llm.generate([{"prompt_token_ids": p} for p in batch], params, use_tqdm=False):
-            cached += output.num_cached_tokens or 0
-            records.append(
-                {
-                    "prompt": output.prompt_token_ids,
-                    "output": list(output.outputs[0].token_ids),
-                    **(output.kv_transfer_params or {}),
-                }
-            )
-    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    for number, (seed, many, max_tokens) in enumerate(BATCHES[: SHORT if short else None]):
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": True}},
+        )
+        for index, prompt in enumerate(prompts(seed)[:many]):
+            engine.add_request(f"{number}-{index}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            fed = []  # (request, position) of the token that each request of the step fed to the model
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+                fed.append((output.request_id, len(output.prompt_token_ids) + len(tokens) - 2))
+                if output.finished:
+                    cached += output.num_cached_tokens or 0
+                    records.append(
+                        {
+                            "request": output.request_id,
+                            "prompt": output.prompt_token_ids,
+                            "output": tokens,
+                            **(output.kv_transfer_params or {}),
+                        }
+                    )
+            steps += [step | {"fed": fed} for step in fresh]
+            fresh.clear()
     samples = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
-    core = llm.llm_engine.engine_core.engine_core  # in process
+    core = engine.engine_core.engine_core  # in process
     connector = core.scheduler.connector
     report = {
+        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "records": records,
+        "steps": steps,
         "cached_tokens": cached,
-        "preemptions": metrics["vllm:num_preemptions"],
+        "preemptions": samples["vllm:num_preemptions_total"],
         "left_behind": [len(connector._tracked), len(connector._requests)],
-        "steps": samples["eldr_decode_step_seconds_count"],
+        "counted_steps": samples["eldr_decode_step_seconds_count"],
         "cores": [sorted(cores), sorted(os.sched_getaffinity(0))],
-        "capture_s": samples["eldr_capture_seconds_sum"] / samples["eldr_capture_seconds_count"],
+        "capture": [samples["eldr_capture_seconds_sum"], samples["eldr_capture_seconds_count"]],
     }
     Path(out).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "async")
+    main(sys.argv[1], sys.argv[2], sys.argv[3] == "async", sys.argv[4] == "short")

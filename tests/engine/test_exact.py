@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +12,65 @@ import numpy as np
 import pytest
 import tiny_model
 import torch
+from engine_script import BATCHES, CHUNK, SHORT
 from scripts import run_script
 
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 
+RUNS = {  # name -> scheduler, batches, port of NIXL
+    "async": ("async", "all", "21871"),
+    "sync": ("sync", "all", "21872"),
+    "v2": ("async", "short", "21873"),
+}
+RUNNERS = {"async": "cpu_model_runner", "sync": "cpu_model_runner", "v2": "cpu.model_runner"}
 
-@pytest.fixture(scope="module", params=["async", "sync"])
-def report(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("engine") / "report.json"
-    port = {"async": "21871", "sync": "21872"}[request.param]
-    run_script("engine_script.py", model, out, request.param, VLLM_NIXL_SIDE_CHANNEL_PORT=port)
-    found: dict[str, Any] = json.loads(out.read_text())
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Name of a run -> its report."""
+
+    @cache
+    def report(name: str) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("engine") / "report.json"
+        scheduler, batches, port = RUNS[name]
+        run_script(
+            "engine_script.py", model, out, scheduler, batches,
+            v2=name == "v2", VLLM_NIXL_SIDE_CHANNEL_PORT=port,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    return report
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def choices(model: Path) -> Any:
-    """tokens -> int[T,L,k], by another implementation, cold, with no cache of any kind."""
+def report(run: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    return run(name)
+
+
+@pytest.fixture(scope="module")
+def choices(model: Path) -> Callable[[list[int]], np.ndarray]:
+    """tokens -> int[T,L,k], by another implementation, cold, with no cache of keys and values."""
     from transformers import Qwen3MoeForCausalLM
 
     reference = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
+    @cache
     @torch.no_grad()
-    def route(tokens: list[int]) -> np.ndarray:
+    def route(tokens: tuple[int, ...]) -> np.ndarray:
         logits = reference(torch.tensor([tokens]), output_router_logits=True, use_cache=False).router_logits
         return torch.stack(
             [x.reshape(len(tokens), -1).topk(tiny_model.TOP_K).indices for x in logits], 1
         ).numpy()
 
-    return route
+    return lambda tokens: route(tuple(tokens))
 
 
 def histogram(chosen: np.ndarray) -> np.ndarray:
@@ -52,23 +81,53 @@ def histogram(chosen: np.ndarray) -> np.ndarray:
     return counts
 
 
-def test_the_pressure_was_real(report: dict[str, Any]) -> None:
-    assert report["cached_tokens"] > 1000
+def test_the_engine_runs_the_model_runner_that_is_meant(report: dict[str, Any], name: str) -> None:
+    assert report["runner"] == f"vllm.v1.worker.{RUNNERS[name]}"
+
+
+def test_the_pressure_was_real(report: dict[str, Any], name: str) -> None:
+    assert report["cached_tokens"] > (500 if name == "v2" else 1000)
     assert report["preemptions"] > 0
-    assert any(len(r["prompt"]) > 2 * 48 for r in report["records"])
+    assert any(len(r["prompt"]) > 2 * CHUNK for r in report["records"])
 
 
-def test_every_count_equals_the_cold_recomputation(report: dict[str, Any], choices: Any) -> None:
-    assert len(report["records"]) == 3 * 29
+def test_every_count_equals_the_cold_recomputation(
+    report: dict[str, Any], name: str, choices: Callable[[list[int]], np.ndarray]
+) -> None:
+    batches = BATCHES[:SHORT] if name == "v2" else BATCHES
+    assert len(report["records"]) == sum(prompts for _, prompts, _ in batches)
     for record in report["records"]:
         prompt, output = record["prompt"], record["output"]
         chosen = choices(prompt + output)
         np.testing.assert_array_equal(unpack_counts(record["eldr_prefill"]), histogram(chosen[: len(prompt)]))
         decoded = chosen[len(prompt) : -1]  # the last token never passes the gates
-        assert record["eldr_decode_steps"] == len(decoded) == 39
+        _, _, tokens = batches[int(record["request"].split("-")[0])]
+        assert record["eldr_decode_steps"] == len(decoded) == tokens - 1
         np.testing.assert_array_equal(unpack_counts(record["eldr_decode"]), histogram(decoded))
         routes = unpack_routes(record["eldr_routes"])
         np.testing.assert_array_equal(np.sort(routes, axis=-1), np.sort(decoded, axis=-1))
+
+
+def test_every_step_record_equals_the_cold_recomputation(
+    report: dict[str, Any], choices: Callable[[list[int]], np.ndarray]
+) -> None:
+    chosen = {r["request"]: choices(r["prompt"] + r["output"]) for r in report["records"]}
+    assert len(report["steps"]) > 40
+    for step in report["steps"]:
+        experts = np.stack([chosen[request][position] for request, position in step["fed"]], 1)  # [L,n,k]
+        active = [len(np.unique(layer)) for layer in experts]
+        assert step["active_by_layer"] == active
+        assert step["active_experts"] == pytest.approx(np.mean(active))
+        assert step["requests"] == len(step["fed"])
+        assert step["kv_tokens"] == sum(position + 1 for _, position in step["fed"])
+        assert step["seconds"] > 0
+
+
+def test_v2_counts_as_v1_does(run: Callable[[str], dict[str, Any]]) -> None:
+    v1, v2 = run("async"), run("v2")
+    assert v2["records"] == v1["records"][: len(v2["records"])]
+    timeless = [[{k: v for k, v in step.items() if k != "seconds"} for step in r["steps"]] for r in (v1, v2)]
+    assert timeless[1] == timeless[0][: len(v2["steps"])]
 
 
 def test_nothing_is_left_behind_in_the_scheduler(report: dict[str, Any]) -> None:
@@ -81,5 +140,7 @@ def test_the_engine_may_use_all_cores(report: dict[str, Any]) -> None:
 
 
 def test_decode_steps_and_capture_are_measured(report: dict[str, Any]) -> None:
-    assert report["steps"] > 100
-    assert 0 < report["capture_s"] < 1
+    assert report["counted_steps"] == len(report["steps"])
+    seconds, steps = report["capture"]
+    assert steps >= len(report["steps"])
+    assert 0 < seconds / steps < 1

@@ -13,17 +13,25 @@ from eldr_serve.engine.compat import UnsupportedEngineError, check_engine, check
 from eldr_serve.engine.config import engine_kwargs
 
 
-def config(block_size: int = 16, speculative: Any = None, layers: Any = None, **parallel: Any) -> Any:
+def config(
+    block_size: int = 16,
+    speculative: Any = None,
+    layers: Any = None,
+    return_experts: bool = False,
+    **parallel: Any,
+) -> Any:
     sizes = {
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
         "enable_dbo": False,
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
         cache_config=SimpleNamespace(block_size=block_size),
         speculative_config=speculative,
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=return_experts),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
     )
 
@@ -37,9 +45,11 @@ def test_a_plain_engine_is_accepted() -> None:
     [
         ({"pipeline_parallel_size": 2}, 1, "pipeline"),
         ({"data_parallel_size": 2}, 1, "data parallel"),
-        ({"decode_context_parallel_size": 2}, 1, "context"),
+        ({"decode_context_parallel_size": 2}, 1, "decode context"),
+        ({"prefill_context_parallel_size": 2}, 1, "prefill context"),
         ({"enable_dbo": True}, 1, "overlap"),
         ({"speculative": object()}, 1, "speculative"),
+        ({"return_experts": True}, 1, "enable_return_routed_experts"),
         ({"block_size": 256}, 1, "block_size 256"),
         ({}, 2, "disable_hybrid_kv_cache_manager"),
     ],

@@ -21,6 +21,7 @@ class FakeService(ThreadingHTTPServer):
     Attributes:
         first_s, gap_s: delay of the first token and of each further one.
         fail_every: each so-manieth request gets a 503; 0: none.
+        reports_steps: whether its engines' steps are in the status.
     """
 
     daemon_threads = True
@@ -29,6 +30,7 @@ class FakeService(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.first_s, self.gap_s, self.fail_every = 0.05, 0.01, 0
+        self.reports_steps = False
         self.policy: dict[str, Any] = {"name": "locality-band", "parameters": {"band": 0.2}}
         self.policies_set: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -53,9 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/metrics":
-            self._answer(200, self._metrics().encode())
-        elif self.path == "/eldr/status":
+        if self.path == "/eldr/status":
             workers = [{"replica": r, "in_flight": self.server.in_flight // 2} for r in REPLICAS]
             status = {
                 "policy": self.server.policy["name"],
@@ -63,6 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "workers": workers,
                 "leases": self.server.in_flight,
                 "counters": {"placed": len(self.server.bodies)},
+                "decode_totals": self._totals() if self.server.reports_steps else None,
             }
             self._answer(200, json.dumps(status).encode())
         else:
@@ -124,16 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         self.wfile.flush()
 
-    def _metrics(self) -> str:
+    def _totals(self) -> dict[str, float]:
         """Every step: 2 requests, 20 active experts, 10 ms."""
-        label, steps = f'{{ReplicaId="{REPLICAS[0]}"}}', self.server.steps
-        return (
-            f"ray_eldr_decode_step_experts_total{label} {20 * steps}\n"
-            f"ray_eldr_decode_steps_total{label} {steps}\n"
-            f"ray_eldr_decode_step_requests_total{label} {2 * steps}\n"
-            f"ray_eldr_decode_seconds_total{label} {0.01 * steps}\n"
-            f'ray_eldr_decode_steps_total{{ReplicaId="prefill"}} 1000\n'
-        )
+        steps = self.server.steps
+        return {"steps": steps, "requests": 2 * steps, "active_experts": 20 * steps, "seconds": 0.01 * steps}
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("content-length", 0)))

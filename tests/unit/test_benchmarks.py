@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.__main__ import NAMES, SERVING
@@ -142,6 +144,27 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
         text = page.read_text()
         assert "<!-- end -->" in text
         assert tables.filled(text) == text, f"run python -m benchmarks.rig.tables: {page.name} is older"
+
+
+def test_the_summary_hides_no_rule_that_beats_one_that_it_shows() -> None:
+    shown = {
+        (claim.where["workload"], policy)
+        for claim in tables.CLAIMS
+        if claim.name == "together_policies"
+        for policy in np.atleast_1d(claim.where["policy"]).tolist()
+    }
+    assert shown
+    beaten = [
+        (worse["workload"], worse["policy"], better["policy"])
+        for worse, better in itertools.permutations(tables.rows_of("together_policies"), 2)
+        if worse["workload"] == better["workload"]
+        and worse["policy"] != "shortest-queue"  # it is there to be beaten
+        and (worse["workload"], worse["policy"]) in shown
+        and (better["workload"], better["policy"]) not in shown
+        and better["tpot_p50_ms"] < worse["tpot_p50_ms"]
+        and better["output_tokens_per_s"] > worse["output_tokens_per_s"]
+    ]
+    assert not beaten
 
 
 def test_rows_may_lack_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

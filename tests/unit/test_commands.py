@@ -8,22 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import command
 from traces import synthetic_trace
 
 from eldr_serve.artifacts import RoutingTable
 
 ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -34,9 +24,11 @@ def trace(tmp_path: Path) -> Path:
 
 def test_fit_writes_table_report_and_plot(trace: Path) -> None:
     out, report, plot = (trace.with_name(name) for name in ("table.safetensors", "report.json", "plot.png"))
-    done = command(
-        "offline.fit", "--trace", trace, "--workers", 3, "--out", out, "--report", report, "--plot", plot
-    )
+    options = {"trace": trace, "workers": 3, "out": out, "report": report, "plot": plot}
+    done = subprocess.run(  # as a user would: the others call it in this process
+        [sys.executable, "-m", "offline.fit", *(f"--{name}={value}" for name, value in options.items())],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     table, found = RoutingTable.load(out), json.loads(report.read_text())
     assert table.cluster_sizes.tolist() == found["cluster_sizes"] == [20, 20, 20]
@@ -101,7 +93,7 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
 def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], trace: Path) -> None:
     out = trace.with_name("table.safetensors")
     done = command(*(a.format(trace=trace, out=out) for a in arguments))
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.exit_code == 2, done.stdout + done.stderr
     sentences = [line for line in done.stderr.strip().splitlines() if not line.startswith("{")]
     assert len(sentences) == 1, done.stderr
     assert not out.exists()
@@ -121,7 +113,7 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], 
 )
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "--seed" in done.stdout
     assert "default" in done.stdout
 
@@ -131,6 +123,6 @@ def test_a_dry_run_of_calibrate_says_what_it_would_do() -> None:
         "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "demo_model/prompts",
         "--out", "nothing.safetensors", "--limit", "20", "--dry-run",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "20 prompts" in done.stdout
     assert not (ROOT / "nothing.safetensors").exists()

@@ -79,7 +79,8 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
-    compare(**options(service, out, metrics=[f"{service.url}/metrics"]))
+    service.reports_steps = True
+    compare(**options(service, out))
     said = capsys.readouterr().out
     assert "requests, none failed" in said
     assert service.policy == OWN
@@ -134,7 +135,7 @@ def test_a_burn_in_is_load_before_the_first_block_and_in_no_figure(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
-    chosen = options(service, out, burn_in_seconds=2, metrics=[f"{service.url}/metrics"])
+    chosen = options(service, out, burn_in_seconds=2)
     compare(**chosen)
     assert "burn-in: 2 s" in capsys.readouterr().out
     salts = [body["cache_salt"] for body in service.bodies]
@@ -237,16 +238,12 @@ def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
         ({"prompts": Path("nowhere")}, "nowhere"),
         ({"host": "http://127.0.0.1:9"}, "cannot be reached"),
         ({"host": "no url"}, "cannot be reached"),
-        ({"metrics": ["http://127.0.0.1:9/metrics"]}, "cannot be reached"),
-        ({"metrics": ["{url}/nothing"]}, "404"),
         ({"admin_key_env": "UNSET_KEY"}, "admin key"),
     ],
 )
 def test_bad_input_is_one_sentence_and_changes_nothing(
     service: FakeService, tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    if "metrics" in change:
-        change = {"metrics": [url.format(url=service.url) for url in change["metrics"]]}
     with pytest.raises((BadInput, ValueError), match=sentence) as refused:
         compare(**options(service, tmp_path / "c", **change))
     assert "\n" not in str(refused.value)

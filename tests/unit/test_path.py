@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, ErrorResponse
@@ -135,7 +135,7 @@ class World:
         self.path = RequestPath(
             engines=engines,
             client=self.client,  # type: ignore[arg-type]
-            options=PathOptions(retry_backoff_s=0.0, **options),
+            options=PathOptions(**({"retry_backoff_s": 0.0} | options)),
         )
 
     async def run(self, **fields: Any) -> list[Any]:
@@ -236,8 +236,10 @@ async def test_a_request_that_is_wrong_is_not_tried_again() -> None:
     assert not world.decode.requests
 
 
-@pytest.mark.parametrize("failure", ["dies", "refuses", "error-event"])
-async def test_a_decode_that_fails_before_its_first_token_is_placed_elsewhere(failure: str) -> None:
+@pytest.mark.parametrize(("failure", "passed_over"), [("dies", 0), ("refuses", 1), ("error-event", 1)])
+async def test_a_decode_that_fails_before_its_first_token_is_prefilled_again_and_placed_elsewhere(
+    failure: str, passed_over: int
+) -> None:
     async def first_fails(request: Any) -> AsyncIterator[Any]:
         if request.kv_transfer_params[REPLICA] == "d0":
             if failure == "dies":
@@ -249,36 +251,85 @@ async def test_a_decode_that_fails_before_its_first_token_is_placed_elsewhere(fa
     world = World(decode=first_fails)
     assert await world.run() == ["data: a"]
     assert world.client.placed[1][0].exclude == ("d0",)
-    assert len(world.prefill.requests) == 1  # the prompt's blocks still stand
+    first, second = world.prefill.requests
+    assert first.request_id != second.request_id
+    # By its prefix cache the engine of the first prefill makes the second one cheap. But if a decode engine
+    # lives and cannot serve, it may be the blocks that it could not read.
+    assert [r.kv_transfer_params[ATTEMPT] for r in (first, second)] == [0, passed_over]
     assert not world.client.held
 
 
-async def test_a_second_prefill_where_the_blocks_no_longer_stand() -> None:
-    async def first_dies(request: Any) -> AsyncIterator[Any]:
-        if request.kv_transfer_params[REPLICA] == "d0":
-            raise RayActorError
-        yield "data: a"
-
-    world = World(decode=first_dies, kv_lease_s=1e-9, pool_ttl_s=1e-10)
-    assert await world.run() == ["data: a"]
-    assert len(world.prefill.requests) == 2
-
-
-async def test_when_no_decode_works_the_prompts_blocks_are_released() -> None:
+async def test_when_no_decode_works_the_blocks_of_every_prefill_are_released() -> None:
     async def dead(request: Any) -> AsyncIterator[Any]:
         raise RayActorError
         yield
 
     world = World(decode=dead, decode_tries=2)
-    for attempt in range(3):
-        world.prefills.sent("unused", f"p{attempt}")
-    original = world.prefills.take_routed
-    world.prefills.take_routed = lambda request_id: original(request_id) or "p0"  # type: ignore[method-assign]
+    world.prefills.take_routed = lambda request_id: "p0"  # type: ignore[method-assign]
     with pytest.raises(Overloaded):
         await world.run()
-    await asyncio.sleep(0)
-    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+    await asyncio.sleep(0.01)
+    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}] * 2
+    assert {r.request_id for r in world.prefill.released} == {r.request_id for r in world.prefill.requests}
     assert not world.client.held
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_after_the_last_try_nobody_waits(leg: str) -> None:
+    async def dead(request: Any) -> AsyncIterator[Any]:
+        raise RayActorError
+        yield
+
+    world = World(**{leg: dead}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
+    async with asyncio.timeout(10):
+        with pytest.raises(Overloaded):
+            await world.run()
+
+
+async def test_prefill_tries_are_of_the_whole_request() -> None:
+    async def every_other_fails(request: Any) -> AsyncIterator[Any]:
+        if len(world.prefill.requests) % 2:
+            raise RayActorError
+        yield PrefillAnswer()
+
+    async def dead(request: Any) -> AsyncIterator[Any]:
+        raise RayActorError
+        yield
+
+    world = World(prefill=every_other_fails, decode=dead, prefill_tries=3, decode_tries=9)
+    with pytest.raises(Overloaded, match="3 prefill attempts failed"):
+        await world.run()
+    assert len(world.prefill.requests) == 5
+
+
+@pytest.mark.parametrize(
+    ("failure", "released"), [(RayActorError(), True), (ActorUnavailableError("away", None), False)]
+)
+async def test_blocks_that_an_engine_may_still_read_are_left_to_their_lease(
+    failure: RayError, released: bool
+) -> None:
+    async def first_fails(request: Any) -> AsyncIterator[Any]:
+        if request.kv_transfer_params[REPLICA] == "d0":
+            raise failure
+        yield "data: a"
+
+    world = World(decode=first_fails)
+    world.prefills.take_routed = lambda request_id: "p0"  # type: ignore[method-assign]
+    assert await world.run() == ["data: a"]
+    await asyncio.sleep(0.01)
+    assert len(world.prefill.released) == released
+
+
+async def test_a_stream_that_the_engine_refuses_leaves_no_blocks_behind() -> None:
+    async def wrong(request: Any) -> AsyncIterator[Any]:
+        yield 'data: {"error": {"code": 400}}'
+
+    world = World(decode=wrong)
+    world.prefills.take_routed = lambda request_id: "p0"  # type: ignore[method-assign]
+    assert len(await world.run()) == 1
+    await asyncio.sleep(0.01)
+    assert len(world.prefill.released) == 1
+    assert len(world.decode.requests) == 1
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:

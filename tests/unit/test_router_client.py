@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from pooled_policy import Slots, registered
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 from tables import counts_for, unit_table
 
 from eldr_serve.serving.errors import Overloaded
@@ -31,6 +32,7 @@ class FakeActor:
         } | options
         self.state = RouterState(**self.options)
         self.alive = True
+        self.error: type[RayActorError] = RayActorError  # of its calls while it is not
         self.delay_s = 0.0
         self.grant_delay_s = 0.0  # of a poll's answer, after it has left the outbox
         self.exchanges: list[Exchange] = []
@@ -50,7 +52,7 @@ class FakeActor:
         leases = await self.state.outbox.take(*args)
         await asyncio.sleep(self.grant_delay_s)
         if not self.alive:
-            raise RayActorError
+            raise self.error
         return leases
 
     def __getattr__(self, method: str) -> Any:
@@ -59,7 +61,7 @@ class FakeActor:
             async def remote(*args: Any) -> Any:
                 await asyncio.sleep(self.delay_s)
                 if not self.alive:
-                    raise RayActorError
+                    raise self.error
                 if method == "exchange":
                     self.exchanges.append(args[0])
                 if method == "settings":
@@ -72,8 +74,10 @@ class FakeActor:
 
 
 @asynccontextmanager
-async def connected(actor: FakeActor, *replicas: str, timeout_s: float = 0.3) -> AsyncIterator[RouterClient]:
-    directory = ReplicaDirectory()
+async def connected(
+    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, directory: ReplicaDirectory | None = None
+) -> AsyncIterator[RouterClient]:
+    directory = directory or ReplicaDirectory()
     directory.publish(replicas)
     client = RouterClient(lambda: actor, directory, timeout_s=timeout_s)  # type: ignore[arg-type, return-value]
     client.start()
@@ -230,6 +234,64 @@ async def test_a_lease_served_elsewhere_is_corrected() -> None:
         client.served_by("b", "r0" if client._leases["b"].replica == "r1" else "r1")
         client.release("b")
         await settled(lambda: actor.state.counters["served_elsewhere"] == 2)
+
+
+async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:
+    actor, loop_runs, free = FakeActor(), threading.Event(), []
+
+    def connect() -> Any:
+        free.append(loop_runs.wait(5))
+        return actor
+
+    directory = ReplicaDirectory()
+    directory.publish(["r0"])
+    client = RouterClient(connect, directory, timeout_s=0.02)
+    client.start()
+    try:
+        status = asyncio.create_task(client.call("status"))
+        for name in "ab":  # longer than one time limit
+            assert (await client.place(request(name), None)).policy == "own-load"
+        with pytest.raises(TimeoutError):
+            await status
+        loop_runs.set()
+        await settled(lambda: set(actor.state._running) == set("ab"))
+        assert free == [True]
+    finally:
+        await client.stop()
+
+
+@pytest.mark.parametrize(("error", "look_ups"), [(RayActorError, 1), (ActorDiedError, 2)])
+async def test_the_actor_is_looked_up_anew_only_if_it_is_gone_for_good(
+    error: type[RayActorError], look_ups: int
+) -> None:
+    actor, connects = FakeActor(), []
+    actor.error = error
+
+    def connect() -> Any:
+        connects.append(1)
+        actor.alive = True
+        return actor
+
+    directory = ReplicaDirectory()
+    directory.publish(["r0"])
+    client = RouterClient(connect, directory, timeout_s=0.1)
+    client.start()
+    try:
+        await client.place(request("a"), None)
+        actor.die()
+        await client.place(request("b"), None)
+        if error is RayActorError:
+            actor.restart()
+        await settled(lambda: not client.router_away and set(actor.state._running) == set("ab"))
+        actor.alive = False
+        with pytest.raises(error):
+            await client.call("status")
+        assert len(connects) == look_ups
+        actor.alive = error is RayActorError
+        await client.call("status")
+        assert len(connects) == 2 * look_ups - 1
+    finally:
+        await client.stop()
 
 
 # -- requests that wait in the actor's pool ------------------------------------------------------------

@@ -13,6 +13,7 @@ from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import StepCost, StepSums
+from eldr_serve.serving import decode_router
 from eldr_serve.serving.errors import SwapRefused
 from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Restore
 from eldr_serve.serving.router_state import RouterState
@@ -256,6 +257,18 @@ def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_wo
     assert held(state) == {}
 
 
+def test_all_steps_are_in_the_totals_however_old() -> None:
+    now = [0.0]
+    state = make(clock=lambda: now[0])
+    state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
+    assert state.status()["decode_totals"] is None  # of how many layers is not known
+    state.expect_signatures(5, 64)
+    now[0] += 36_000
+    state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
+    totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
+    assert state.status()["decode_totals"] == pytest.approx(totals)
+
+
 def test_the_policy_follows_what_steps_cost() -> None:
     now = [0.0]
     state = make(policy="marginal-cost", clock=lambda: now[0])
@@ -271,3 +284,44 @@ def test_the_policy_follows_what_steps_cost() -> None:
     assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
     state.set_policy("marginal-cost", {"prior_tokens": 1.0})
     assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+
+
+class _Failing:
+    """A predictor that never has an answer."""
+
+    def predict(self, *_: Any) -> Any:
+        raise RuntimeError("no")
+
+    def learn(self, *_: Any) -> None: ...
+
+
+class _Metric:
+    """Stands in for those of ray.util.metrics."""
+
+    def __init__(self, name: str, *_: Any, **__: Any) -> None:
+        self.name, self.total = name, 0
+
+    def inc(self, value: int, tags: dict[str, str]) -> None:
+        self.total += value
+
+    def observe(self, value: float, tags: dict[str, str]) -> None: ...
+
+    def set(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(decode_router, kind, _Metric)
+    state, metrics = make(policy="balance-route-horizon"), decode_router._Metrics()
+    assert state.status()["counters"]["predictor_failures"] == 0
+    state._policy.policy.predictor = _Failing()  # type: ignore[attr-defined]
+    for request in ("a", "b"):  # it is asked about those that run when the next is placed
+        ask(state, request)
+    failures = state.status()["counters"]["predictor_failures"]
+    assert failures > 0
+    state.set_policy("shortest-queue", {})
+    assert state.status()["counters"]["predictor_failures"] == failures
+    for _ in range(2):
+        metrics.load(state)
+    assert metrics._failures.name == "eldr_predictor_failures_total"  # type: ignore[attr-defined]
+    assert metrics._failures.total == failures  # type: ignore[attr-defined]

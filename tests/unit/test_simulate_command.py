@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import typer
 import yaml
+from in_process import command
 
 from eldr_serve.routing import StepCost
 from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
@@ -23,7 +22,6 @@ from offline.gptoss import LAYERS, TOP_K, read_gptoss
 from offline.scenario import Work, read_scenario
 from offline.simulate import one_run, simulate
 
-ROOT = Path(__file__).parents[2]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
 
@@ -33,10 +31,8 @@ def gptoss(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     lines = []
     for n in range(30):
-        routes = "".join(
-            "".join(LETTERS[16 * (n % 2) + e] for e in rng.choice(16, TOP_K, replace=False))
-            for _ in range(200 * LAYERS)
-        )
+        chosen = rng.random((200 * LAYERS, 16)).argsort(axis=1)[:, :TOP_K] + 16 * (n % 2)
+        routes = "".join(LETTERS[e] for e in chosen.ravel())
         lines.append(json.dumps({"id": f"r{n}", "domain": ["code", "math"][n % 2], "routes": routes}))
     path = tmp_path / "routes.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -52,13 +48,6 @@ def scenario_file(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "scenario.yaml"
     path.write_text(yaml.safe_dump(document | changes))
     return path
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "offline.simulate", *map(str, arguments)],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
 
 
 def test_routes_become_a_calibration_trace(gptoss: Path) -> None:
@@ -123,11 +112,11 @@ def test_a_trace_gives_times_lengths_and_prefixes(tmp_path: Path) -> None:
 def test_a_run_writes_one_row_a_policy_and_seed(tmp_path: Path) -> None:
     path = scenario_file(tmp_path, seeds=[0, 1])
     out = tmp_path / "result.json"
-    dry = command("--config", path, "--out", out, "--dry-run")
-    assert (dry.returncode, out.exists()) == (0, False)
+    dry = command("offline.simulate", "--config", path, "--out", out, "--dry-run")
+    assert (dry.exit_code, out.exists()) == (0, False)
     assert "4 runs of 40 requests on 2 workers" in dry.stdout
-    done = command("--config", path, "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = command("offline.simulate", "--config", path, "--out", out)
+    assert done.exit_code == 0, done.stderr
     result = json.loads(out.read_text())
     assert [(row["policy"], row["seed"]) for row in result["rows"]] == [
         ("shortest-queue", 0), ("any", 0), ("shortest-queue", 1), ("any", 1),
@@ -150,11 +139,11 @@ def test_a_cost_is_fitted_from_steps_and_used(tmp_path: Path) -> None:
     assert fitted.cost.per_expert_s == pytest.approx(5e-5, rel=0.05)
     assert fitted.rms_relative_error < 0.02
     out = tmp_path / "cost.json"
-    assert command("--calibrate-from", steps, "--out", out).returncode == 0
+    assert command("offline.simulate", "--calibrate-from", steps, "--out", out).exit_code == 0
     assert FittedCost.load(out) == fitted
     result = tmp_path / "result.json"
-    done = command("--config", scenario_file(tmp_path), "--cost", out, "--out", result)
-    assert done.returncode == 0, done.stderr
+    done = command("offline.simulate", "--config", scenario_file(tmp_path), "--cost", out, "--out", result)
+    assert done.exit_code == 0, done.stderr
     assert json.loads(result.read_text())["inputs"]["cluster"]["decode"]["cost"] == fitted.cost.model_dump()
 
 

@@ -1,0 +1,38 @@
+"""A page as a browser shows it: headless Chromium."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_PROBE = (
+    "<script>addEventListener('load', () => {document.body.dataset.images = "
+    "[...document.images].map(i => i.naturalWidth).join(' ')})</script>"
+)
+
+
+def chromium(page: Path, scratch: Path, *options: str) -> str:
+    """What headless Chromium prints for the page; `scratch` is a folder for its profile."""
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    assert found, "no Chromium: run `make browser` as root, or install the Debian package chromium"
+    done = subprocess.run(
+        [found, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+         f"--user-data-dir={scratch / 'profile'}", "--window-size=1400,2600", *options, page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def rendered(page: Path, scratch: Path) -> tuple[str, list[int]]:
+    """The page's DOM once it is loaded, and the widths of its images, pixels; 0: a broken one."""
+    probed = scratch / "probed.html"
+    probed.write_text(page.read_text() + _PROBE)
+    seen = chromium(probed, scratch, "--dump-dom")
+    widths = re.search('data-images="([^"]*)"', seen)
+    assert widths
+    assert not re.search(r"(src|href)=.https?:", seen), "a report fetches nothing"
+    return seen, [int(width) for width in widths[1].split()]

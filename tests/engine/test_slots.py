@@ -1,0 +1,122 @@
+"""Where the connector finds a step's KV slots, under the calls that Model Runner V2 makes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+from eldr_serve.engine import connector as module
+from eldr_serve.engine.capture import StepCounts, StepPlan, StepTimer
+from eldr_serve.engine.compat import UnsupportedEngineError
+from eldr_serve.engine.connector import EldrConnector, EldrMetadata
+
+SLOTS = torch.tensor([64, 65, -1, -1])  # two tokens, padded to the size of a graph
+
+
+class Worker(NixlPullConnectorWorker):
+    """NIXL's worker half, with nothing to transfer."""
+
+    use_host_buffer = False
+
+    def __init__(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def start_load_kv(self, metadata: Any) -> None: ...
+
+
+class Capture:
+    """An ExpertCapture that keeps the slots that it is given."""
+
+    def __init__(self) -> None:
+        self.slots: list[Tensor] = []
+
+    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, None]:
+        self.slots.append(slots)
+        return StepCounts(), None
+
+
+class Runner:
+    """A step as V2 runs it: vLLM's own driver of connectors over our connector's worker half."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+        self.capture = Capture()
+        self.timer = StepTimer("cpu")
+        ours: Any = object.__new__(EldrConnector)  # without NIXL's agent
+        ours.__dict__ |= {
+            "_vllm_config": SimpleNamespace(use_v2_model_runner=True),
+            "_capture": self.capture,
+            "_timer": self.timer,
+            "_slots": None,
+            "_unwanted": SimpleNamespace(hold=lambda held: None),
+            "_stats": SimpleNamespace(data={"capture_s": [], "steps": []}),
+            "connector_worker": Worker(),
+        }
+        self.connector = ours
+        self.vllm: Any = object.__new__(ActiveKVConnector)
+        self.vllm.__dict__ |= {
+            "kv_connector": ours,
+            "vllm_config": None,
+            "_pending_load_kwargs": None,
+            "_disabled": False,
+        }
+
+    def step(self, tokens: int, forward: Tensor | None = None, graph: Tensor | None = None) -> None:
+        """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
+        metadata = EldrMetadata()
+        metadata.plan, metadata.held = StepPlan(requests=tokens, tokens=tokens), {}
+        output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False)
+        batch = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=tokens) if tokens else None
+        attention = None if graph is None else {"model.layers.0.attn": SimpleNamespace(slot_mapping=graph)}
+        context = None if forward is None else ForwardContext({}, {}, {"model.layers.0.attn": forward})
+        with override_forward_context(context):
+            self.vllm.pre_forward(output, batch, attn_metadata=attention)
+        self.vllm.finish_forward()
+        with override_forward_context(ForwardContext({}, {}, {})):  # as V2 makes it: an empty one
+            self.vllm._start_load_kv()
+        self.connector.wait_for_save()
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    return Runner(monkeypatch)
+
+
+def test_slots_come_with_the_forward_or_with_a_full_graph(runner: Runner) -> None:
+    runner.step(2, forward=SLOTS)
+    runner.step(2, graph=SLOTS)
+    assert [s.tolist() for s in runner.capture.slots] == [SLOTS.tolist()] * 2
+
+
+def test_a_step_without_tokens_needs_none(runner: Runner) -> None:
+    runner.step(2, forward=SLOTS)
+    runner.step(0)
+    assert len(runner.capture.slots) == 1
+
+
+@pytest.mark.parametrize("slots", [None, SLOTS[:1]])
+def test_a_step_whose_slots_are_not_shown_is_an_error(runner: Runner, slots: Tensor | None) -> None:
+    runner.step(2, forward=SLOTS)  # those of the step before do not stand in
+    with pytest.raises(UnsupportedEngineError, match=r"vLLM 0\.\S+, Model Runner V2 ran 2 tokens"):
+        runner.step(2, forward=slots)
+
+
+def test_a_step_ends_with_its_forward_not_with_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 3.0, 10.0, 14.0])
+    monkeypatch.setattr("eldr_serve.engine.capture.time.thread_time", lambda: next(now))
+    timer = StepTimer("cpu")
+    timer.begin()
+    timer.stop()
+    timer.stop()
+    assert timer.finish({"requests": 1}) == [{"requests": 1, "seconds": 2.0}]
+    timer.begin()
+    timer.stop()
+    assert timer.finish({"requests": 1}) == [{"requests": 1, "seconds": 4.0}]

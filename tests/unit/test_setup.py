@@ -1,0 +1,59 @@
+"""`make setup` by pip, and by uv where pip cannot; stand-ins note how they were called."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PIP_ERROR = "ERROR: No matching distribution found for torch==2.13.0+cpu"
+
+
+def make_setup(
+    venv: Path, *, extra: str = "cpu", pip_can: bool, uv_can: bool = True
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """How `make setup` ended, and the calls of pip and uv."""
+    calls = venv / "calls"
+    (venv / "bin").mkdir(parents=True)
+    for name, refused, can in (("pip", "*-e*", pip_can), ("uv", "*", uv_can)):
+        stand_in = venv / "bin" / name
+        stand_in.write_text(
+            f'#!/bin/sh\necho "{name} $*" >> {calls}\n'
+            f'case "$*" in {refused}) {"exit 0" if can else f"echo {PIP_ERROR!r} >&2; exit 1"};; esac\n'
+        )
+        stand_in.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", "PYTHON=true", f"VENV={venv}", f"EXTRA={extra}"],
+        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+    )  # fmt: skip
+    return done, calls.read_text().splitlines()
+
+
+def test_uv_is_not_asked_where_pip_can(tmp_path: Path) -> None:
+    done, calls = make_setup(tmp_path, pip_can=True)
+    assert done.returncode == 0, done.stderr
+    assert not any(call.startswith("uv") for call in calls)
+    assert not any("install --quiet uv" in call for call in calls)
+
+
+def test_uv_installs_the_cpu_build_where_pip_finds_none(tmp_path: Path) -> None:
+    done, calls = make_setup(tmp_path, pip_can=False)
+    assert done.returncode == 0, done.stderr
+    assert PIP_ERROR in done.stderr
+    assert done.stderr.count("trying uv") == 1
+    assert calls.index("pip install --quiet uv") < calls.index(
+        f"uv pip install --python {tmp_path}/bin/python --torch-backend cpu -e .[cpu,dev]"
+    )
+    assert (tmp_path / ".installed-cpu").exists()
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_a_setup_that_failed_says_what_to_do(tmp_path: Path, extra: str) -> None:
+    done, calls = make_setup(tmp_path, extra=extra, pip_can=False, uv_can=False)
+    assert done.returncode != 0
+    assert PIP_ERROR in done.stderr
+    assert "run make setup again" in done.stderr
+    assert any(call.startswith("uv") for call in calls) == (extra == "cpu")
+    assert not (tmp_path / f".installed-{extra}").exists()
