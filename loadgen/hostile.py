@@ -136,6 +136,7 @@ def remains(url: str, metrics: str | None) -> list[str]:
         "requests on decode workers": sum(worker["in_flight"] for worker in status["workers"]),
         "KV tokens on decode workers": sum(worker["kv_tokens"] for worker in status["workers"]),
         "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),
+        "KV usage of decode": sum(status["ingress"]["decode_kv_usage"].values()),
         "KV usage of engines": sum(_samples(metrics)) if metrics else 0,
     }
     return [f"{what}: {amount}" for what, amount in held.items() if amount]

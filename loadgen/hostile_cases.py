@@ -10,11 +10,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
-
-from offline.cli import BadInput
 
 try:
     import requests
@@ -25,8 +24,10 @@ try:
     from schemathesis import GenerationMode
     from schemathesis.core.result import Ok
 except ImportError as error:
-    raise BadInput(f"hostile requests are made with what eldr-serve[dev] installs: {error}") from error
+    raise SystemExit(f"hostile requests are made with what eldr-serve[dev] installs: {error}") from None
 
+# Ray Serve's proxy itself answers 500 where one of these headers is not UTF-8; nothing gets beyond it.
+_READ_BY_PROXY = ("x-request-id", "x-session-id", "serve_multiplexed_model_id")
 JSON = {"content-type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -368,6 +369,8 @@ def _transport(model: str) -> Iterator[Case]:
                  "if-none-match", "referer", "user-agent", "upgrade",
                  "x-request-timeout-seconds"):  # fmt: skip
         for value in odd:
+            if name in _READ_BY_PROXY and value == "\xff\xfe":
+                continue
             complete = name not in ("expect", "upgrade", "te")
             yield case(f"header:{name}", COMPLETIONS, body, headers=JSON | {name: value}, complete=complete)
     for many in (50, 2000):
@@ -523,20 +526,25 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
             raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
         return case(f"mutation:{path}", path, raw)
 
-    return _collect(mutated(), count, number)
+    found: dict[Case, None] = {}
+    for more in range(100):  # examples repeat themselves
+        found |= dict.fromkeys(_collect(mutated(), count - len(found), number + more))
+        if len(found) == count:
+            break
+    return list(found)
 
 
 def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     """The body with one value somewhere in it replaced, removed or added."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
-        return draw(_VALUES)
+        return deepcopy(draw(_VALUES))  # what is drawn may be one object, drawn again and again
     if isinstance(body, list):
         at = draw(st.integers(0, len(body) - 1))
         body[at] = _mutated(body[at], draw)
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
-        body[draw(st.sampled_from(_NAMES))] = draw(_VALUES)
+        body[draw(st.sampled_from(_NAMES))] = deepcopy(draw(_VALUES))
         return body
     key = draw(st.sampled_from(sorted(body)))
     if kind == 2:

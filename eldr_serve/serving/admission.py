@@ -235,10 +235,16 @@ def sound(value: Any, validate: Callable[[Any], Any]) -> Any:
         raise  # it says where
     except Exception as error:
         raise ValueError(sentence(error)) from error
+    if "messages" not in getattr(type(request), "model_fields", {}):
+        return request
     try:
-        return picklable_chat(request) if hasattr(request, "messages") else request
+        request = picklable_chat(request)
+        roles = [message.get("role") for message in request.messages]
     except Exception as error:
         raise ValueError(f"a message is malformed: {sentence(error.__cause__ or error)}") from error
+    if not all(isinstance(role, str) for role in roles):
+        raise ValueError("each message needs a role")
+    return request
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -43,8 +43,9 @@ class ReleaseKv:
 
 
 def warm_up_request(model_id: str) -> CompletionRequest:
-    """A short prompt of nobody's."""
-    return CompletionRequest(model=model_id, prompt="warm up the transfer of one block", max_tokens=1)
+    """A short prompt of nobody's, whose one token is drawn at random and comes with its log-probability."""
+    prompt = "warm up the transfer of one block"
+    return CompletionRequest(model=model_id, prompt=prompt, max_tokens=1, temperature=1.0, logprobs=0)
 
 
 class EngineServer(QuietLLMServer):

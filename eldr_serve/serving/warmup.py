@@ -1,4 +1,8 @@
-"""One token through each prefill-decode pair, so that the first user does not pay NIXL's handshake."""
+"""One token through each prefill-decode pair, before users come.
+
+Else the first user would pay NIXL's handshake, and everybody the compilation of vLLM's samplers, for which
+a decode engine stands still for seconds: with log-probabilities, and with a batch of one and of several.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +91,11 @@ class Warmup:
             await self._engines.prefill.release_kv.remote(ReleaseKv(first_leg.request_id, {REPLICA: prefill}))
             return
         second_leg = decode_request(request, f"{request_id}-d", decode, params)
-        async for answer in self._engines.decode.options(stream=True).completions.remote(second_leg):
-            if isinstance(answer, ErrorResponse):
-                logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
-                return
+        several = request.model_copy(update={"n": 2})
+        for leg in (second_leg, decode_request(several, f"{request_id}-n", decode, None)):
+            async for answer in self._engines.decode.options(stream=True).completions.remote(leg):
+                if isinstance(answer, ErrorResponse):
+                    logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
+                    return
         self._warm.add((prefill, decode))
         await self._client.call("expect_signatures", *counts.shape)

@@ -42,12 +42,14 @@ def from_client(request: GenerationRequest) -> GenerationRequest:
 
 
 def sequences(request: GenerationRequest) -> int:
-    """How many answers are asked for: prompts x n."""
-    prompt = getattr(request, "prompt", None)
-    prompts = len(prompt) if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else 1
-    embeds = getattr(request, "prompt_embeds", None)
-    prompts = max(prompts, 1) + (len(embeds) if isinstance(embeds, list) else 0)
-    return prompts * max(request.n or 1, getattr(request, "best_of", None) or 1)
+    """How many answers are asked for: prompts x n; vLLM does not read `best_of`."""
+    prompt, embeds = getattr(request, "prompt", None), getattr(request, "prompt_embeds", None)
+    prompts = 1
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+        prompts = len(prompt)
+    if isinstance(embeds, list):
+        prompts += len(embeds)
+    return max(prompts, 1) * max(request.n or 1, 1)
 
 
 def needs_whole_engine(request: GenerationRequest) -> str | None:

@@ -38,6 +38,8 @@ def is_one_sentence(answer: httpx.Response, status: int) -> bool:
         (CHAT, chat([{"type": "image_url"}])),
         (CHAT, chat({"a": 1})),
         (CHAT, {"model": "m", "messages": [5]}),
+        (CHAT, {"model": "m", "messages": [{"content": "x"}]}),
+        (CHAT, {"model": "m", "messages": [{"author": {"role": "user"}, "content": []}]}),
         (CHAT, {"model": "m", "messages": [{"role": "assistant", "tool_calls": [7]}]}),
         (CHAT, {"model": "m", "messages": [{"role": "assistant", "tool_calls": 7}]}),
         (CHAT, chat("x") | {"structured_outputs": 5}),
@@ -162,6 +164,12 @@ async def test_one_request_cannot_ask_for_a_crowd(fields: dict[str, Any], answer
         assert f"{answers} answers" in answer.text
         assert not app.decode.requests
         assert (await app.post(COMPLETIONS, HELLO | {"n": 8})).status_code == 200
+
+
+async def test_a_field_of_another_endpoint_is_left_alone() -> None:
+    async with running_app() as app:
+        for odd in (5, " ", {"x": 1}, [5], None):
+            assert (await app.post(COMPLETIONS, HELLO | {"messages": odd})).status_code == 200
 
 
 async def test_invented_adapters_are_unknown_models_and_cost_no_handle() -> None:

@@ -101,7 +101,15 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], 
 
 
 @pytest.mark.parametrize(
-    "module", ["offline.fit", "offline.refit", "offline.calibrate", "offline.demo", "loadgen.compare"]
+    "module",
+    [
+        "offline.fit",
+        "offline.refit",
+        "offline.calibrate",
+        "offline.demo",
+        "loadgen.compare",
+        "loadgen.hostile",
+    ],
 )
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")

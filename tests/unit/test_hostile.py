@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -84,3 +86,13 @@ def test_a_case_is_an_http_request() -> None:
     raw = case("x", "/path", {"a": "\u00e9"}).raw
     assert raw.startswith(b"POST /path HTTP/1.1\r\nhost: eldr\r\n")
     assert raw.endswith(b'content-length: 13\r\n\r\n{"a": "\\u00e9"}'.replace(b"13", b"15"))
+
+
+@pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])
+def test_a_service_that_is_not_there_is_one_sentence(url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.hostile", "--url", url], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("hostile: ")
+    assert done.stderr.count("\n") == 1

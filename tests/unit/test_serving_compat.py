@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.ingress import OpenAiIngress
 
 from eldr_serve.serving import compat
@@ -19,6 +20,7 @@ def test_the_installed_ray_is_as_checked() -> None:
         (OpenAiIngress, "_get_response", lambda self, body: None),
         (compat.VLLMEngineConfig, "get_initialization_kwargs", None),
         (LLMConfig, "__private_attributes__", {}),
+        (LLMServer, "_run_request", lambda self, request: None),
     ],
 )
 def test_another_ray_is_refused(
@@ -30,3 +32,9 @@ def test_another_ray_is_refused(
         monkeypatch.setattr(owner, name, replaced)
     with pytest.raises(RuntimeError, match=r"which eldr-serve extends; it was checked on ray 2\.60"):
         compat.check_ray()
+
+
+@pytest.mark.parametrize("method", ["chat", "completions"])
+def test_another_engine_is_refused_when_it_starts(method: str) -> None:
+    with pytest.raises(RuntimeError, match=r"which eldr-serve calls; it was checked on ray 2\.60"):
+        compat.openai_serving(object(), method)
