@@ -18,7 +18,6 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +34,6 @@ from offline.progress import progress_bar
 _SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease of 30 s at most
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _STREAMED_ERROR = re.compile(rb'data: (\{"error".*\})')
-_KV_USAGE = "ray_vllm_kv_cache_usage_perc"
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ async def send_all(
     return outcomes
 
 
-def remains(url: str, metrics: str | None) -> list[str]:
+def remains(url: str) -> list[str]:
     """What the service still holds, one entry each; empty where it is idle."""
     status = httpx.get(f"{url}/eldr/status", timeout=30).raise_for_status().json()
     held = {
@@ -137,22 +135,14 @@ def remains(url: str, metrics: str | None) -> list[str]:
         "KV tokens on decode workers": sum(worker["kv_tokens"] for worker in status["workers"]),
         "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),
         "KV usage of decode": sum(status["ingress"]["decode_kv_usage"].values()),
-        "KV usage of engines": sum(_samples(metrics)) if metrics else 0,
     }
     return [f"{what}: {amount}" for what, amount in held.items() if amount]
 
 
-def _samples(metrics: str) -> Iterator[float]:
-    for line in httpx.get(metrics, timeout=30).raise_for_status().text.splitlines():
-        head, _, value = line.rpartition(" ")
-        if head.partition("{")[0] == _KV_USAGE:
-            yield float(value)
-
-
-def settle(url: str, model: str, metrics: str | None, timeout_s: float = _SETTLE_S) -> list[str]:
+def settle(url: str, model: str, timeout_s: float = _SETTLE_S) -> list[str]:
     """What is wrong with the service after all answers have ended; empty where it is well."""
     deadline = time.monotonic() + timeout_s
-    while (held := remains(url, metrics)) and time.monotonic() < deadline:
+    while (held := remains(url)) and time.monotonic() < deadline:
         time.sleep(0.5)
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 4}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
@@ -188,9 +178,6 @@ def hostile(
     admin_key: Annotated[
         str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Send changes of policy with this key too.")
     ] = None,
-    metrics: Annotated[
-        str | None, typer.Option(help="Ray's metrics endpoint, for the engines' KV usage.")
-    ] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
     limit_s: Annotated[float, typer.Option(min=0.1, help="The longest that an answer may take, s.")] = 5.0,
     replay: Annotated[Path | None, typer.Option(help="Send the requests of this file instead.")] = None,
@@ -203,10 +190,11 @@ def hostile(
         raise BadInput(f"{url} is no http URL")
     try:
         served = model or httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
-        todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
+        with Console(stderr=True).status(f"making {cases} requests: minutes where they are thousands"):
+            todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
         sending = send_all(todo, address.hostname, address.port or 80, in_flight=in_flight, limit_s=limit_s)
         outcomes = asyncio.run(sending)
-        wrong = settle(url, served, metrics)
+        wrong = settle(url, served)
     except httpx.HTTPError as error:
         raise BadInput(f"{url} does not answer as eldr-serve: {error}") from error
     violations = [outcome for outcome in outcomes if outcome.problem]

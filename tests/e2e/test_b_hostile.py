@@ -32,7 +32,7 @@ def test_hostile_requests_break_nothing(service: Service, own_policy: None) -> N
     outcomes = asyncio.run(sending)
     assert len(outcomes) == len(cases) == 600
     assert not [(o.problem, o.case.label, o.case.raw[-300:]) for o in outcomes if o.problem]
-    assert settle(service.url, MODEL, None) == []
+    assert settle(service.url, MODEL) == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
