@@ -527,11 +527,10 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
         return case(f"mutation:{path}", path, raw)
 
     found: dict[Case, None] = {}
-    for more in range(100):  # examples repeat themselves
-        found |= dict.fromkeys(_collect(mutated(), count - len(found), number + more))
-        if len(found) == count:
-            break
-    return list(found)
+    while len(found) < count:  # examples repeat themselves
+        number += 1
+        found |= dict.fromkeys(_collect(mutated(), max(count - len(found), 50), number))
+    return list(found)[:count]
 
 
 def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
