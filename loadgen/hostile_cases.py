@@ -325,8 +325,8 @@ def _other_endpoints(model: str) -> Iterator[Case]:
         for name in (model, f"{model}:x", "x", None, 5, "a\ud800"):
             yield case(path, path, {"model": name} | fields)
         for field in (*fields, "kv_transfer_params", "request_id", "add_special_tokens",
-        "truncate_prompt_tokens", "messages",
-                      "encoding_format", "dimensions", "return_token_strs", "priority"):  # fmt: skip
+                      "truncate_prompt_tokens", "messages", "encoding_format", "dimensions",
+                      "return_token_strs", "priority"):  # fmt: skip
             for odd in _ODD:
                 value = "bytes" if isinstance(odd, bytes) else odd
                 yield case(f"{path}:{field}", path, {"model": model} | fields | {field: value})
@@ -340,10 +340,9 @@ def _other_endpoints(model: str) -> Iterator[Case]:
     ):
         yield case("form", "/v1/audio/transcriptions", body, headers=form)
         yield case("form", CHAT, body, headers=form)
-    for path in ("/", "/v1", "/v1/models", "/v1/models/x", f"/v1/models/{model}:x", "/v1/models/%00",
-    "/v1/models/%ed%a0%80",
-                 "/v1/models/" + "x" * 5000, "//", "/../../etc/passwd", "/eldr", "/eldr/", "/docs",
-                 "/openapi.json",
+    for path in ("/", "/v1", "/v1/models", "/v1/models/x", f"/v1/models/{model}:x",
+                 "/v1/models/%00", "/v1/models/%ed%a0%80", "/v1/models/" + "x" * 5000, "//",
+                 "/../../etc/passwd", "/eldr", "/eldr/", "/docs", "/openapi.json",
                  "/eldr/status?x=%ff", "/-/routes", "/-/healthz", "/v1/responses", "/metrics",
                  "/%"):  # fmt: skip
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"):
@@ -353,20 +352,18 @@ def _other_endpoints(model: str) -> Iterator[Case]:
 def _transport(model: str) -> Iterator[Case]:
     """Headers, and HTTP that breaks off."""
     body = _completion(model)
-    for value in ("", "x", "text/plain", "application/xml", "application/json;;", "application/x+json",
-    "a" * 5000, "\xff",
+    for value in ("", "x", "text/plain", "application/xml", "application/json;;",
+                  "application/x+json", "a" * 5000, "\xff",
                   "application/json; charset=nonsense", "multipart/form-data",
                   "application/x-www-form-urlencoded"):  # fmt: skip
         yield case("content-type", COMPLETIONS, body, headers={"content-type": value})
     yield case("content-type", COMPLETIONS, body, headers={})
     odd = ("", "x", "-1", "0", "5", str(2**70), "1e9", "NaN", "\xff\xfe", "x" * 5000, '{"a": 1}', "00-0-0-0")
-    for name in ("x-request-id", "x-vllm-priority", "x-data-parallel-rank", "x-session-id", "x-eldr-domain",
-    "traceparent",
-                 "tracestate", "accept", "accept-encoding", "authorization", "cookie", "origin",
-                 "x-forwarded-for", "range",
-                 "serve_multiplexed_model_id", "x-request-disconnect-disabled", "expect", "content-encoding",
-                 "te",
-                 "if-none-match", "referer", "user-agent", "upgrade",
+    for name in ("x-request-id", "x-vllm-priority", "x-data-parallel-rank", "x-session-id",
+                 "x-eldr-domain", "traceparent", "tracestate", "accept", "accept-encoding",
+                 "authorization", "cookie", "origin", "x-forwarded-for", "range",
+                 "serve_multiplexed_model_id", "x-request-disconnect-disabled", "expect",
+                 "content-encoding", "te", "if-none-match", "referer", "user-agent", "upgrade",
                  "x-request-timeout-seconds"):  # fmt: skip
         for value in odd:
             if name in _READ_BY_PROXY and value == "\xff\xfe":
@@ -398,8 +395,8 @@ def _transport(model: str) -> Iterator[Case]:
     whole = case("", COMPLETIONS, body).raw
     for cut in (1, 10, 20, len(whole) // 2, len(whole) - 1):
         yield Case("cut", whole[:cut], complete=False)
-    for raw in (b"", b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n",
-    b"PRI * HTTP/2.0\r\n\r\n",
+    for raw in (b"", b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00",
+                b"GET / HTTP/9.9\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\n",
                 b"POST / HTTP/1.0\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n",
                 b"GET / HTTP/1.1\r\nx\r\n\r\n"):  # fmt: skip
         yield Case("http", raw, complete=False)
