@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?= cpu
 BIN := $(VENV)/bin
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder # files that take long first, as they are named
 STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 
@@ -40,11 +41,11 @@ browser: ## install Debian's chromium if there is no Chromium
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/test_report.py fails' >&2
 
 test: setup browser ## the whole suite: unit, engine, demo and end to end, on real engines
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/engine
+	$(BIN)/python -m pytest $(PARALLEL) tests/engine tests/unit
 	$(BIN)/python -m pytest tests/demo tests/e2e
 
 test-unit: setup browser ## the fast part: no engine, no Ray
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit
 
 test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
