@@ -57,10 +57,10 @@ class Service:
         own = self.status()["ingress"]
         return sum([*own["prefill_kv_usage"].values(), *own["decode_kv_usage"].values()])
 
-    def wait_empty(self) -> None:
-        """Until no engine holds a block: sooner than the 30 s that a prompt stands which nobody released."""
+    def wait_empty(self, within_s: float = 15.0) -> None:
+        """Until no engine holds a block; a prompt that nobody released stands for 30 s."""
         time.sleep(3)  # samples of before
-        wait_for(lambda: self.kv_usage() == 0.0, "the engines are empty", 12)
+        wait_for(lambda: self.kv_usage() == 0.0, "the engines are empty", within_s - 3)
 
     def _samples(self, name: str) -> list[float]:
         samples = (line.rpartition(" ") for line in self.metrics().splitlines())

@@ -131,8 +131,9 @@ async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(servic
         assert int(refused[0].headers["retry-after"]) >= 1
         await until(lambda: service.status()["counters"].get("pool_expired", 0) > before)
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
-    # Their prompts' leases end anyway by now; what an engine still held would be held for good.
-    service.wait_empty()
+    # Who leaves in the very moment of being given a worker may hold blocks until their lease ends; what an
+    # engine held longer would be held for good.
+    service.wait_empty(40)
 
 
 async def test_a_policy_without_pool_lets_those_in_the_pool_run_at_once(service: Service) -> None:
