@@ -40,9 +40,9 @@ browser: ## install Debian's chromium if there is no Chromium
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/test_report.py fails' >&2
 
-test: setup browser ## the whole suite: unit, engine, demo and end to end, on real engines
+test: setup browser ## the whole suite: unit, engine and end to end, the demo among it, on real engines
 	$(BIN)/python -m pytest $(PARALLEL) tests/engine tests/unit
-	$(BIN)/python -m pytest tests/demo tests/e2e
+	$(BIN)/python -m pytest tests/e2e
 
 test-unit: setup browser ## the fast part: no engine, no Ray
 	$(BIN)/python -m pytest $(PARALLEL) tests/unit
@@ -51,7 +51,7 @@ test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
 
 test-demo: setup browser ## the README's first command, small, to its report
-	$(BIN)/python -m pytest tests/demo
+	$(BIN)/python -m pytest tests/e2e/test_a_demo.py
 
 test-e2e: setup ## Ray Serve, three engines, HTTP
 	$(BIN)/python -m pytest tests/e2e

@@ -3,6 +3,7 @@
     python -m offline.demo            (or: make demo)
 
 Starts a Ray cluster and the application of its own, and stops both at the end, also when interrupted.
+With --keep the service goes on after the report, until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,7 @@ from offline.results import environment, write_result
 KEY = "demo"
 console = Console()
 _WIDTH = 132  # of the table, also where the output is not a terminal
+_POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _COLUMNS = (
     "policy",
@@ -90,7 +93,7 @@ def _command(*arguments: str, log: Path) -> None:
 
 
 @contextmanager
-def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
+def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> Iterator[Service]:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise BadInput(f"something listens at port {port} already; give another --port")
@@ -109,14 +112,15 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
     try:
         with _step("starting the engines (1 prefill, 2 decode)") as tell:
             with ThreadPoolExecutor(1) as importing:
-                builder = importing.submit(_builder)  # imports vLLM, while Ray starts
+                builder = importing.submit(_builder)  # while Ray starts
                 tell("a Ray cluster of its own")
-                ray.init(
+                context = ray.init(
                     "local",
                     num_cpus=8,
                     log_to_driver=False,
                     logging_level="error",
                     object_store_memory=400_000_000,
+                    include_dashboard=dashboard,
                 )
                 serve.start(http_options={"host": "127.0.0.1", "port": port})
                 tell("importing Ray Serve LLM and vLLM")
@@ -127,10 +131,12 @@ def _application(deployment: Path, model: Path, port: int) -> Iterator[Service]:
                 if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                     raise BadInput(f"the application did not start: {state.message}")
                 tell(_replicas_up(state.deployments))
-                time.sleep(0.5)
+                time.sleep(_POLL_S)
             while not (ingress := service.status()["ingress"])["ready"]:
                 tell(f"{ingress['warm_pairs']} pairs of engines have exchanged KV blocks")
                 time.sleep(0.5)
+        if dashboard:
+            console.print(f"Ray's dashboard: http://{context.dashboard_url}", soft_wrap=True)
         yield service
     finally:
         with _step("stopping everything"):
@@ -190,6 +196,14 @@ def _report(
     return path
 
 
+def _until_interrupted(what: str) -> None:
+    console.print(what, soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        while True:
+            signal.pause()
+
+
 def demo(
     prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts with domains.")] = Path(
         "demo_model/prompts"
@@ -206,6 +220,9 @@ def demo(
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and clustering.")] = 0,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Serve on after the report, with Ray's dashboard, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Serve the demo model and compare shortest-queue, locality-band and marginal-cost on it."""
     out.mkdir(parents=True, exist_ok=True)
@@ -229,7 +246,7 @@ def demo(
     policies = ("shortest-queue", "locality-band", "marginal-cost")
     blocks = [Block(policy, number) for number in range(rounds) for policy in policies]
     shape = Shape(str(prompts), "eldr-demo", rate, seconds, 0, users, max_tokens=64, temperature=0.8)
-    with _application(deployment, model, port) as service:
+    with _application(deployment, model, port, keep) as service:
         console.print("calibrating: which experts do the prompts use?")
         _command(
             "offline.calibrate",
@@ -259,22 +276,24 @@ def demo(
                     tell(sent if elapsed_s < seconds else "waiting for the last answers and the counters")
 
                 drive(service, block, shape, seed=1 + block.round, scratch=out, tick=tick)
-    rows = rows_of(list(policies), blocks, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed)
-    _print(rows)
-    inputs = {
-        "prompts": prompts.name,
-        "rate": rate,
-        "users": users,
-        "seconds": seconds,
-        "rounds": rounds,
-        "intermediate": intermediate,
-    }
-    notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
-    write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
-    report = _report(out, rows, blocks, trace, fitted, seconds)
-    console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
-    if any(row["failures"] for row in rows):
-        raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")
+        rows = rows_of(list(policies), blocks, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed)
+        _print(rows)
+        inputs = {
+            "prompts": prompts.name,
+            "rate": rate,
+            "users": users,
+            "seconds": seconds,
+            "rounds": rounds,
+            "intermediate": intermediate,
+        }
+        notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
+        write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
+        report = _report(out, rows, blocks, trace, fitted, seconds)
+        console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
+        if any(row["failures"] for row in rows):
+            raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")
+        if keep:
+            _until_interrupted(f"serving at {service.url} until Ctrl-C; admin key: {KEY}")
 
 
 if __name__ == "__main__":

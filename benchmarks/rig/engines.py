@@ -28,6 +28,7 @@ ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # spinning threads made a request 20 times slower
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 WEIGHTS = ROOT / "demo_model" / "weights"

@@ -5,6 +5,8 @@ Checked on Ray 2.60.0 and vLLM 0.32.0.
 
 from __future__ import annotations
 
+import eldr_serve.serving.imports  # noqa: F401
+
 import inspect
 from typing import Any
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import eldr_serve.serving.imports  # noqa: F401
+
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable

@@ -22,6 +22,7 @@ from eldr_serve.serving.wire import REPLICA, decode_request, prefill_request, si
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
+_FIRST_PERIOD_S = 0.2  # until a first pair is warm: somebody waits for the service to start
 
 
 class Warmup:
@@ -68,12 +69,14 @@ class Warmup:
         )
         self._engines_up = True
         while self._enabled:
-            for prefill, decode in self._cold():
-                try:
-                    await self._warm_pair(prefill, decode)
-                except (RayError, RayServeException, TimeoutError) as error:
-                    logger.info("pair %s-%s is not warm yet: %r", prefill, decode, error)
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
+            await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
+
+    async def _try_pair(self, prefill: str, decode: str) -> None:
+        try:
+            await self._warm_pair(prefill, decode)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.info("pair %s-%s is not warm yet: %r", prefill, decode, error)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
         request = warm_up_request(self._model_id)

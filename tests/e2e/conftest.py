@@ -1,10 +1,11 @@
-"""One Ray cluster with 1 prefill + 2 decode real engines for the whole suite."""
+"""The README's first command, small: its service is that of the whole suite."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from service import ADMIN_KEY, POOL_TTL_S, ROOT, Service, submit_job, wait_for
+from service import POOL_TTL_S, ROOT, Demo, Service, submit_job, wait_for
 
-MODEL = ROOT / "demo_model" / "weights"
 PROMPTS = ROOT / "demo_model" / "prompts"
 PORT = 8231
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
@@ -40,73 +40,74 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def single_engine(prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What one plain engine answers, greedily, in fp32, one prompt at a time."""
-    out = tmp_path_factory.mktemp("single") / "answers.json"
-    job = {"model": str(MODEL), "prompts": prompts, "max_tokens": 24, "out": str(out)}
-    subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("single_engine.py"))],
-        input=json.dumps(job),
-        text=True,
-        check=True,
-        timeout=300,
-        capture_output=True,
-        env=os.environ | ENGINE_ENV,
-    )
-    answers: dict[str, list[str]] = json.loads(out.read_text())
-    return answers
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """The demo with five seconds of load under each policy, to its report; its service stays."""
+    out = tmp_path_factory.mktemp("demo")
+    document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
+    document["applications"][0]["args"]["path"] = {"pool_ttl_s": POOL_TTL_S}
+    deployment = out / "deployment.yaml"
+    deployment.write_text(yaml.safe_dump(document))
+    options = {
+        "deployment": deployment, "seconds": 5, "rounds": 1, "calibration": 20, "intermediate": 64,
+        "port": PORT, "out": out,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "offline.demo", "--keep"]
+    said = out / "said.txt"
+    os.environ |= {"RAY_metrics_report_interval_ms": "1000"}  # or each test of a metric waits for 10 s
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, text=True,
+        )  # fmt: skip
+    running = Demo(process, said, out, f"http://127.0.0.1:{PORT}")
+    try:
+        wait_for(
+            lambda: "until Ctrl-C" in said.read_text() or process.poll() is not None, "the demo's report", 600
+        )
+        assert process.poll() is None, said.read_text()[-5000:]
+        yield running
+    finally:
+        running.stop()
+    assert process.returncode == 0, said.read_text()[-5000:]
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
-    """A Ray cluster of this suite's own, with the dashboard that `ray job submit` talks to.
+def ray_cluster(demo: Demo) -> Iterator[str]:
+    """The demo's Ray cluster, which this process joins; the address of its dashboard.
 
     The only one of the process: after a second `ray.init`, calls through Serve handles of a driver can
     wait for ever (Ray 2.60).
     """
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ |= {"RAY_metrics_report_interval_ms": "1000"}  # or each test of a metric waits for 10 s
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
 
-    context = ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=True,
-        dashboard_port=8271,
-        object_store_memory=300_000_000,
-        log_to_driver=False,
-        logging_level="warning",
-        _metrics_export_port=8272,
-        namespace="serve",
-    )
-    from ray import serve
-
-    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    yield f"http://{context.dashboard_url}"
-    serve.shutdown()
+    ray.init(address="auto", log_to_driver=False, logging_level="warning", namespace="serve")
+    found = re.search(r"dashboard: (http://\S+)", demo.said.read_text())
+    assert found is not None
+    yield found[1]
     ray.shutdown()
 
 
 @pytest.fixture(scope="session")
-def service(ray_cluster: str, single_engine: dict[str, list[str]]) -> Service:
-    """deployments/cpu_demo.yaml, running and warm; starts after the single engine has left."""
-    from ray import serve
+def service(demo: Demo, ray_cluster: str) -> Service:
+    """The demo's service: deployments/cpu_demo.yaml, running and warm."""
+    return Service(demo.url)
 
-    from eldr_serve.serving.app import build_app
 
-    arguments = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())["applications"][0][
-        "args"
-    ]
-    for role, port in (("prefill_config", 27100), ("decode_config", 27200)):
-        arguments[role]["model_loading_config"]["model_source"] = str(MODEL)
-        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
-    arguments["admin_key"] = ADMIN_KEY
-    arguments["path"] = {"pool_ttl_s": POOL_TTL_S}
-    serve.run(build_app(arguments), name="eldr", route_prefix="/")
-    running = Service(f"http://127.0.0.1:{PORT}")
-    wait_for(lambda: running.status()["ingress"]["ready"], "every pair of engines is warm", 180)
-    return running
+@pytest.fixture(scope="session")
+def single_engine(demo: Demo, prompts: list[str]) -> dict[str, list[str]]:
+    """What one plain engine answers, greedily, in fp32, one prompt at a time; with the demo's model."""
+    answers = demo.out / "answers.json"
+    model = demo.out / "model_64"
+    job = {"model": str(model), "prompts": prompts, "max_tokens": 24, "out": str(answers)}
+    subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("single_engine.py"))],
+        input=json.dumps(job), text=True, check=True, timeout=300, capture_output=True,
+        env=os.environ | ENGINE_ENV,
+    )  # fmt: skip
+    found: dict[str, list[str]] = json.loads(answers.read_text())
+    return found
 
 
 @pytest.fixture(scope="session")

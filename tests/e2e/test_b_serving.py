@@ -11,7 +11,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from service import Service, wait_for
+from service import ADMIN_KEY, Service, wait_for
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.routing import policy_names
@@ -250,7 +250,7 @@ async def test_swaps_and_policy_changes_under_200_requests(
     async def operate() -> None:
         policies = ["shortest-queue", "locality-band", "random", "least-tokens", "locality-band"]
         async with httpx.AsyncClient(
-            base_url=service.url, headers={"Authorization": "Bearer e2e-key"}
+            base_url=service.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}
         ) as admin:
             for number in range(20):
                 answer = await admin.put("/eldr/table", content=table, timeout=60)

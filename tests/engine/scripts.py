@@ -1,11 +1,15 @@
-"""Engines run as scripts in processes of their own."""
+"""Engines run as scripts in processes of their own (vLLM starts once in a process)."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 ENGINE_ENV = {
@@ -13,18 +17,42 @@ ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles small parts of its sampler, for longer than a test runs
 }
 TRITON_CPU = Path(__file__).with_name("triton_cpu")
 
 
+_FORKED = get_context("forkserver")
+_FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # imported once, not by every script
+
+
 def run_script(name: str, *arguments: object, v2: bool = False, **env: str) -> None:
     """Run a script beside the tests, under Model Runner V2 if asked; fails with the end of its output."""
-    folders = [str(TRITON_CPU) if v2 else "", str(ROOT), os.environ.get("PYTHONPATH", "")]
-    runner = {"TRITON_INTERPRET": "1"} if v2 else {}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(name)), *map(str, arguments)],
-        capture_output=True, text=True, timeout=400, check=False,
-        env=os.environ | ENGINE_ENV | path | runner | env,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    script = [str(Path(__file__).with_name(name)), *map(str, arguments)]
+    if v2:
+        folders = [str(TRITON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+        done = subprocess.run(
+            [sys.executable, *script],
+            capture_output=True, text=True, timeout=400, check=False, env=os.environ | ENGINE_ENV | env,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return
+    with tempfile.NamedTemporaryFile() as output:
+        with mock.patch.dict(os.environ, ENGINE_ENV):
+            process = _FORKED.Process(target=_script, args=(script, env, output.name))
+            process.start()
+        process.join(400)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, output.read().decode()[-6000:]
+
+
+def _script(script: list[str], env: dict[str, str], output: str) -> None:
+    os.environ |= env
+    file = os.open(output, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    sys.path.insert(0, str(ROOT))
+    sys.argv = script
+    runpy.run_path(script[0], run_name="__main__")

@@ -21,6 +21,8 @@ from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival
 from eldr_serve.simulation.calibration import fit_steps
 from offline.cli import BadInput
 
+SHORT = 100  # characters
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,9 +30,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-def replayed(name: str, work: Path, out: Path, **more: object) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's prompts, cut short: a replay begins with the prefill of each."""
+    folder = tmp_path_factory.mktemp("prompts")
+    for file in (ROOT / "demo_model" / "prompts").glob("*.jsonl"):
+        records = map(json.loads, file.read_text().splitlines())
+        lines = [json.dumps(record | {"prompt": record["prompt"][:SHORT]}) for record in records]
+        (folder / file.name).write_text("\n".join(lines))
+    return folder
+
+
+def replayed(name: str, prompts: Path, work: Path, out: Path, **more: object) -> dict[str, Any]:
     options = {
-        "prompts": ROOT / "demo_model" / "prompts",
+        "prompts": prompts,
         "workers": 2,
         "groups": "all",
         "per-worker": 4,
@@ -51,8 +64,8 @@ def replayed(name: str, work: Path, out: Path, **more: object) -> dict[str, Any]
     return result
 
 
-def test_a_replay_measures_every_request_of_every_arm(work: Path, tmp_path: Path) -> None:
-    result = replayed("band_width", work, tmp_path / "band.json", engines=2)
+def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path, tmp_path: Path) -> None:
+    result = replayed("band_width", prompts, work, tmp_path / "band.json", engines=2)
     assert result["inputs"]["step_cost"]["per_expert_s"] > 0
     arms = [row["arm"] for row in result["rows"]]
     assert arms == ["round-robin", "band 0.0", "band 0.1", "band 0.2", "band 0.3"]
@@ -80,12 +93,12 @@ def test_the_clock_runs_slower_as_the_core_does(work: Path) -> None:
     assert len(steps.slowdown) == len(steps.seconds) >= 19
 
 
-def test_the_engine_samples_the_captured_text_again(work: Path, tmp_path: Path) -> None:
+def test_the_engine_samples_the_captured_text_again(prompts: Path, work: Path, tmp_path: Path) -> None:
     """So that simulator and engine have the same routes, and differ in time alone."""
     steps = tmp_path / "steps.jsonl"
     # So many at once that a slow spell of the machine hardly changes who shares a step with whom.
     options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
-    result = replayed("simulator_validation", work, tmp_path / "validation.json", **options)
+    result = replayed("simulator_validation", prompts, work, tmp_path / "validation.json", **options)
     assert len(result["rows"]) == 8
     for row in result["rows"]:
         # Other mates in a step now and then, as its time is another; the text and its experts are the same.
@@ -94,8 +107,8 @@ def test_the_engine_samples_the_captured_text_again(work: Path, tmp_path: Path) 
     assert fit_steps(steps).steps == len(steps.read_text().splitlines()) > 100
 
 
-def test_the_gates_scores_go_with_the_experts_that_the_engine_chose(work: Path) -> None:
-    data = captured(ROOT / "demo_model" / "prompts", work, requests=48, output_tokens=8)
+def test_the_gates_scores_go_with_the_experts_that_the_engine_chose(prompts: Path, work: Path) -> None:
+    data = captured(prompts, work, requests=48, output_tokens=8)
     scores = gate_scores(data.tokens, work)
     tokens = np.array([len(prompt) for prompt in data.tokens])
     assert scores["gate-prob"].sum(axis=2) == pytest.approx(
