@@ -50,7 +50,7 @@ def replayed(name: str, prompts: Path, work: Path, out: Path, **more: object) ->
         "batch": 2,
         "output-tokens": 8,
         "intermediate": 1024,
-        "requests": 48,
+        "requests": 24,
         "work": work,
         "out": out,
     } | more

@@ -151,10 +151,10 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     """Workers and times of a run with prefill, a swap and a change of workers."""
     rng = np.random.default_rng(seed)
     kinds = 30
-    routes = [
-        np.stack([[rng.choice(E, TOP_K, replace=False) for _ in range(L)] for _ in range(rng.integers(3, 30))])
-        for _ in range(kinds)
-    ]  # fmt: skip
+    routes = []
+    for _ in range(kinds):
+        tokens = range(rng.integers(3, 30))
+        routes.append(np.stack([[rng.choice(E, TOP_K, replace=False) for _ in range(L)] for _ in tokens]))
     lengths = np.array([len(r) for r in routes])
     counts = np.stack([counts_for(int(rng.integers(4)), L, E) for _ in range(kinds)])
     prompt = rng.integers(10, 200, kinds)
@@ -176,7 +176,9 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     )
     outcome = simulate(
         requests, make_policy(policy, **parameters).with_table(unit_table(4)), cluster, experts=experts,
-        changes=[Change(9.0, workers=3), Change(15.0, workers=4), Change(20.0, table=unit_table(4, band=0.4))],
+        changes=[
+            Change(9.0, workers=3), Change(15.0, workers=4), Change(20.0, table=unit_table(4, band=0.4)),
+        ],
         seed=seed,
     )  # fmt: skip
     ended = outcome.last_s
