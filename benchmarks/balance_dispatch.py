@@ -20,7 +20,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
-from eldr_serve.routing import Handoff, Loads, PooledPolicy, make_policy
+from eldr_serve.routing import Loads, PlacementRequest, PooledPolicy, make_policy
 from offline.cli import run
 from offline.results import publish, time_calls
 
@@ -37,7 +37,7 @@ def balance_dispatch(
     """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 workers, all but full."""
     rng = np.random.default_rng(seed)
     waiting = [
-        Handoff(f"waiting{n}", None, int(tokens), 4096)
+        PlacementRequest(f"waiting{n}", None, int(tokens), 4096)
         for n, tokens in enumerate(rng.lognormal(6.5, 1, pool))
     ]
     rows = []
@@ -74,25 +74,25 @@ def balance_dispatch(
 
 
 def _dispatch(
-    policy: PooledPolicy, waiting: list[Handoff], loads: Loads, rng: np.random.Generator, call: int
+    policy: PooledPolicy, waiting: list[PlacementRequest], loads: Loads, rng: np.random.Generator, call: int
 ) -> None:
     policy.dispatch(waiting, loads, rng)
 
 
 def _report(policy: PooledPolicy, ages: dict[str, int], step: int) -> None:
-    policy.progressed({request: age + step for request, age in ages.items()})
+    policy.on_progress({request: age + step for request, age in ages.items()})
 
 
 def _fill(policy: PooledPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
     """Let the policy see past and running requests; ages of the running ones."""
     for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
-        policy.placed(Handoff(f"ended{n}", None, 500, 4096), 0)
-        policy.progressed({f"ended{n}": tokens})
-        policy.released(f"ended{n}")
+        policy.on_assigned(PlacementRequest(f"ended{n}", None, 500, 4096), 0)
+        policy.on_progress({f"ended{n}": tokens})
+        policy.on_finished(f"ended{n}")
     ages = {f"held{n}": int(age) for n, age in enumerate(rng.integers(0, OUTPUT_TOKENS, workers * each))}
     for n, request in enumerate(ages):
-        policy.placed(Handoff(request, None, int(rng.lognormal(6.5, 1)), 4096), n % workers)
-    policy.progressed(ages)
+        policy.on_assigned(PlacementRequest(request, None, int(rng.lognormal(6.5, 1)), 4096), n % workers)
+    policy.on_progress(ages)
     return ages
 
 

@@ -32,7 +32,7 @@ from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
 from benchmarks.rig.engines import ENGINE_ENV
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.engine.capture import ExpertCapture
-from eldr_serve.routing import Handoff, Loads, WorkerLoad, make_policy
+from eldr_serve.routing import Loads, PlacementRequest, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
 from offline.cli import BadInput, run
 from offline.results import median_ci, publish
@@ -114,7 +114,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         "pack": lambda: pack_counts(counts),
         "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
         "unpack": lambda: unpack_counts(packed),
-        "encode and route": lambda: policy.choose(Handoff("r", counts, tokens, 64), loads, rng),
+        "encode and route": lambda: policy.choose(PlacementRequest("r", counts, tokens, 64), loads, rng),
     }
     return {name: _timed(part, calls, device) for name, part in measured.items()}
 

@@ -32,7 +32,7 @@ from benchmarks.rig.options import (
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Handoff, Loads, MarginalCost, Policy, make_policy
+from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, make_policy
 from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
 from eldr_serve.routing.marginal import Known
 from eldr_serve.routing.policies import worker_similarity
@@ -55,7 +55,7 @@ class _Sharper(ExpectedActivation):
         super().__init__()
         self._power = power
 
-    def levels(self, handoff: Handoff) -> Levels | None:
+    def levels(self, handoff: PlacementRequest) -> Levels | None:
         levels = super().levels(handoff)
         return None if levels is None else levels_of(np.minimum(probability(levels) ** self._power, 0.98))
 
@@ -68,8 +68,8 @@ class _LookAhead(ExpectedActivation):
         self._keep = 1 - 1 / memory
         self._past: dict[int, tuple[NDArray[np.float64], float]] = {}
 
-    def placed(self, handoff: Handoff, worker: int, levels: Levels | None) -> None:
-        super().placed(handoff, worker, levels)
+    def on_assigned(self, handoff: PlacementRequest, worker: int, levels: Levels | None) -> None:
+        super().on_assigned(handoff, worker, levels)
         squares = self.held[handoff.request_id][1].astype(np.float64) ** 2
         total, weight = self._past.get(worker, (np.zeros(len(squares)), 0.0))
         self._past[worker] = (self._keep * total + squares, self._keep * weight + 1)
@@ -91,7 +91,7 @@ class _Learned(ExpectedActivation):
             prefill.reshape(requests, -1), fitted_on.decode_probability.reshape(requests, -1)
         )
 
-    def levels(self, handoff: Handoff) -> Levels | None:
+    def levels(self, handoff: PlacementRequest) -> Levels | None:
         if handoff.signature is None:
             return super().levels(handoff)
         prefill = handoff.signature.reshape(1, -1) / handoff.prompt_tokens
@@ -110,8 +110,8 @@ class _ByCentroids(MarginalCost):
         self, workers: NDArray[np.int64], loads: Loads, known: Known, cells: int
     ) -> NDArray[np.float64]:
         price = super()._price(workers, loads, known, cells)
-        assert known.handoff.similarity is not None
-        own = worker_similarity(known.handoff.similarity, len(loads))[workers].astype(np.float64)
+        assert known.request.similarity is not None
+        own = worker_similarity(known.request.similarity, len(loads))[workers].astype(np.float64)
         dearer: NDArray[np.float64] = price * (1 + self._strength * (own.max() - own))
         return dearer
 
@@ -202,7 +202,7 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     found = {}
     observed = {true: Experts.replayed(data.trace, true_decode=true) for true in (False, True)}
     for name, policy in _variants(fitted_on).items():
-        policy.with_table(table).follow_cost(COST.step())
+        policy.with_table(table).update_cost_model(COST.step())
         experts = observed[name == TRUE]
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Handoff, Loads, Policy, WorkerLoad, make_policy
+from eldr_serve.routing import Loads, PlacementRequest, Policy, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec
 from offline.cli import run
 from offline.results import publish, time_calls
@@ -49,7 +49,7 @@ def route_decision(
         for name in ("shortest-queue", "locality-band", "marginal-cost"):
             policy = make_policy(name).with_table(table)
             for i in range(4 * k):
-                policy.placed(Handoff(f"held{i}", prompts[i % 64], 300, 64), i % k)
+                policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
             seconds = time_calls(partial(_decide, policy, prompts, loads, rng), calls=calls)
             p50, p99 = np.percentile(seconds, [50, 99])
             rows.append({"policy": name, "workers": k, "p50_us": 1e6 * p50, "p99_us": 1e6 * p99})
@@ -62,7 +62,7 @@ def route_decision(
 def _decide(
     policy: Policy, prompts: list[np.ndarray], loads: Loads, rng: np.random.Generator, call: int
 ) -> None:
-    policy.choose(Handoff("r", prompts[call % len(prompts)], 300, 64), loads, rng)
+    policy.choose(PlacementRequest("r", prompts[call % len(prompts)], 300, 64), loads, rng)
 
 
 if __name__ == "__main__":

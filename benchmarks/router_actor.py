@@ -90,10 +90,10 @@ class Caller:
         return self._client.router_away
 
     async def _place(self) -> None:
-        from eldr_serve.serving.messages import PlacementRequest
+        from eldr_serve.routing import PlacementRequest
 
         self._number += 1
-        request = PlacementRequest(str(self._number), prompt_tokens=300, max_new_tokens=64)
+        request = PlacementRequest(str(self._number), None, prompt_tokens=300, max_new_tokens=64)
         await self._client.place(request, self._prompts[self._number % _PROMPTS])
         self._client.release(request.request_id)
 

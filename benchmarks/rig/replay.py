@@ -37,10 +37,10 @@ from eldr_serve.clustering import balanced_kmeans, kmeans
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import (
     Decision,
-    Handoff,
     LoadLedger,
     Loads,
     MarginalCost,
+    PlacementRequest,
     Policy,
     StepCost,
     StepSums,
@@ -144,7 +144,7 @@ class _Placed(Policy):
         super().__init__()
         self._worker = worker
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
 
 
@@ -234,16 +234,16 @@ class Bench:
             for j in np.argsort(case.arrival_s):
                 while ends and ends[0][0] <= case.arrival_s[j]:
                     gone = str(heapq.heappop(ends)[1])
-                    judge.released(gone)
+                    judge.on_finished(gone)
                     ledger.release(gone)
                 i = int(case.requests[j])
-                handoff = Handoff(
+                handoff = PlacementRequest(
                     str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
                 )
                 added = judge.added_cost(handoff, ledger.loads(workers))
                 worker = int(outcome.worker[j])
                 regret[j] = added[worker] - added.min()
-                judge.placed(handoff, worker)
+                judge.on_assigned(handoff, worker)
                 ledger.add(str(j), worker, handoff.prompt_tokens)
                 heapq.heappush(ends, (float(outcome.last_s[j]), int(j)))
             found[label] = regret
@@ -349,7 +349,7 @@ class Bench:
         table: RoutingTable,
     ) -> Outcome:
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
-        policy.follow_cost(self.cost)
+        policy.update_cost_model(self.cost)
         experts = self._experts(arm.true_decode)
         if arm.transform not in TRANSFORMS:
             experts = replace(experts, counts=self._gates[arm.transform])

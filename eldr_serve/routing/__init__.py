@@ -16,7 +16,7 @@ from eldr_serve.routing.policies import (
     worker_similarity,
 )
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
-from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest, PolicyError, WorkerLoad
 
 __all__ = [
     "BalanceBand",
@@ -26,13 +26,13 @@ __all__ = [
     "CentroidTable",
     "Decision",
     "GuardedPolicy",
-    "Handoff",
     "LoadLedger",
     "Loads",
     "LocalityBalance",
     "MarginalCost",
     "NoWorkerError",
     "Oracle",
+    "PlacementRequest",
     "Policy",
     "PolicyError",
     "PooledPolicy",

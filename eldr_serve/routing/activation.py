@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing.types import Handoff
+from eldr_serve.routing.types import PlacementRequest
 
 # -log(1 - p) is kept as one byte a cell: level i stands for _DEEPEST * (i / 255)**2, fine where p is small.
 _DEEPEST = 4.0  # p = 0.98; an expert that is all but always active costs nothing more anyway
@@ -69,10 +69,10 @@ class ExpectedActivation:
         self.mean: NDArray[np.float32] | None = None
         self._learned = 0  # requests in the mean, _MEMORY at most
 
-    def levels(self, handoff: Handoff) -> Levels | None:
+    def levels(self, request: PlacementRequest) -> Levels | None:
         """uint8[L*E]; the prior's where the request has no usable counts; None without either."""
-        prior, counts = self.mean, handoff.signature
-        if counts is not None and self.usable(handoff):
+        prior, counts = self.mean, request.signature
+        if counts is not None and self.usable(request):
             if not self._shape:
                 self._shape = counts.shape
                 order = np.arange(len(counts))
@@ -81,38 +81,38 @@ class ExpectedActivation:
             p = counts[self.layers].reshape(-1).astype(np.float32)
             if prior is not None:
                 p += self._prior_tokens * prior
-                p /= handoff.prompt_tokens + self._prior_tokens
+                p /= request.prompt_tokens + self._prior_tokens
             else:
-                p /= handoff.prompt_tokens
+                p /= request.prompt_tokens
         elif prior is not None:
             p = prior
         else:
             return None
         return levels_of(p)
 
-    def usable(self, handoff: Handoff) -> bool:
+    def usable(self, request: PlacementRequest) -> bool:
         """Whether the request has counts of its own, of the shape of the others'."""
-        counts = handoff.signature
+        counts = request.signature
         return (
             counts is not None
             and counts.ndim == 2
-            and handoff.prompt_tokens > 0
+            and request.prompt_tokens > 0
             and self._shape in ((), counts.shape)
         )
 
-    def placed(self, handoff: Handoff, worker: int, levels: Levels | None) -> None:
+    def on_assigned(self, request: PlacementRequest, worker: int, levels: Levels | None) -> None:
         """The request runs on `worker` from now on; `levels` are those that it had."""
-        self.released(handoff.request_id)
+        self.on_finished(request.request_id)
         if levels is None:
             return
         self.grow(worker + 1)
-        self.held[handoff.request_id] = (worker, levels)
+        self.held[request.request_id] = (worker, levels)
         self.depth[worker] += _SQUARES[levels]
         self._refresh(worker)
-        if self.usable(handoff):
+        if self.usable(request):
             self._learn(probability(levels))
 
-    def released(self, request_id: str) -> None:
+    def on_finished(self, request_id: str) -> None:
         """The request no longer runs; unknown ones are ignored."""
         worker, levels = self.held.pop(request_id, (-1, None))
         if levels is not None:

@@ -19,7 +19,7 @@ from eldr_serve.routing.fscore import MAX_WINDOW, FScore
 from eldr_serve.routing.lookahead import Lookahead
 from eldr_serve.routing.policies import LocalityBand, Policy, PooledPolicy, available, in_range
 from eldr_serve.routing.predictors import PREDICTORS, Predictor
-from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError
+from eldr_serve.routing.types import Decision, Loads, PlacementRequest, PolicyError
 
 _MOST = 2**31 - 1  # of any count: sums of them stay within int64
 
@@ -99,21 +99,21 @@ class BalanceRoute(PooledPolicy):
         """KV tokens of each worker, float64[W, H+1]."""
         return loads.kv_tokens[:, None].astype(np.float64)
 
-    def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
+    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
         return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         open_to_it = workers
         if not self._pool:
             most = self._slots + self._overcommit
             below = workers[loads.in_flight[workers] < most]
             open_to_it = below if len(below) else workers
-        worker = _best_worker(open_to_it, handoff, loads, self._score(len(workers)), self._project(loads))
+        worker = _best_worker(open_to_it, request, loads, self._score(len(workers)), self._project(loads))
         return Decision(worker, len(open_to_it), None, self.name)
 
     def _dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         workers = loads.workers
         free = np.maximum(self._slots - loads.in_flight[workers], 0)
@@ -137,19 +137,19 @@ class BalanceRoute(PooledPolicy):
         self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
         return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in given]
 
-    def _overtaken_by_index(self, waiting: Sequence[Handoff]) -> dict[int, int]:
+    def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
         """How often each waiting request was overtaken, where it was; ascending."""
         found: dict[int, int] = {}
-        for index, handoff in enumerate(waiting):
+        for index, request in enumerate(waiting):
             if len(found) == len(self._overtaken):
                 break
-            if times := self._overtaken.get(handoff.request_id):
+            if times := self._overtaken.get(request.request_id):
                 found[index] = times
         return found
 
     def _fill(
         self,
-        waiting: Sequence[Handoff],
+        waiting: Sequence[PlacementRequest],
         overdue: int,
         loads: Loads,
         workers: NDArray[np.int64],
@@ -228,14 +228,14 @@ class _LooksAhead(Policy):
     def predictor_failures(self) -> int:
         return self._lookahead.predictor_failures
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        self._lookahead.placed(handoff, worker)
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self._lookahead.on_assigned(request, worker)
 
-    def released(self, request_id: str) -> None:
-        self._lookahead.released(request_id)
+    def on_finished(self, request_id: str) -> None:
+        self._lookahead.on_finished(request_id)
 
-    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
-        self._lookahead.progressed(generated_tokens)
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        self._lookahead.on_progress(generated_tokens)
 
 
 class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
@@ -298,7 +298,7 @@ class BalanceRouteHorizon(_LooksAhead, BalanceRoute):
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         return self._lookahead.project(loads)
 
-    def _newcomers(self, waiting: Sequence[Handoff]) -> Newcomers:
+    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
         return Newcomers(prompt_tokens(waiting), self._lookahead.stays(waiting), self._lookahead.horizon)
 
 
@@ -341,13 +341,13 @@ class LocalityBalance(_LooksAhead, LocalityBand):
     def _lightest(
         self,
         candidates: NDArray[np.int64],
-        handoff: Handoff,
+        request: PlacementRequest,
         loads: Loads,
         reason: str,
         similarity: NDArray[np.float64] | None = None,
     ) -> Decision:
         worker = _best_worker(
-            candidates, handoff, loads, self._discounted, self._lookahead.project(loads), similarity
+            candidates, request, loads, self._discounted, self._lookahead.project(loads), similarity
         )
         like = None if similarity is None else float(similarity[worker])
         return Decision(worker, len(candidates), like, reason)
@@ -355,7 +355,7 @@ class LocalityBalance(_LooksAhead, LocalityBand):
 
 def _best_worker(
     candidates: NDArray[np.int64],
-    handoff: Handoff,
+    request: PlacementRequest,
     loads: Loads,
     score: FScore,
     projected: NDArray[np.float64],
@@ -371,15 +371,15 @@ def _best_worker(
     """
     envelope = projected[available(loads)].max(axis=0)
     margins = envelope - projected[candidates]
-    value = score(np.full((1, margins.shape[1]), handoff.prompt_tokens), margins)
+    value = score(np.full((1, margins.shape[1]), request.prompt_tokens), margins)
     like = np.zeros(len(candidates)) if similarity is None else similarity[candidates]
     order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -like, -value))
     return int(candidates[order[0]])
 
 
-def prompt_tokens(waiting: Sequence[Handoff]) -> NDArray[np.float64]:
+def prompt_tokens(waiting: Sequence[PlacementRequest]) -> NDArray[np.float64]:
     """float64[n]."""
-    return np.array([handoff.prompt_tokens for handoff in waiting], np.float64)
+    return np.array([request.prompt_tokens for request in waiting], np.float64)
 
 
 def _check_count(name: str, value: Any, low: int, high: int = _MOST) -> None:

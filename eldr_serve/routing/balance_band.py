@@ -14,7 +14,7 @@ from eldr_serve.routing.cost import StepCost
 from eldr_serve.routing.dispatch import Newcomers
 from eldr_serve.routing.fscore import FScore
 from eldr_serve.routing.policies import in_range
-from eldr_serve.routing.types import Handoff, Loads, PolicyError
+from eldr_serve.routing.types import Decision, Loads, PlacementRequest, PolicyError
 
 
 class BalanceBand(BalanceRouteHorizon):
@@ -77,20 +77,20 @@ class BalanceBand(BalanceRouteHorizon):
             "band_tokens": self._band_tokens
         }
 
-    def follow_cost(self, cost: StepCost) -> None:
+    def update_cost_model(self, cost: StepCost) -> None:
         self._cost = cost
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        super().placed(handoff, worker)
-        self._active.placed(handoff, worker, self._active.levels(handoff))
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        super().on_assigned(request, worker, decision)
+        self._active.on_assigned(request, worker, self._active.levels(request))
 
-    def released(self, request_id: str) -> None:
-        super().released(request_id)
-        self._active.released(request_id)
+    def on_finished(self, request_id: str) -> None:
+        super().on_finished(request_id)
+        self._active.on_finished(request_id)
 
     def _fill(
         self,
-        waiting: Sequence[Handoff],
+        waiting: Sequence[PlacementRequest],
         overdue: int,
         loads: Loads,
         workers: NDArray[np.int64],
@@ -123,20 +123,20 @@ class BalanceBand(BalanceRouteHorizon):
                 given.append((column, worker))
         return given
 
-    def _probabilities(self, waiting: Sequence[Handoff]) -> NDArray[np.float32] | None:
+    def _probabilities(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.float32] | None:
         """float32[n, L*E], zeros where nothing is known of a request; None if of no request."""
         known: dict[str, NDArray[np.float32]] = {}
-        for handoff in waiting:
-            p = self._p.get(handoff.request_id)
-            if p is None and (levels := self._active.levels(handoff)) is not None:
+        for request in waiting:
+            p = self._p.get(request.request_id)
+            if p is None and (levels := self._active.levels(request)) is not None:
                 p = probability(levels)
             if p is not None:
-                known[handoff.request_id] = p
+                known[request.request_id] = p
         self._p = known
         if not known:
             return None
         nothing = np.zeros_like(next(iter(known.values())))
-        return np.stack([known.get(handoff.request_id, nothing) for handoff in waiting])
+        return np.stack([known.get(request.request_id, nothing) for request in waiting])
 
 
 class _Batches:

@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_serve.routing.cost import StepCost
 from eldr_serve.routing.policies import Policy, PooledPolicy, available
-from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError
+from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class GuardedPolicy:
         """Whether requests wait for `dispatch`."""
         return isinstance(self.policy, PooledPolicy) and self.policy.pooled
 
-    def choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         """See Policy.choose."""
         try:
-            return _possible(self.policy.choose(handoff, loads, rng), loads)
+            return _possible(self.policy.choose(request, loads, rng), loads)
         except NoWorkerError:
             raise
         except Exception as error:
@@ -48,7 +48,7 @@ class GuardedPolicy:
             return _by_load(1, loads)[0]
 
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         """See PooledPolicy.dispatch; where that fails, nobody waits."""
         assert isinstance(self.policy, PooledPolicy)
@@ -59,21 +59,21 @@ class GuardedPolicy:
             self._log(error)
             return list(enumerate(_by_load(len(waiting), loads)))
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        """See Policy.placed."""
-        self._tell(lambda: self.policy.placed(handoff, worker))
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        """See Policy.on_assigned."""
+        self._tell(lambda: self.policy.on_assigned(request, worker, decision))
 
-    def released(self, request_id: str) -> None:
-        """See Policy.released."""
-        self._tell(lambda: self.policy.released(request_id))
+    def on_finished(self, request_id: str) -> None:
+        """See Policy.on_finished."""
+        self._tell(lambda: self.policy.on_finished(request_id))
 
-    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
-        """See Policy.progressed."""
-        self._tell(lambda: self.policy.progressed(generated_tokens))
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        """See Policy.on_progress."""
+        self._tell(lambda: self.policy.on_progress(generated_tokens))
 
-    def follow_cost(self, cost: StepCost) -> None:
-        """See Policy.follow_cost."""
-        self._tell(lambda: self.policy.follow_cost(cost))
+    def update_cost_model(self, cost: StepCost) -> None:
+        """See Policy.update_cost_model."""
+        self._tell(lambda: self.policy.update_cost_model(cost))
 
     def _tell(self, tell: Callable[[], None]) -> None:
         try:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.routing.predictors import PREDICTORS, Guarded, Predictor
 from eldr_serve.routing.projection import Ran, RunningRequests
-from eldr_serve.routing.types import Handoff, Loads
+from eldr_serve.routing.types import Loads, PlacementRequest
 
 
 class Lookahead:
@@ -42,24 +42,23 @@ class Lookahead:
     def predictor_failures(self) -> int:
         return self._guard.failures
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        request = handoff.request_id
-        ran = self._running.remove(request) or self._left.pop(request, None)
+    def on_assigned(self, request: PlacementRequest, worker: int) -> None:
+        ran = self._running.remove(request.request_id) or self._left.pop(request.request_id, None)
         self._running.add(
-            request,
+            request.request_id,
             worker,
-            handoff.prompt_tokens,
-            max_new_tokens=handoff.max_new_tokens,
-            key=handoff.prompt_key,
+            request.prompt_tokens,
+            max_new_tokens=request.max_new_tokens,
+            key=request.prompt_key,
             age=ran.generated_tokens if ran is not None else 0,
         )
 
-    def released(self, request_id: str) -> None:
+    def on_finished(self, request_id: str) -> None:
         ran = self._running.remove(request_id)
         if ran is not None:
             self._left[request_id] = ran
 
-    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._running.progress(generated_tokens)
         self._predict()
 
@@ -75,12 +74,12 @@ class Lookahead:
         projected += unknown[:, None] * np.arange(self.horizon + 1)
         return np.maximum(projected, 0.0, out=projected)
 
-    def stays(self, waiting: Sequence[Handoff]) -> NDArray[np.int64]:
+    def stays(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.int64]:
         """int64[n], decode steps that requests not yet placed are expected to run, H at most."""
         by_request = self._guard.keyed_by_request
-        keys = [handoff.request_id if by_request else handoff.prompt_key for handoff in waiting]
-        tokens = np.array([handoff.prompt_tokens for handoff in waiting], np.int64)
-        most = np.array([handoff.max_new_tokens or self.horizon for handoff in waiting])
+        keys = [request.request_id if by_request else request.prompt_key for request in waiting]
+        tokens = np.array([request.prompt_tokens for request in waiting], np.int64)
+        most = np.array([request.max_new_tokens or self.horizon for request in waiting])
         expected = self._expected(np.zeros(len(waiting), np.int64), keys, tokens)
         found: NDArray[np.int64] = np.clip(np.minimum(np.rint(expected), most), 1, self.horizon).astype(
             np.int64

@@ -12,7 +12,7 @@ from eldr_serve.routing.activation import ExpectedActivation, Levels, probabilit
 from eldr_serve.routing.cost import TERMS, StepCost
 from eldr_serve.routing.homes import Homes, bent_of
 from eldr_serve.routing.policies import Policy, available, in_range, shortest
-from eldr_serve.routing.types import Decision, Handoff, Loads, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Loads, PlacementRequest, PolicyError, WorkerLoad
 
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
@@ -22,7 +22,7 @@ _FINALISTS = 32
 class Known(NamedTuple):
     """What is known of a request that may be placed."""
 
-    handoff: Handoff
+    request: PlacementRequest
     levels: Levels
     p: NDArray[np.float32]
     bent: NDArray[np.float32] | None  # None: nothing of its own, or homes do not count
@@ -78,7 +78,6 @@ class MarginalCost(Policy):
         self.cost = StepCost(**(cost or {}))
         self.active = ExpectedActivation(prior_tokens)
         self.homes = Homes()
-        self._asked: Known | None = None  # by choose, for placed
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -89,13 +88,13 @@ class MarginalCost(Policy):
             "cost": self._fixed,
         }
 
-    def follow_cost(self, cost: StepCost) -> None:
+    def update_cost_model(self, cost: StepCost) -> None:
         if self._fixed is None:
             self.cost = cost
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        self._asked = known = self._known(handoff)
+        known = self._known(request)
         if known is None:
             return shortest(workers, loads, "no-signature")
         self.active.grow(len(loads))
@@ -105,19 +104,21 @@ class MarginalCost(Policy):
             price = self._price(candidates, loads, known, self.active.coarse_cells)
             candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
         price = self._price(candidates, loads, known, len(known.p))
-        return Decision(int(candidates[price.argmin()]), len(workers), None, self.name)
+        return Decision(int(candidates[price.argmin()]), len(workers), None, self.name, known)
 
-    def added_cost(self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad]) -> NDArray[np.float64]:
+    def added_cost(
+        self, request: PlacementRequest, loads: Loads | Sequence[WorkerLoad]
+    ) -> NDArray[np.float64]:
         """Seconds a step, over all its requests, that each worker would lose by the newcomer; float64[W].
 
         Zeros where nothing is known of the request.
         """
-        levels = self.active.levels(handoff)
+        levels = self.active.levels(request)
         if levels is None:
             return np.zeros(len(loads))
         self.active.grow(len(loads))
         added = self.active.idle[: len(loads)] @ probability(levels)
-        return self._marginal(np.arange(len(loads)), Loads.of(loads), added, handoff.prompt_tokens)
+        return self._marginal(np.arange(len(loads)), Loads.of(loads), added, request.prompt_tokens)
 
     def _marginal(
         self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int
@@ -137,30 +138,30 @@ class MarginalCost(Policy):
     ) -> NDArray[np.float64]:
         """What each of `workers` loses, more where others are more at home; from the first `cells`."""
         added = _along(self.active.idle, workers, known.p, cells)
-        price = self._marginal(workers, loads, added, known.handoff.prompt_tokens)
+        price = self._marginal(workers, loads, added, known.request.prompt_tokens)
         if known.bent is not None:
             likeness = self.homes.cosine(workers, _along(self.homes.home, workers, known.bent, cells))
             price *= 1 + self._home * (likeness.max() - likeness)
         return price
 
-    def _known(self, handoff: Handoff) -> Known | None:
-        levels = self.active.levels(handoff)
+    def _known(self, request: PlacementRequest) -> Known | None:
+        levels = self.active.levels(request)
         if levels is None:
             return None
         p, mean, bent = probability(levels), self.active.mean, None
-        if self._home and mean is not None and self.active.usable(handoff):
+        if self._home and mean is not None and self.active.usable(request):
             bent = bent_of(p, mean)
-        return Known(handoff, levels, p, bent)
+        return Known(request, levels, p, bent)
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        asked, self._asked = self._asked, None  # what is learnt below may change what is known of others
-        known = asked if asked is not None and asked.handoff is handoff else self._known(handoff)
-        if known is not None and known.bent is not None and handoff.request_id not in self.active.held:
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        learnt = decision.learnt if decision is not None else None
+        known: Known | None = learnt if learnt is not None else self._known(request)
+        if known is not None and known.bent is not None and request.request_id not in self.active.held:
             self.homes.learn(worker, known.bent)
-        self.active.placed(handoff, worker, known.levels if known is not None else None)
+        self.active.on_assigned(request, worker, known.levels if known is not None else None)
 
-    def released(self, request_id: str) -> None:
-        self.active.released(request_id)
+    def on_finished(self, request_id: str) -> None:
+        self.active.on_finished(request_id)
 
 
 def _along(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.cost import StepCost
-from eldr_serve.routing.types import Decision, Handoff, Loads, NoWorkerError, PolicyError, WorkerLoad
+from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest, PolicyError, WorkerLoad
 
 _REGISTRY: dict[str, type[Policy]] = {}
 
@@ -35,12 +35,12 @@ class CentroidTable(Protocol):
 class Policy(ABC):
     """Chooses a worker. Load is counted by the caller (LoadLedger), for all policies alike.
 
-    The caller also tells what became of each request (`placed`, `released`); most policies need not
+    The caller also tells what became of each request (`on_assigned`, `on_finished`); most policies need not
     know.
     """
 
     name: ClassVar[str]
-    reads_counts: ClassVar[bool] = False  # wants Handoff.signature as counts, not only a similarity
+    reads_counts: ClassVar[bool] = False  # wants PlacementRequest.signature as counts, not only a similarity
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -66,7 +66,7 @@ class Policy(ABC):
         return self
 
     def choose(
-        self, handoff: Handoff, loads: Loads | Sequence[WorkerLoad], rng: np.random.Generator
+        self, request: PlacementRequest, loads: Loads | Sequence[WorkerLoad], rng: np.random.Generator
     ) -> Decision:
         """Choose among the available workers.
 
@@ -77,21 +77,26 @@ class Policy(ABC):
         Raises:
             NoWorkerError: no worker is available.
         """
-        return self._choose(handoff, Loads.of(loads), rng)
+        return self._choose(request, Loads.of(loads), rng)
 
     @abstractmethod
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision: ...
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision: ...
 
-    def placed(self, handoff: Handoff, worker: int) -> None:  # noqa: B027
-        """The request runs on `worker` from now on, whoever chose it."""
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        """The request runs on `worker` from now on.
 
-    def released(self, request_id: str) -> None:  # noqa: B027
+        Args:
+            decision: what this policy has just decided; None where another chose, or a new policy is told
+                of what runs already.
+        """
+
+    def on_finished(self, request_id: str) -> None:  # noqa: B027
         """The request no longer runs; unknown ones are ignored."""
 
-    def progressed(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
         """Requests have generated so many tokens in all, by request id; unknown ones are ignored."""
 
-    def follow_cost(self, cost: StepCost) -> None:  # noqa: B027
+    def update_cost_model(self, cost: StepCost) -> None:  # noqa: B027
         """The decode engines' steps cost this at present."""
 
 
@@ -99,7 +104,7 @@ class PooledPolicy(Policy):
     """A policy under which prefilled requests wait together until it gives them workers.
 
     The caller keeps the pool. It calls `dispatch` when a request has come and when one has left a
-    worker, and then `placed` for each request that was given one. `choose` places a request that
+    worker, and then `on_assigned` for each request that was given one. `choose` places a request that
     cannot wait.
     """
 
@@ -109,7 +114,10 @@ class PooledPolicy(Policy):
         return True
 
     def dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads | Sequence[WorkerLoad], rng: np.random.Generator
+        self,
+        waiting: Sequence[PlacementRequest],
+        loads: Loads | Sequence[WorkerLoad],
+        rng: np.random.Generator,
     ) -> list[tuple[int, Decision]]:
         """Give workers to some of the waiting requests; the others wait on.
 
@@ -124,7 +132,7 @@ class PooledPolicy(Policy):
 
     @abstractmethod
     def _dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]: ...
 
 
@@ -191,7 +199,7 @@ class Random(Policy):
 
     name = "random"
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
 
@@ -205,7 +213,7 @@ class RoundRobin(Policy):
         super().__init__()
         self._last = -1
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         later = workers[workers > self._last]
         self._last = int(later[0] if len(later) else workers[0])
@@ -217,7 +225,7 @@ class ShortestQueue(Policy):
 
     name = "shortest-queue"
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return shortest(available(loads), loads, self.name)
 
 
@@ -226,7 +234,7 @@ class PowerOfTwo(Policy):
 
     name = "power-of-two"
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
         return shortest(workers[np.sort(drawn)], loads, self.name)
@@ -237,7 +245,7 @@ class LeastTokens(Policy):
 
     name = "least-tokens"
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         tokens = loads.kv_tokens[workers]
         worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
@@ -252,15 +260,15 @@ class Domain(Policy):
 
     name = "domain"
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        if handoff.domain is None:
+        if request.domain is None:
             return shortest(workers, loads, "no-domain")
         domains = self.table.domains if self.table is not None else []
-        own = [w for w in workers.tolist() if handoff.domain in _served(domains, w, len(loads))]
+        own = [w for w in workers.tolist() if request.domain in _served(domains, w, len(loads))]
         if own:
             return shortest(np.array(own), loads, self.name)
-        worker = int(workers[zlib.crc32(handoff.domain.encode()) % len(workers)])
+        worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
         return Decision(worker, 1, None, "domain-hash")
 
 
@@ -295,13 +303,13 @@ class LocalityBand(Policy):
     def parameters(self) -> dict[str, Any]:
         return {"band": self._band, "max_load_ratio": self._max_load_ratio}
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if self.table is None:
-            return self._lightest(workers, handoff, loads, "no-table")
-        scored, why_not = self._score(handoff)
+            return self._lightest(workers, request, loads, "no-table")
+        scored, why_not = self._score(request)
         if scored is None:
-            return self._lightest(workers, handoff, loads, why_not)
+            return self._lightest(workers, request, loads, why_not)
         similarity = worker_similarity(scored, len(loads)).astype(np.float64)
         width = self.table.band if self._band is None else self._band
         band = workers[similarity[workers] >= similarity[workers].max() - width]
@@ -309,14 +317,14 @@ class LocalityBand(Policy):
             mean = (loads.in_flight[workers].sum() + 1) / len(workers)
             allowed = band[loads.in_flight[band] + 1 <= self._max_load_ratio * mean]
             if not len(allowed):
-                return self._lightest(workers, handoff, loads, "load-cap")
+                return self._lightest(workers, request, loads, "load-cap")
             band = allowed
-        return self._lightest(band, handoff, loads, self.name, similarity)
+        return self._lightest(band, request, loads, self.name, similarity)
 
     def _lightest(
         self,
         candidates: NDArray[np.int64],
-        handoff: Handoff,
+        request: PlacementRequest,
         loads: Loads,
         reason: str,
         similarity: NDArray[np.float64] | None = None,
@@ -329,14 +337,14 @@ class LocalityBand(Policy):
         worker = int(lightest[similarity[lightest].argmax()])
         return Decision(worker, len(candidates), float(similarity[worker]), reason)
 
-    def _score(self, handoff: Handoff) -> tuple[NDArray[np.float32] | None, str]:
+    def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:
         assert self.table is not None
-        similarity = handoff.similarity
+        similarity = request.similarity
         if similarity is None:
-            if handoff.signature is None:
+            if request.signature is None:
                 return None, "no-signature"
             try:
-                similarity = self.table.similarity(handoff.signature)
+                similarity = self.table.similarity(request.signature)
             except ValueError:
                 return None, "bad-signature"
         if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_MOST_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True)
-class Handoff:
+class PlacementRequest:
     """A prefilled request that needs a decode worker.
 
-    `signature` is the prompt's expert counts, unsigned[L,E] (or the encoded unit vector). A caller
-    that has scored it already gives `similarity`, float32[K], the cosine to each of the table's
-    centroids, and may leave `signature` out. `prompt_key` is equal for equal prompts.
+    Token counts are kept within [0, 2**31 - 1], whatever a client asks for: policies add them up in int64.
+
+    Attributes:
+        signature: the prompt's expert counts, unsigned[L,E] (or the encoded unit vector); None if unknown.
+        similarity: float32[K], the cosine to each centroid of the table of `table_version`, where a caller
+            has scored the signature, which it may then leave out.
+        prompt_key: equal for equal prompts.
+        signature_missing: prefill gave no signature that can be used.
+        exclude: workers that have just failed this request.
+        may_wait: in the decode queue, where the policy keeps one; else it is placed at once.
     """
 
     request_id: str
@@ -26,6 +35,15 @@ class Handoff:
     domain: str | None = None
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None
+    table_version: int = 0
+    signature_missing: bool = False
+    exclude: tuple[str, ...] = ()
+    may_wait: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "max_new_tokens"):
+            if not 0 <= getattr(self, name) <= _MOST_TOKENS:
+                object.__setattr__(self, name, min(max(getattr(self, name), 0), _MOST_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -79,12 +97,14 @@ class Decision:
 
     `similarity` is the cosine to the worker's centroid where one was known; `reason` says which
     rule decided, with "no-signature", "no-table" or "bad-signature" where load had to stand in.
+    `learnt` is the policy's own, for its `on_assigned`.
     """
 
     worker: int
     band: int
     similarity: float | None
     reason: str
+    learnt: Any = field(default=None, compare=False, repr=False)
 
 
 class PolicyError(ValueError):

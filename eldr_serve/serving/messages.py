@@ -8,35 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST_TOKENS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class PlacementRequest:
-    """Ask for a decode worker for one prefilled request.
-
-    Token counts are kept within [0, 2**31 - 1], whatever a client asks for: policies add them up in int64.
-
-    `similarity` is float32[K]: the signature was scored by the caller, with the table of
-    `table_version`, so that the actor is sent K numbers rather than L x E. `counts` is unsigned[L,E],
-    sent only where the live policy reads it.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    max_new_tokens: int
-    domain: str | None = None
-    similarity: NDArray[np.float32] | None = None
-    table_version: int = 0
-    counts: NDArray[np.unsignedinteger[Any]] | None = None
-    signature_missing: bool = False
-    exclude: tuple[str, ...] = ()  # replicas that have just failed this request
-    prompt_key: str | None = None  # equal for equal prompts
-    may_wait: bool = False  # in the router's pool, where the policy keeps one; else it is placed at once
-
-    def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "max_new_tokens"):
-            object.__setattr__(self, name, min(max(getattr(self, name), 0), _MOST_TOKENS))
+from eldr_serve.routing import PlacementRequest
 
 
 @dataclass(frozen=True)

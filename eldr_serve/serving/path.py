@@ -16,9 +16,10 @@ from pydantic import BaseModel, Field, model_validator
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
+from eldr_serve.routing import PlacementRequest
 from eldr_serve.serving.compat import ErrorResponse
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Lease, PlacementRequest
+from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.replicas import Engines
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.servers import ReleaseKv
@@ -262,6 +263,7 @@ class RequestPath:
     async def _place(self, run: _Run, prefilled: Prefilled | None) -> Lease:
         placement = PlacementRequest(
             run.request_id,
+            None,
             prompt_tokens=prefilled.prompt_tokens if prefilled else 0,
             max_new_tokens=max_new_tokens(run.request),
             domain=run.domain,

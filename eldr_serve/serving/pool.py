@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from eldr_serve.routing import Handoff
-from eldr_serve.serving.messages import Lease, PlacementRequest
+from eldr_serve.routing import PlacementRequest
+from eldr_serve.serving.messages import Lease
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Waiting:
 
     client: str
     request: PlacementRequest
-    handoff: Handoff
+    handoff: PlacementRequest
     since_s: float  # by the clock of the pool's owner
 
 

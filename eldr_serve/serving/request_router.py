@@ -15,10 +15,10 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from eldr_serve.routing import PlacementRequest
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.budget import PrefillBudget
 from eldr_serve.serving.decode_router import RouterSpec, connect
-from eldr_serve.serving.messages import PlacementRequest
 from eldr_serve.serving.replicas import ReplicaDirectory, directory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.wire import ATTEMPT, REPLICA, max_new_tokens, signature_of, transfer_params
@@ -160,6 +160,7 @@ class DecodeRequestRouter(_CountingRouter):
         client.start()
         request = PlacementRequest(
             pending.metadata.internal_request_id,
+            None,
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
             max_new_tokens=max_new_tokens(pending.args[0]),
         )

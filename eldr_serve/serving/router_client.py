@@ -24,9 +24,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import LoadLedger, reads_counts
+from eldr_serve.routing import LoadLedger, PlacementRequest, reads_counts
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore, Restored, Settings
+from eldr_serve.serving.messages import Exchange, Lease, Reply, Restore, Restored, Settings
 from eldr_serve.serving.replicas import ReplicaDirectory
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class RouterClient:
         if counts is None:
             return replace(request, signature_missing=True)
         self._remember(request.request_id, counts)
-        request = replace(request, counts=self._counts.get(request.request_id))
+        request = replace(request, signature=self._counts.get(request.request_id))
         if self._table is None or self._settings is None:
             return request
         try:

@@ -19,9 +19,9 @@ from eldr_serve.artifacts import ArtifactError, RoutingTable
 from eldr_serve.routing import (
     Decision,
     GuardedPolicy,
-    Handoff,
     LoadLedger,
     Loads,
+    PlacementRequest,
     Policy,
     PolicyError,
     StepCost,
@@ -30,7 +30,7 @@ from eldr_serve.routing import (
     worker_similarity,
 )
 from eldr_serve.serving.errors import SwapRefused
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore, Restored, Settings
+from eldr_serve.serving.messages import Exchange, Lease, Reply, Restore, Restored, Settings
 from eldr_serve.serving.pool import Outbox, Pool, Waiting
 
 _COST_HALF_LIFE_S = 600.0  # of a decode step's weight in the fitted cost
@@ -42,7 +42,7 @@ class _Running:
 
     client: str
     lease: Lease
-    handoff: Handoff
+    handoff: PlacementRequest
     generated_tokens: int
 
 
@@ -166,7 +166,7 @@ class RouterState:
         if swapped:
             self._pool.forget_scores()
         if self._cost is not None:
-            self._policy.follow_cost(self._cost)
+            self._policy.update_cost_model(self._cost)
         self._tell_policy_all()
 
     def _guarded(self, policy: Policy) -> GuardedPolicy:
@@ -180,7 +180,7 @@ class RouterState:
         self._steps, self._steps_at = self._steps.faded(keep) + steps, now
         self._cost = self._steps.fit() or self._cost
         if self._cost is not None:
-            self._policy.follow_cost(self._cost)
+            self._policy.update_cost_model(self._cost)
 
     # -- workers and clients ---------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class RouterState:
         leases = tuple(placed[r.request_id] for r in message.placements)
         return Reply(self.epoch, self._settings.version, leases, pooled)
 
-    def _handoff_known(self, lease: Lease) -> Handoff:
+    def _handoff_known(self, lease: Lease) -> PlacementRequest:
         known = self._running.get(lease.request_id) or self._pool.get(lease.request_id)
         return _handoff_of(lease) if known is None else known.handoff
 
@@ -281,7 +281,7 @@ class RouterState:
             self._running[request_id].generated_tokens = tokens
             self._ledger.progress(request_id, tokens)
         if known:
-            self._policy.progressed(known)
+            self._policy.on_progress(known)
 
     def _place(self, client: str, request: PlacementRequest) -> Lease | None:
         """The request's lease; None if it waits in the pool from now on, or cannot be placed."""
@@ -294,9 +294,9 @@ class RouterState:
             return None
         if self._policy.pooled and request.may_wait and not request.exclude:
             self._leave(request.request_id)
-            self._pool.add(Waiting(client, request, _handoff(request), self._clock()))
+            self._pool.add(Waiting(client, request, request, self._clock()))
             return None
-        handoff = _handoff(request)
+        handoff = request
         return self._lease(client, request, handoff, self._policy.choose(handoff, loads, self._rng), loads)
 
     def _dispatch(self) -> dict[str, Lease]:
@@ -328,7 +328,7 @@ class RouterState:
         self,
         client: str,
         request: PlacementRequest,
-        handoff: Handoff,
+        handoff: PlacementRequest,
         decision: Decision,
         loads: Loads,
         since_s: float | None = None,
@@ -350,7 +350,7 @@ class RouterState:
             waited_s=0.0 if since_s is None else self._clock() - since_s,
         )
         self._release(request.request_id)  # a request that is placed again leaves its first worker
-        self._hold(client, lease, handoff)
+        self._hold(client, lease, handoff, decision)
         self.counters["placed"] += 1
         self.counters[f"reason:{decision.reason}"] += 1
         self.counters["best_worker"] += lease.best
@@ -363,11 +363,13 @@ class RouterState:
         available[[self._slot[replica] for replica in exclude if replica in self._slot]] = False
         return self._ledger.loads(self._places, available)
 
-    def _hold(self, client: str, lease: Lease, handoff: Handoff) -> None:
+    def _hold(
+        self, client: str, lease: Lease, handoff: PlacementRequest, decision: Decision | None = None
+    ) -> None:
         self._running[lease.request_id] = _Running(client, lease, handoff, lease.generated_tokens)
         self._ledger.add(lease.request_id, lease.replica, lease.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
-        self._tell_policy(self._running[lease.request_id])
+        self._tell_policy(self._running[lease.request_id], decision)
 
     def _release(self, request_id: str) -> None:
         """The request neither waits nor runs any more."""
@@ -379,16 +381,16 @@ class RouterState:
         if running is not None:
             self.outbox.withdraw(running.client, request_id)
             self._ledger.release(request_id)
-            self._policy.released(request_id)
+            self._policy.on_finished(request_id)
 
-    def _tell_policy(self, running: _Running) -> None:
+    def _tell_policy(self, running: _Running, decision: Decision | None = None) -> None:
         request_id, slot = running.lease.request_id, self._slot.get(running.lease.replica)
         if slot is None:
-            self._policy.released(request_id)
+            self._policy.on_finished(request_id)
             return
-        self._policy.placed(running.handoff, slot)
+        self._policy.on_assigned(running.handoff, slot, decision)
         if running.generated_tokens:
-            self._policy.progressed({request_id: running.generated_tokens})
+            self._policy.on_progress({request_id: running.generated_tokens})
 
     def _tell_policy_all(self) -> None:
         """Workers sit in other slots now, or the policy is a new one."""
@@ -479,20 +481,8 @@ class RouterState:
         return self._table.domains[slot % len(self._table.domains)] or None
 
 
-def _handoff(request: PlacementRequest) -> Handoff:
-    return Handoff(
-        request.request_id,
-        request.counts,
-        request.prompt_tokens,
-        request.max_new_tokens,
-        request.domain,
-        request.similarity,
-        request.prompt_key,
-    )
-
-
-def _handoff_of(lease: Lease) -> Handoff:
-    return Handoff(
+def _handoff_of(lease: Lease) -> PlacementRequest:
+    return PlacementRequest(
         lease.request_id,
         lease.counts,
         lease.prompt_tokens,
@@ -501,7 +491,7 @@ def _handoff_of(lease: Lease) -> Handoff:
     )
 
 
-def _is_best(worker: int, handoff: Handoff, loads: Loads) -> bool:
+def _is_best(worker: int, handoff: PlacementRequest, loads: Loads) -> bool:
     if handoff.similarity is None:
         return False
     similarity = worker_similarity(handoff.similarity, len(loads))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import Decision, Handoff, Loads, Policy, PooledPolicy, WorkerLoad
+from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, PooledPolicy, WorkerLoad
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.simulation.cluster import Cluster, Prefill
@@ -143,15 +143,15 @@ class _Simulation:
         n = len(requests)
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._kind = requests.kind.tolist()
-        self._pool: dict[int, tuple[float, Handoff]] = {}  # request -> since, asked
-        self._handoffs: dict[int, Handoff] = {}  # of running requests
+        self._pool: dict[int, tuple[float, PlacementRequest]] = {}  # request -> since, asked
+        self._handoffs: dict[int, PlacementRequest] = {}  # of running requests
         self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
         self._prefill = _PrefillWorkers(cluster.prefill) if cluster.prefill else None
         self._prefilled_by = [0] * n
         self._workers = [_Worker() for _ in range(decode.workers)]
         # What the router knows: of all requests that were placed, running or not.
         self._loads = Loads.of([WorkerLoad(0, 0)] * decode.workers)
-        self._wants_progress = type(policy).progressed is not Policy.progressed
+        self._wants_progress = type(policy).on_progress is not Policy.on_progress
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
         self._start = np.zeros(n, np.int64)
@@ -232,19 +232,19 @@ class _Simulation:
             self._tell_progress(now)
             self._place(now, j, handoff, self._policy.choose(handoff, self._loads, self._rng))
 
-    def _handoff(self, j: int) -> Handoff:
+    def _handoff(self, j: int) -> PlacementRequest:
         prompt, output = self._prompt[j], self._output[j]
         requests = self._requests
         key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
         if self._experts is None:
-            return Handoff(str(j), None, prompt, output, prompt_key=key)
+            return PlacementRequest(str(j), None, prompt, output, prompt_key=key)
         kind = self._kind[j]
         table = self._policy.table
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
         counts = self._experts.signature(kind, prompt) if self._policy.reads_counts else None
         domain = self._experts.domains[kind]
-        return Handoff(str(j), counts, prompt, output, domain, self._similarity.get(kind), key)
+        return PlacementRequest(str(j), counts, prompt, output, domain, self._similarity.get(kind), key)
 
     def _dispatch(self, now: float) -> None:
         policy = self._policy
@@ -268,9 +268,9 @@ class _Simulation:
             del self._pool[j]
             self._count_end()
 
-    def _place(self, now: float, j: int, handoff: Handoff, decision: Decision) -> None:
+    def _place(self, now: float, j: int, handoff: PlacementRequest, decision: Decision) -> None:
         w = decision.worker
-        self._policy.placed(handoff, w)
+        self._policy.on_assigned(handoff, w, decision)
         self._placed_s[j] = now
         self._worker[j] = w
         self._loads.in_flight[w] += 1
@@ -285,7 +285,7 @@ class _Simulation:
     def _tell_progress(self, now: float) -> None:
         if self._wants_progress and now - self._told_at >= self._cluster.progress_s:
             self._told_at = now
-            self._policy.progressed(
+            self._policy.on_progress(
                 {str(j): worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
             )
 
@@ -432,8 +432,8 @@ class _Simulation:
             self._loads.kv_tokens[w] -= tokens
             self._last_s[j] = now
             if self._wants_progress:
-                self._policy.progressed({str(j): self._output[j]})
-            self._policy.released(str(j))
+                self._policy.on_progress({str(j): self._output[j]})
+            self._policy.on_finished(str(j))
             self._count_end()
         return left
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as Picture
 
-from eldr_serve.routing import Decision, Handoff, Loads, Policy, PooledPolicy, make_policy
+from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, PooledPolicy, make_policy
 from eldr_serve.routing.predictors import Oracle
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Requests
@@ -192,20 +192,20 @@ class _Timed(PooledPolicy):
         self._policy = policy
         self.seconds: list[float] = []
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return self._policy.choose(handoff, loads, rng)
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
-        self._policy.placed(handoff, worker)
+    def on_assigned(self, handoff: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self._policy.on_assigned(handoff, worker, decision)
 
-    def released(self, request_id: str) -> None:
-        self._policy.released(request_id)
+    def on_finished(self, request_id: str) -> None:
+        self._policy.on_finished(request_id)
 
-    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
-        self._policy.progressed(generated_tokens)
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        self._policy.on_progress(generated_tokens)
 
     def _dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         started = time.perf_counter()
         given = self._policy.dispatch(waiting, loads, rng)

@@ -66,7 +66,7 @@ def policies(options: Options) -> Rows:
                 requests = replace(requests, kind=rng.choice(run, len(requests)))
                 for name, parameters in POLICIES:
                     policy: Any = make_policy(name, **parameters).with_table(table)
-                    policy.follow_cost(cluster.decode.cost.step())
+                    policy.update_cost_model(cluster.decode.cost.step())
                     if hasattr(policy, "predictor"):
                         traffic.teach(policy.predictor)
                     outcome = simulate(requests, policy, cluster, experts=experts, seed=seed)

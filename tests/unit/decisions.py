@@ -17,8 +17,8 @@ import numpy as np
 from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import StepSums, make_policy
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Restore, Settings
+from eldr_serve.routing import PlacementRequest, StepSums, make_policy
+from eldr_serve.serving.messages import Exchange, Lease, Restore, Settings
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
 from eldr_serve.simulation.requests import Experts, Requests, expert_bits
@@ -76,10 +76,10 @@ class Traffic:
         if rng.random() < 0.9 and live.table is not None:
             similarity = RoutingTable.from_bytes(live.table).similarity(counts)
         return PlacementRequest(
-            name, int(rng.integers(5, 300)), int(rng.integers(1, 80)),
+            name, counts.astype(np.uint16) if similarity is not None else None,
+            int(rng.integers(5, 300)), int(rng.integers(1, 80)),
             domain=[None, "domain1", "domain2", "elsewhere"][rng.integers(4)],
             similarity=similarity, table_version=live.table_version,
-            counts=counts.astype(np.uint16) if similarity is not None else None,
             signature_missing=similarity is None,
             exclude=(self.replicas[0],) if rng.random() < 0.05 else (),
             prompt_key=f"k{rng.integers(20)}", may_wait=bool(rng.random() < 0.8),

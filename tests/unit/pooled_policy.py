@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.routing import Decision, Handoff, Loads, PooledPolicy, policies
+from eldr_serve.routing import Decision, Loads, PlacementRequest, PooledPolicy, policies
 
 
 class Slots(PooledPolicy):
@@ -17,9 +17,9 @@ class Slots(PooledPolicy):
     def __init__(self, *, slots: int = 1, pool: bool = True) -> None:
         super().__init__()
         self._slots, self._pool = slots, pool
-        self.waiting: list[Handoff] = []  # at the last dispatch
+        self.waiting: list[PlacementRequest] = []  # at the last dispatch
         self.running: dict[str, int] = {}  # request id -> worker
-        self.placed_as: dict[str, Handoff] = {}  # the same requests
+        self.placed_as: dict[str, PlacementRequest] = {}  # the same requests
         self.generated: dict[str, int] = {}
         self.lengths: list[int] = []  # of requests that have ended
 
@@ -27,25 +27,25 @@ class Slots(PooledPolicy):
     def pooled(self) -> bool:
         return self._pool
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "at-once")
 
     def _dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         self.waiting = list(waiting)
         slots = np.maximum(self._slots - loads.in_flight[loads.workers], 0)
         free = np.repeat(loads.workers, slots).tolist()
         return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
 
-    def placed(self, handoff: Handoff, worker: int) -> None:
+    def on_assigned(self, handoff: PlacementRequest, worker: int) -> None:
         self.running[handoff.request_id] = worker
         self.placed_as[handoff.request_id] = handoff
 
-    def progressed(self, generated_tokens: Mapping[str, int]) -> None:
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self.generated |= generated_tokens
 
-    def released(self, request_id: str) -> None:
+    def on_finished(self, request_id: str) -> None:
         if self.running.pop(request_id, None) is not None:
             self.lengths.append(self.generated.pop(request_id, 0))
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tables import counts_for, unit_table
 
 from eldr_serve.routing import (
-    Handoff,
     Loads,
     NoWorkerError,
     Oracle,
+    PlacementRequest,
     PolicyError,
     PooledPolicy,
     StepCost,
@@ -28,15 +28,15 @@ POOLED = ["balance-route", "balance-route-horizon", "balance-band"]
 ALL = [*POOLED, "locality-balance"]
 
 
-def waiting(*tokens: int, max_new_tokens: int = 1000) -> list[Handoff]:
-    return [Handoff(f"w{n}", None, prompt, max_new_tokens) for n, prompt in enumerate(tokens)]
+def waiting(*tokens: int, max_new_tokens: int = 1000) -> list[PlacementRequest]:
+    return [PlacementRequest(f"w{n}", None, prompt, max_new_tokens) for n, prompt in enumerate(tokens)]
 
 
 def loads(*kv_tokens: int, in_flight: int = 1) -> list[WorkerLoad]:
     return [WorkerLoad(in_flight, tokens) for tokens in kv_tokens]
 
 
-def dispatched(policy: Any, requests: list[Handoff], state: list[WorkerLoad]) -> dict[int, int]:
+def dispatched(policy: Any, requests: list[PlacementRequest], state: list[WorkerLoad]) -> dict[int, int]:
     return {index: decision.worker for index, decision in policy.dispatch(requests, state, RNG)}
 
 
@@ -67,7 +67,7 @@ def test_every_slot_is_filled_and_none_twice(
     state = [WorkerLoad(n, kv, available) for n, kv, available in workers]
     pool = waiting(*tokens)
     for n in range(int(rng.integers(4))):  # of which it was told
-        policy.placed(Handoff(f"held{n}", None, 100, 50), int(rng.integers(len(state))))
+        policy.on_assigned(PlacementRequest(f"held{n}", None, 100, 50), int(rng.integers(len(state))))
     while True:
         free = [max(0, 4 - load.in_flight) if load.available else 0 for load in state]
         given_out = policy.dispatch(pool, state, rng)
@@ -121,17 +121,17 @@ def test_a_request_that_soon_ends_may_overflow_a_margin_that_others_may_not() ->
     policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1)
     lengths = {"heavy": 3, "light": 50, "brief": 2, "long": 60}
     policy.predictor = Oracle(lengths)
-    policy.placed(Handoff("heavy", None, 900, 99), 0)
-    policy.placed(Handoff("light", None, 100, 99), 1)
+    policy.on_assigned(PlacementRequest("heavy", None, 900, 99), 0)
+    policy.on_assigned(PlacementRequest("light", None, 100, 99), 1)
     state = [WorkerLoad(2, 900), WorkerLoad(1, 100)]
-    pool = [Handoff("long", None, 700, 99), Handoff("brief", None, 700, 99)]
+    pool = [PlacementRequest("long", None, 700, 99), PlacementRequest("brief", None, 700, 99)]
     assert [index for index, _ in policy.dispatch(pool, state, RNG)] == [1]
 
 
 def test_a_request_lets_only_so_many_pass() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, patience=3)
     state = [WorkerLoad(2, 1000), WorkerLoad(1, 900)]
-    pool = [Handoff("large", None, 5000, 10), *waiting(*[100] * 9)]
+    pool = [PlacementRequest("large", None, 5000, 10), *waiting(*[100] * 9)]
     order = []
     for _ in range(5):
         ((index, _),) = policy.dispatch(pool, state, RNG)
@@ -143,34 +143,34 @@ def test_a_request_lets_only_so_many_pass() -> None:
 def test_an_immediate_request_goes_where_it_fits_whatever_the_slots(name: str) -> None:
     policy = make_policy(name)
     full = [WorkerLoad(500, 1000), WorkerLoad(500, 900), WorkerLoad(500, 100)]
-    assert policy.choose(Handoff("r", None, 300, 10), full, RNG).worker == 2
-    assert policy.choose(Handoff("r", None, 0, 10), [WorkerLoad(3, 5)], RNG).worker == 0
+    assert policy.choose(PlacementRequest("r", None, 300, 10), full, RNG).worker == 2
+    assert policy.choose(PlacementRequest("r", None, 0, 10), [WorkerLoad(3, 5)], RNG).worker == 0
     with pytest.raises(NoWorkerError):
-        policy.choose(Handoff("r", None, 5, 10), [WorkerLoad(0, 0, available=False)], RNG)
+        policy.choose(PlacementRequest("r", None, 5, 10), [WorkerLoad(0, 0, available=False)], RNG)
 
 
 def test_without_a_pool_requests_go_at_once_up_to_a_few_beyond_the_slots() -> None:
     policy: Any = make_policy("balance-route", pool=False, slots=4, overcommit=1)
     assert not policy.pooled
     state = [WorkerLoad(5, 10), WorkerLoad(4, 900), WorkerLoad(4, 1000)]
-    decision = policy.choose(Handoff("r", None, 50, 10), state, RNG)
+    decision = policy.choose(PlacementRequest("r", None, 50, 10), state, RNG)
     assert (decision.worker, decision.band) == (1, 2)
     full = [WorkerLoad(5, 10), WorkerLoad(5, 900)]
-    assert policy.choose(Handoff("r", None, 50, 10), full, RNG).worker == 0
+    assert policy.choose(PlacementRequest("r", None, 50, 10), full, RNG).worker == 0
 
 
-def using(name: str, experts: list[int], tokens: int = 100) -> Handoff:
+def using(name: str, experts: list[int], tokens: int = 100) -> PlacementRequest:
     """A request whose every token uses these of 8 experts."""
     counts = np.zeros((1, 8), np.uint32)
     counts[0, experts] = tokens
-    return Handoff(name, counts, tokens, 100)
+    return PlacementRequest(name, counts, tokens, 100)
 
 
 def banded(band_tokens: float, **more: Any) -> Any:
     """balance-band where worker 0 runs a user of experts 0 and 1, worker 1 of 2 and 3; 3 has most KV."""
     policy: Any = make_policy("balance-band", slots=2, band_tokens=band_tokens, **more)
-    policy.placed(using("a", [0, 1]), 0)
-    policy.placed(using("b", [2, 3]), 1)
+    policy.on_assigned(using("a", [0, 1]), 0)
+    policy.on_assigned(using("b", [2, 3]), 1)
     return policy
 
 
@@ -187,7 +187,7 @@ def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
         newcomer = using("new", experts)
         expected = marginal.choose(newcomer, state, RNG).worker
         assert dispatched(policy, [newcomer], state) == {0: expected}
-        policy.released("b")
+        policy.on_finished("b")
 
 
 def test_within_the_balance_band_the_request_goes_where_its_experts_are() -> None:
@@ -244,20 +244,20 @@ def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
     ahead: Any = make_policy("balance-route-horizon", slots=4, horizon=20, gamma=1.0)
     ahead.predictor = Oracle({"a": 1, "b": 500, "c": 500})
     for policy in (present, ahead):
-        policy.placed(Handoff("a", None, 1000, 900), 0)
-        policy.placed(Handoff("b", None, 900, 900), 1)
-        policy.placed(Handoff("c", None, 1000, 900), 2)
-    newcomer = Handoff("n", None, 500, 900)
+        policy.on_assigned(PlacementRequest("a", None, 1000, 900), 0)
+        policy.on_assigned(PlacementRequest("b", None, 900, 900), 1)
+        policy.on_assigned(PlacementRequest("c", None, 1000, 900), 2)
+    newcomer = PlacementRequest("n", None, 500, 900)
     assert present.choose(newcomer, loads(1000, 900, 1000), RNG).worker == 1
     assert ahead.choose(newcomer, loads(1000, 900, 1000), RNG).worker == 0
 
 
 def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=3)
-    policy.placed(Handoff("a", None, 100, 900), 1)
+    policy.on_assigned(PlacementRequest("a", None, 100, 900), 1)
     projected = policy._project(Loads.of([WorkerLoad(2, 700), WorkerLoad(2, 150), WorkerLoad(0, 0)]))
     assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
-    policy.placed(Handoff("b", None, 50, 900), 0)
+    policy.on_assigned(PlacementRequest("b", None, 50, 900), 0)
     gone = policy._project(Loads.of([WorkerLoad(0, 0), WorkerLoad(1, 100)]))
     assert gone[0].tolist() == [0, 1, 2, 3]
     assert gone[1].tolist() == [100, 101, 102, 103]
@@ -265,24 +265,24 @@ def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
 
 def test_a_request_that_moves_is_not_one_that_ended() -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=10)
-    request = Handoff("a", None, 100, 900)
-    policy.placed(request, 0)
-    policy.progressed({"a": 40})
-    policy.released("a")
-    policy.placed(request, 1)
+    request = PlacementRequest("a", None, 100, 900)
+    policy.on_assigned(request, 0)
+    policy.on_progress({"a": 40})
+    policy.on_finished("a")
+    policy.on_assigned(request, 1)
     running = policy._lookahead._running
     assert (running.worker.tolist(), running.age.tolist()) == ([1], [40])
     assert len(policy.predictor._newest) == 0
-    policy.released("a")
-    policy.released("nobody")
-    policy.progressed({})
+    policy.on_finished("a")
+    policy.on_finished("nobody")
+    policy.on_progress({})
     assert list(policy.predictor._newest) == [40]
 
 
 def test_the_band_is_localitys_and_the_choice_within_is_by_score() -> None:
     policy: Any = make_policy("locality-balance", band=0.25, horizon=5).with_table(unit_table(3))
     like = np.array([0.75, 0.5, 0.0], np.float32)
-    asked = Handoff("r", None, 100, 10, similarity=like)
+    asked = PlacementRequest("r", None, 100, 10, similarity=like)
     safe = policy.choose(asked, [WorkerLoad(1, 500), WorkerLoad(1, 0), WorkerLoad(1, 900)], RNG)
     assert (safe.worker, safe.band, safe.similarity, safe.reason) == (0, 2, 0.75, "locality-balance")
     overflow = policy.choose(asked, [WorkerLoad(1, 900), WorkerLoad(9, 600), WorkerLoad(1, 900)], RNG)
@@ -301,7 +301,7 @@ def test_without_a_usable_signature_the_score_decides_among_all(
     fields: dict[str, Any], table: bool, reason: str
 ) -> None:
     policy = make_policy("locality-balance").with_table(unit_table(3) if table else None)
-    request = Handoff(
+    request = PlacementRequest(
         **({"request_id": "r", "signature": None, "prompt_tokens": 9, "max_new_tokens": 5} | fields)
     )
     decision = policy.choose(request, [WorkerLoad(0, 900), WorkerLoad(9, 100), WorkerLoad(1, 500)], RNG)

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.routing import BoostedTrees, Handoff, Oracle, PromptKeyed, Survival, WorkerLoad, make_policy
+from eldr_serve.routing import (
+    BoostedTrees,
+    Oracle,
+    PlacementRequest,
+    PromptKeyed,
+    Survival,
+    WorkerLoad,
+    make_policy,
+)
 from eldr_serve.routing.lookahead import Lookahead
 from eldr_serve.routing.predictors import PREDICTORS
 
@@ -101,14 +109,14 @@ def test_boosted_trees_are_fitted_beside_the_routing() -> None:
 
 
 def remaining(lookahead: Lookahead, age: int) -> int:
-    lookahead.progressed({"r": age})
+    lookahead.on_progress({"r": age})
     return int(lookahead._running.remaining[0])
 
 
 def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Lookahead:
     lookahead = Lookahead(H, "survival", 4, gate)
     lookahead.predictor = predictor
-    lookahead.placed(Handoff("r", None, 50, limit), 0)
+    lookahead.on_assigned(PlacementRequest("r", None, 50, limit), 0)
     return lookahead
 
 
@@ -196,13 +204,13 @@ def test_nonsense_never_stops_routing(answer: Any) -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=H)
     policy.predictor = Broken(answer)
     for n in range(30):  # survival learns meanwhile that all end after three tokens
-        policy.placed(Handoff(f"old{n}", None, 10, 999), 0)
-        policy.progressed({f"old{n}": 3})
-        policy.released(f"old{n}")
-    newcomer = Handoff("r", None, 10, 999)
-    policy.placed(newcomer, 0)
+        policy.on_assigned(PlacementRequest(f"old{n}", None, 10, 999), 0)
+        policy.on_progress({f"old{n}": 3})
+        policy.on_finished(f"old{n}")
+    newcomer = PlacementRequest("r", None, 10, 999)
+    policy.on_assigned(newcomer, 0)
     loads = [WorkerLoad(1, 10), WorkerLoad(0, 0)]
-    assert policy.dispatch([Handoff("s", None, 5, 9)], loads, RNG)[0][1].worker == 1
+    assert policy.dispatch([PlacementRequest("s", None, 5, 9)], loads, RNG)[0][1].worker == 1
     assert policy._lookahead._running.remaining.tolist() == [3]
     assert policy.predictor_failures > 0
 
@@ -210,7 +218,7 @@ def test_nonsense_never_stops_routing(answer: Any) -> None:
 @pytest.mark.parametrize("name", sorted(PREDICTORS))
 def test_without_experience_every_request_stays_for_the_horizon(name: str) -> None:
     lookahead = Lookahead(H, name, 4, 0.5)
-    lookahead.placed(Handoff("r", None, 50, 999, prompt_key="k"), 0)
+    lookahead.on_assigned(PlacementRequest("r", None, 50, 999, prompt_key="k"), 0)
     assert remaining(lookahead, 0) == H
     for bad in (-1, 2):
         p, mu = lookahead.predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))

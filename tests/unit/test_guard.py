@@ -13,16 +13,16 @@ from test_router_state import ask, loads, make, release
 from eldr_serve.routing import (
     Decision,
     GuardedPolicy,
-    Handoff,
     Loads,
     NoWorkerError,
+    PlacementRequest,
     Policy,
     PolicyError,
     PooledPolicy,
     make_policy,
 )
 from eldr_serve.routing.balance import BalanceRoute
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest
+from eldr_serve.serving.messages import Exchange, Lease
 
 HORIZON = ["balance-route-horizon", "locality-balance", "balance-band"]
 LOADS = Loads(np.array([2, 0, 1]), np.zeros(3, np.int64), np.array([True, False, True]))
@@ -33,7 +33,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("tokens", [10**30, 2**63, 2**63 - 1, -(10**30)])
 def test_a_placement_of_absurd_size_is_placed_and_so_are_those_after_it(policy: str, tokens: int) -> None:
     state = make(policy=policy)
-    absurd = PlacementRequest("absurd", 10, tokens, table_version=state.settings.table_version)
+    absurd = PlacementRequest("absurd", None, 10, tokens, table_version=state.settings.table_version)
     (lease,) = state.exchange(Exchange("c", (absurd,), known_epoch=state.epoch)).leases
     assert lease is not None
     for number in range(3):
@@ -87,8 +87,8 @@ def guarded(policy: Policy) -> tuple[GuardedPolicy, list[str]]:
     return GuardedPolicy(policy, lambda: failures.append("")), failures
 
 
-def handoff(name: str = "r") -> Handoff:
-    return Handoff(name, None, 10, 20)
+def handoff(name: str = "r") -> PlacementRequest:
+    return PlacementRequest(name, None, 10, 20)
 
 
 @pytest.mark.parametrize("policy", [Broken(), Astray()])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eldr_serve.routing import (
-    Handoff,
     Loads,
     MarginalCost,
+    PlacementRequest,
     PolicyError,
     StepCost,
     StepSums,
@@ -25,31 +25,31 @@ L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
 
 
-def handoff(request_id: str, seed: int, tokens: int = 40) -> Handoff:
+def handoff(request_id: str, seed: int, tokens: int = 40) -> PlacementRequest:
     rng = np.random.default_rng(seed)
     taste = rng.dirichlet(np.full(E, 0.3), size=L)
     counts = np.stack([rng.multinomial(tokens * TOP_K, t) for t in taste])
-    return Handoff(request_id, np.minimum(counts, tokens).astype(np.uint32), tokens, 10)
+    return PlacementRequest(request_id, np.minimum(counts, tokens).astype(np.uint32), tokens, 10)
 
 
-def probability(h: Handoff) -> np.ndarray:
+def probability(h: PlacementRequest) -> np.ndarray:
     assert h.signature is not None
     return np.minimum(h.signature.reshape(-1) / h.prompt_tokens, 0.98)
 
 
-def expected_union(on_worker: list[Handoff]) -> float:
+def expected_union(on_worker: list[PlacementRequest]) -> float:
     idle = np.ones(L * E)
     for h in on_worker:
         idle *= 1 - probability(h)
     return float((1 - idle).sum())
 
 
-def total_seconds(cost: StepCost, on_worker: list[Handoff]) -> float:
+def total_seconds(cost: StepCost, on_worker: list[PlacementRequest]) -> float:
     tokens = sum(h.prompt_tokens for h in on_worker)
     return len(on_worker) * float(cost.seconds(len(on_worker), tokens, expected_union(on_worker)))
 
 
-def loads(placement: list[list[Handoff]]) -> list[WorkerLoad]:
+def loads(placement: list[list[PlacementRequest]]) -> list[WorkerLoad]:
     return [WorkerLoad(len(p), sum(h.prompt_tokens for h in p)) for p in placement]
 
 
@@ -60,7 +60,7 @@ def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
     placement = [[handoff("a", 1), handoff("b", 2)], [], [handoff("c", 3)]]
     for worker, there in enumerate(placement):
         for h in there:
-            policy.placed(h, worker)
+            policy.on_assigned(h, worker)
     newcomer = handoff("new", 9)
     added = policy.added_cost(newcomer, loads(placement))
     expected = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
@@ -74,11 +74,11 @@ def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: in
     cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
     policy = make_policy("marginal-cost", home=0.0, cost=cost.as_dict())
     rng = np.random.default_rng(seed)
-    placement: list[list[Handoff]] = [[] for _ in range(workers)]
+    placement: list[list[PlacementRequest]] = [[] for _ in range(workers)]
     for i in range(requests):
         worker = int(rng.integers(workers))
         placement[worker].append(handoff(f"r{i}", seed + i))
-        policy.placed(placement[worker][-1], worker)
+        policy.on_assigned(placement[worker][-1], worker)
     newcomer = handoff("new", seed + 999)
     chosen = policy.choose(newcomer, loads(placement), rng)
     marginal = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
@@ -92,17 +92,17 @@ class Coming(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy: Any = make_policy("marginal-cost", prior_tokens=0.0)
-        self.held: dict[str, tuple[Handoff, int]] = {}
+        self.held: dict[str, tuple[PlacementRequest, int]] = {}
 
     @rule(name=st.sampled_from("abcdefgh"), worker=st.integers(0, 3), seed=st.integers(0, 50))
     def place(self, name: str, worker: int, seed: int) -> None:
         self.held[name] = (handoff(name, seed), worker)
-        self.policy.placed(self.held[name][0], worker)
+        self.policy.on_assigned(self.held[name][0], worker)
 
     @rule(name=st.sampled_from("abcdefgh"))
     def release(self, name: str) -> None:
         self.held.pop(name, None)
-        self.policy.released(name)
+        self.policy.on_finished(name)
 
     @invariant()
     def unions_are_those_of_the_requests_held(self) -> None:
@@ -119,15 +119,15 @@ TestComing.settings = settings(max_examples=25, stateful_step_count=20, deadline
 
 def test_like_goes_to_like_until_load_forbids_it() -> None:
     policy = make_policy("marginal-cost", prior_tokens=0.0)
-    policy.placed(handoff("a", 1), 0)
-    policy.placed(handoff("b", 2), 1)
+    policy.on_assigned(handoff("a", 1), 0)
+    policy.on_assigned(handoff("b", 2), 1)
     pair = [WorkerLoad(1, 40), WorkerLoad(1, 40)]
     assert policy.choose(handoff("c", 1), pair, RNG).worker == 0
     assert policy.choose(handoff("c", 2), pair, RNG).worker == 1
     assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
 
 
-def bents(requests: list[Handoff]) -> list[np.ndarray | None]:
+def bents(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
     """Of each request, placed one after the other: how it differs from the mean of those before."""
     found: list[np.ndarray | None] = []
     mean: np.ndarray | None = None
@@ -138,7 +138,7 @@ def bents(requests: list[Handoff]) -> list[np.ndarray | None]:
     return found
 
 
-def homes(placed: list[tuple[Handoff, int]], workers: int) -> np.ndarray:
+def homes(placed: list[tuple[PlacementRequest, int]], workers: int) -> np.ndarray:
     home = np.zeros((workers, L * E))
     for (_, worker), bent in zip(placed, bents([h for h, _ in placed]), strict=True):
         if bent is not None:
@@ -154,7 +154,7 @@ def test_a_worker_costs_more_where_others_are_more_at_home(seed: int, requests: 
     rng = np.random.default_rng(seed)
     placed = [(handoff(f"r{i}", seed + i), int(rng.integers(workers - 1))) for i in range(requests)]
     for h, worker in placed:
-        policy.placed(h, worker)
+        policy.on_assigned(h, worker)
     placement = [[h for h, w in placed if w == worker] for worker in range(workers)]
     newcomer = handoff("new", seed + 999)
     bent = bents([*(h for h, _ in placed), newcomer])[-1]
@@ -171,7 +171,7 @@ def test_the_mean_weighs_the_first_requests_alike() -> None:
     policy: Any = make_policy("marginal-cost")
     requests = [handoff(f"r{i}", i) for i in range(64)]
     for h in requests:
-        policy.placed(h, 0)
+        policy.on_assigned(h, 0)
     mean = np.mean([probability(h) for h in requests], axis=0)
     assert policy.active.mean == pytest.approx(mean, abs=0.01)  # cells are kept in 8 bits
 
@@ -180,12 +180,12 @@ def test_homes_learn_each_request_once_and_only_from_its_own_counts() -> None:
     policy: Any = make_policy("marginal-cost")
     placed = [(handoff(f"r{i}", i % 7), i % 3) for i in range(30)]
     for h, worker in placed:
-        policy.placed(h, worker)
+        policy.on_assigned(h, worker)
     there = policy.homes.home.copy()
     assert there == pytest.approx(homes(placed, 3), abs=0.01)
-    policy.placed(placed[-1][0], 2)  # told again, as after a change of workers
+    policy.on_assigned(placed[-1][0], 2)  # told again, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        policy.placed(Handoff("odd", odd, 10, 5), 1)
+        policy.on_assigned(PlacementRequest("odd", odd, 10, 5), 1)
     assert np.array_equal(policy.homes.home, there)
 
 
@@ -194,19 +194,19 @@ def test_workers_specialise_and_follow_the_traffic(home: float, least: float, mo
     """Four kinds of request on four workers, one kind a worker at best; then the kinds change."""
     cost = StepCost(2e-3, 1e-4, 0.0, 2e-5).as_dict()
     policy, rng = make_policy("marginal-cost", cost=cost, home=home), np.random.default_rng(5)
-    placement: list[list[Handoff]] = [[] for _ in range(4)]
+    placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
     for phase, kinds in enumerate(([1, 2, 3, 4], [11, 12, 13, 14])):
         went = np.zeros((4, 4))
         for n in range(400):
             kind = int(rng.integers(4))
             newcomer = handoff(f"{phase}.{n}", kinds[kind])
             worker = policy.choose(newcomer, loads(placement), rng).worker
-            policy.placed(newcomer, worker)
+            policy.on_assigned(newcomer, worker)
             placement[worker].append(newcomer)
             went[worker, kind] += n >= 200
             if sum(map(len, placement)) > 24:
                 leaves = rng.choice(np.flatnonzero([len(p) for p in placement]))
-                policy.released(placement[leaves].pop(0).request_id)
+                policy.on_finished(placement[leaves].pop(0).request_id)
         purity = went.max(axis=1).sum() / went.sum()
         assert least < purity <= most
 
@@ -216,16 +216,16 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
     shape = (16, 32)
     tastes = rng.dirichlet(np.full(32, 0.2), size=(6, 16))
 
-    def request(name: str, taste: int) -> Handoff:
+    def request(name: str, taste: int) -> PlacementRequest:
         counts = np.stack([rng.multinomial(200, t) for t in tastes[taste]]).astype(np.uint32)
-        return Handoff(name, np.minimum(counts, 100), 100, 10)
+        return PlacementRequest(name, np.minimum(counts, 100), 100, 10)
 
     policy: Any = make_policy("marginal-cost", prior_tokens=0.0)
-    placement: list[list[Handoff]] = [[] for _ in range(700)]
+    placement: list[list[PlacementRequest]] = [[] for _ in range(700)]
     for n in range(4000):
         worker = int(rng.integers(700))
         placement[worker].append(request(str(n), int(rng.integers(6))))
-        policy.placed(placement[worker][-1], worker)
+        policy.on_assigned(placement[worker][-1], worker)
     regret = []
     for n in range(20):
         newcomer = request(f"new{n}", n % 6)
@@ -242,22 +242,25 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
 
 def test_without_counts_load_decides_then_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
-    bare = Handoff("bare", None, 10, 5)
+    bare = PlacementRequest("bare", None, 10, 5)
     first = policy.choose(bare, [WorkerLoad(2, 0), WorkerLoad(1, 0)], RNG)
     assert (first.worker, first.reason) == (1, "no-signature")
-    policy.placed(bare, 1)
-    policy.placed(handoff("a", 1), 0)
+    policy.on_assigned(bare, 1)
+    policy.on_assigned(handoff("a", 1), 0)
     later = policy.choose(bare, [WorkerLoad(1, 40), WorkerLoad(9, 90)], RNG)
     assert (later.worker, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         assert (
-            policy.choose(Handoff("odd", odd, 10, 5), [WorkerLoad(1, 9), WorkerLoad(9, 9)], RNG).worker == 0
+            policy.choose(
+                PlacementRequest("odd", odd, 10, 5), [WorkerLoad(1, 9), WorkerLoad(9, 9)], RNG
+            ).worker
+            == 0
         )
 
 
 def test_a_vacant_worker_is_never_chosen() -> None:
     policy = make_policy("marginal-cost")
-    policy.placed(handoff("a", 1), 0)
+    policy.on_assigned(handoff("a", 1), 0)
     state = [WorkerLoad(1, 40), WorkerLoad(0, 0, available=False), WorkerLoad(50, 900)]
     assert policy.choose(handoff("b", 2), state, RNG).worker != 1
 
@@ -274,14 +277,14 @@ def test_the_weight_of_experts_is_that_of_their_cost() -> None:
         make_policy("marginal-cost", cost=cost, expert_weight=3.0),
         make_policy("marginal-cost", cost=cost | {"per_expert_s": 15e-5}),
     ]
-    placement: list[list[Handoff]] = [[] for _ in range(4)]
+    placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
     for n in range(40):
         newcomer = handoff(f"r{n}", n % 5)
         first, second = (policy.choose(newcomer, loads(placement), RNG).worker for policy in policies)
         assert first == second
         placement[first].append(newcomer)
         for policy in policies:
-            policy.placed(newcomer, first)
+            policy.on_assigned(newcomer, first)
     with pytest.raises(PolicyError, match="home"):
         make_policy("marginal-cost", home=-0.1)
     with pytest.raises(PolicyError, match="expert_weight"):
@@ -292,7 +295,7 @@ def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:
     live = StepCost(1e-3, 1e-5, 0.0, 1e-5)
     fixed, following = MarginalCost(cost=StepCost().as_dict()), MarginalCost()
     for policy in (fixed, following):
-        policy.follow_cost(live)
+        policy.update_cost_model(live)
     assert (fixed.cost, following.cost) == (StepCost(), live)
 
 

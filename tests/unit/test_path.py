@@ -11,10 +11,11 @@ import pytest
 from pydantic import ValidationError
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from eldr_serve.routing import PlacementRequest
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, ErrorResponse
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Lease, PlacementRequest
+from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.path import PathOptions, RequestPath
 from eldr_serve.serving.replicas import Engines, ReplicaDirectory
 from eldr_serve.serving.wire import (

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pooled_policy import Slots, registered
 from tables import counts_for, unit_table
 
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Reply, Restore
+from eldr_serve.routing import PlacementRequest
+from eldr_serve.serving.messages import Exchange, Lease, Reply, Restore
 from eldr_serve.serving.pool import Outbox
 from eldr_serve.serving.router_state import RouterState
 
@@ -33,7 +34,9 @@ def make(workers: int = 2, clients: str = "c", **options: Any) -> RouterState:
 
 
 def say(state: RouterState, *ask: str | PlacementRequest, client: str = "c", **fields: Any) -> Reply:
-    placements = tuple(PlacementRequest(a, 10, 20, may_wait=True) if isinstance(a, str) else a for a in ask)
+    placements = tuple(
+        PlacementRequest(a, None, 10, 20, may_wait=True) if isinstance(a, str) else a for a in ask
+    )
     return state.exchange(Exchange(client, placements, known_epoch=state.epoch, **fields))
 
 
@@ -54,7 +57,7 @@ def size(state: RouterState) -> int:
 
 def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
     old = make()
-    (lease,) = say(old, PlacementRequest("a", 10, 20, prompt_key="k", may_wait=True)).leases
+    (lease,) = say(old, PlacementRequest("a", None, 10, 20, prompt_key="k", may_wait=True)).leases
     assert lease is not None
     new = make(clients="")
     new.restore(Restore("c", ("r0", "r1"), old.settings, (lease,)))
@@ -105,7 +108,7 @@ def test_a_release_in_the_same_message_frees_a_slot_for_the_asking_client() -> N
 def test_what_cannot_wait_is_placed_at_once(fields: dict[str, Any]) -> None:
     state = make(workers=1)
     say(state, "a", "b")
-    reply = say(state, PlacementRequest("c", 10, 20, **fields))
+    reply = say(state, PlacementRequest("c", None, 10, 20, **fields))
     assert reply.leases[0] is not None
     assert reply.leases[0].reason == "at-once"
 
@@ -168,7 +171,7 @@ def test_a_swap_makes_scores_of_the_pool_void() -> None:
     state = make(workers=1)
     say(state, "a")
     score = unit_table(2).similarity(counts_for(1))
-    waiting = PlacementRequest("b", 10, 20, similarity=score, table_version=1, may_wait=True)
+    waiting = PlacementRequest("b", None, 10, 20, similarity=score, table_version=1, may_wait=True)
     assert say(state, waiting).pooled == {"b"}
     assert policy(state).waiting[0].similarity is not None
     state.swap_table(unit_table(3).to_bytes())

@@ -14,8 +14,9 @@ from pooled_policy import Slots, registered
 from ray.exceptions import ActorDiedError, RayActorError
 from tables import counts_for, unit_table
 
+from eldr_serve.routing import PlacementRequest
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest
+from eldr_serve.serving.messages import Exchange, Lease
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_state import RouterState
@@ -88,7 +89,7 @@ async def connected(
 
 
 def request(name: str, **fields: Any) -> PlacementRequest:
-    return PlacementRequest(name, 10, 20, **fields)
+    return PlacementRequest(name, None, 10, 20, **fields)
 
 
 async def settled(condition: Any, timeout_s: float = 5.0) -> None:

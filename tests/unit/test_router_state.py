@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import StepCost, StepSums
+from eldr_serve.routing import PlacementRequest, StepCost, StepSums
 from eldr_serve.serving import decode_router
 from eldr_serve.serving.errors import SwapRefused
-from eldr_serve.serving.messages import Exchange, Lease, PlacementRequest, Restore
+from eldr_serve.serving.messages import Exchange, Lease, Restore
 from eldr_serve.serving.router_state import RouterState
 
 
@@ -35,7 +35,7 @@ def ask(state: RouterState, request_id: str, centroid: int | None = None, **fiel
         table = RoutingTable.from_bytes(state.settings.table or b"")
         similarity = table.similarity(counts_for(centroid))
     fields = {"table_version": state.settings.table_version} | fields
-    request = PlacementRequest(request_id, 10, 20, similarity=similarity, **fields)
+    request = PlacementRequest(request_id, None, 10, 20, similarity=similarity, **fields)
     (lease,) = state.exchange(Exchange("c", (request,), known_epoch=state.epoch)).leases
     return lease
 
@@ -152,7 +152,7 @@ def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> 
     lease = ask(old, "a", 1)
     assert lease is not None
     new = RouterState(model_id="m", policy="random", table=None)
-    refused = new.exchange(Exchange("c", (PlacementRequest("b", 1, 1),), known_epoch=old.epoch))
+    refused = new.exchange(Exchange("c", (PlacementRequest("b", None, 1, 1),), known_epoch=old.epoch))
     assert refused.refused == "unknown-client"
     new.restore(Restore("c", ("r0", "r1", "r2"), old.settings, (lease,)))
     new.restore(Restore("c", ("r0", "r1", "r2"), old.settings, (lease,)))  # a second client knows it too

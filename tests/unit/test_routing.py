@@ -18,9 +18,9 @@ from tables import counts_for, unit_table
 
 from eldr_serve.routing import (
     Decision,
-    Handoff,
     LoadLedger,
     NoWorkerError,
+    PlacementRequest,
     PolicyError,
     WorkerLoad,
     make_policy,
@@ -35,8 +35,8 @@ def loads(*in_flight: int) -> list[WorkerLoad]:
     return [WorkerLoad(n, 100 * n) for n in in_flight]
 
 
-def handoff(**fields: Any) -> Handoff:
-    return Handoff(
+def handoff(**fields: Any) -> PlacementRequest:
+    return PlacementRequest(
         **({"request_id": "r", "signature": None, "prompt_tokens": 10, "max_new_tokens": 5} | fields)
     )
 

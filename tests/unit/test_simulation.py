@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.routing import Decision, Handoff, Loads, PooledPolicy, make_policy
+from eldr_serve.routing import Decision, Loads, PlacementRequest, PooledPolicy, make_policy
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
 from eldr_serve.simulation.requests import Experts, Requests, SimulationError, expert_bits, rank_masks
 from eldr_serve.simulation.run import Change, simulate
@@ -21,11 +21,11 @@ L, E, TOP_K = 2, 70, 3
 class Hoarding(PooledPolicy):
     """Lets requests wait until three are there or a worker is idle."""
 
-    def _choose(self, handoff: Handoff, loads: Loads, rng: np.random.Generator) -> Decision:
+    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
 
     def _dispatch(
-        self, waiting: Sequence[Handoff], loads: Loads, rng: np.random.Generator
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         idle = np.flatnonzero(loads.available & (loads.in_flight == 0)).tolist()
         if idle:
