@@ -82,7 +82,7 @@ class Policy(ABC):
     @abstractmethod
     def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision: ...
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:  # noqa: B027
         """The request runs on `worker` from now on.
 
         Args:
