@@ -6,6 +6,7 @@ from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.guard import GuardedPolicy
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.marginal import MarginalCost
+from eldr_serve.routing.placer import Placer
 from eldr_serve.routing.policies import (
     CentroidTable,
     Policy,
@@ -16,7 +17,16 @@ from eldr_serve.routing.policies import (
     worker_similarity,
 )
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
-from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest, PolicyError, WorkerLoad
+from eldr_serve.routing.types import (
+    Decision,
+    Loads,
+    NoWorkerError,
+    Placement,
+    PlacementRequest,
+    PolicyError,
+    State,
+    WorkerLoad,
+)
 
 __all__ = [
     "BalanceBand",
@@ -32,12 +42,15 @@ __all__ = [
     "MarginalCost",
     "NoWorkerError",
     "Oracle",
+    "Placement",
     "PlacementRequest",
+    "Placer",
     "Policy",
     "PolicyError",
     "PooledPolicy",
     "Predictor",
     "PromptKeyed",
+    "State",
     "StepCost",
     "StepSums",
     "Survival",

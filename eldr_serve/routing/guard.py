@@ -20,17 +20,17 @@ class GuardedPolicy:
     What the policy is told may fail too: it then does not know of that request, and others go on.
 
     Args:
-        failed: told of each failure.
+        failed: told of each failure; may raise it again.
     """
 
-    def __init__(self, policy: Policy, failed: Callable[[], None]) -> None:
+    def __init__(self, policy: Policy, failed: Callable[[Exception], None]) -> None:
         self.policy = policy
         self._failed = failed
         self._logged = False
 
     @property
     def name(self) -> str:
-        return self.policy.name
+        return getattr(self.policy, "name", type(self.policy).__name__)
 
     @property
     def pooled(self) -> bool:
@@ -82,7 +82,7 @@ class GuardedPolicy:
             self._log(error)
 
     def _log(self, error: Exception) -> None:
-        self._failed()
+        self._failed(error)
         if not self._logged:
             self._logged = True
             logger.warning("policy %s failed; load stands in for it", self.name, exc_info=error)

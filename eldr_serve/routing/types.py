@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,70 @@ class PlacementRequest:
         for name in ("prompt_tokens", "max_new_tokens"):
             if not 0 <= getattr(self, name) <= _MOST_TOKENS:
                 object.__setattr__(self, name, min(max(getattr(self, name), 0), _MOST_TOKENS))
+
+
+class State(Enum):
+    """How far a request is on its way to a worker."""
+
+    SCORED = "scored"  # its client sends it with the next call
+    SENT = "sent"  # the router is asked
+    QUEUED = "queued"  # it waits in the decode queue
+    LEASED = "leased"  # a worker is its own
+    DONE = "done"  # ended, given up, or placed anew
+
+
+_NEXT = {
+    State.SCORED: {State.SENT, State.LEASED, State.DONE},
+    State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
+    State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
+    State.LEASED: {State.LEASED, State.DONE},
+    State.DONE: {State.DONE},
+}
+
+
+@dataclass(slots=True)
+class Placement:
+    """One request, from its first scoring to its end; the router and its client keep one each.
+
+    Attributes:
+        client: who asked.
+        replica: name of the worker, once it is leased.
+        slot: of that worker in the router; -1 where somebody else placed it.
+        band: workers that the policy chose among.
+        similarity: cosine to the worker's centroid, where known.
+        best: the worker is the one most similar to the signature.
+        since_s: when it came into the decode queue, by the router's clock; its client keeps here when its
+            wait ends, by the clock of its loop.
+        waited_s: in the decode queue.
+    """
+
+    request: PlacementRequest
+    state: State = State.SCORED
+    client: str = ""
+    replica: str = ""
+    slot: int = -1
+    band: int = 0
+    similarity: float | None = None
+    best: bool = False
+    reason: str = ""
+    policy: str = ""
+    since_s: float = 0.0
+    waited_s: float = 0.0
+    generated_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def become(self, state: State) -> None:
+        """Go on to `state`; ValueError where no request may."""
+        if state not in _NEXT[self.state]:
+            raise ValueError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def answer(self) -> Placement:
+        """What its client is told: all but the arrays that the client has itself."""
+        return replace(self, request=replace(self.request, signature=None, similarity=None))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from eldr_serve.routing import StepSums
-from eldr_serve.serving.messages import Exchange, Lease, Reply, Restore, Restored, Settings
+from eldr_serve.routing import Placement, State, StepSums
+from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_state import RouterState
 
 NAMESPACE = "eldr"
@@ -71,8 +71,8 @@ class DecodeRouter:
             self._metrics.placed(self._state, reply, time.perf_counter() - start)
         return reply
 
-    async def granted(self, client: str, timeout_s: float) -> tuple[Lease, ...]:
-        """Leases for requests of the client that waited in the pool; waits up to `timeout_s` for one."""
+    async def granted(self, client: str, timeout_s: float) -> tuple[Placement, ...]:
+        """Leases for requests of the client out of the decode queue; waits up to `timeout_s` for one."""
         self._last_call = time.monotonic()
         leases = await self._state.outbox.take(client, timeout_s)
         self._metrics.granted(self._state, leases)
@@ -143,10 +143,12 @@ class _Metrics:
         self._missing = Counter(
             "eldr_signature_missing_total", "requests placed without signature", ("policy",)
         )
-        self._pool_size = Gauge("eldr_pool_size", "prefilled requests that wait for a worker", ("policy",))
-        self._pool_wait = Histogram(
-            "eldr_pool_wait_seconds",
-            description="time that a request waited in the pool before it was given a worker, s",
+        self._queue_size = Gauge(
+            "eldr_decode_queue_size", "prefilled requests that wait for a worker", ("policy",)
+        )
+        self._queue_wait = Histogram(
+            "eldr_decode_queue_wait_seconds",
+            description="time that a request waited in the decode queue before it was given a worker, s",
             boundaries=[0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30],
             tag_keys=("policy",),
         )
@@ -159,8 +161,9 @@ class _Metrics:
     def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
         tags = {"policy": state.settings.policy}
         self._route.observe(seconds, tags)
-        for lease in filter(None, reply.leases):
-            self._band.observe(lease.band, tags)
+        for placement in reply.placements:
+            if placement.state is State.LEASED:
+                self._band.observe(placement.band, tags)
         self._count("signature_missing", state.counters["signature_missing"], self._missing, tags)
         self._count("rerouted", state.counters["rerouted"], self._reroute, tags)
 
@@ -169,15 +172,15 @@ class _Metrics:
             counter.inc(total - self._seen[name], tags)
             self._seen[name] = total
 
-    def granted(self, state: RouterState, leases: tuple[Lease, ...]) -> None:
+    def granted(self, state: RouterState, leases: tuple[Placement, ...]) -> None:
         tags = {"policy": state.settings.policy}
         for lease in leases:
             self._band.observe(lease.band, tags)
-            self._pool_wait.observe(lease.waited_s, tags)
+            self._queue_wait.observe(lease.waited_s, tags)
 
     def load(self, state: RouterState) -> None:
         policy = state.settings.policy
-        self._pool_size.set(state.pool_size, {"policy": policy})
+        self._queue_size.set(state.queue_size, {"policy": policy})
         self._table.set(state.settings.table_version, {"policy": policy})
         self._count("predictor_failures", state.predictor_failures, self._failures, {"policy": policy})
         for worker in state.status()["workers"]:

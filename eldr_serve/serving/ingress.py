@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from eldr_serve.routing import Placement
 from eldr_serve.serving.admission import (
     Admission,
     Gate,
@@ -47,7 +48,6 @@ from eldr_serve.serving.compat import (
 )
 from eldr_serve.serving.decode_router import RouterSpec, actor_name, connect
 from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused
-from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.path import PathOptions, RequestPath
 from eldr_serve.serving.replicas import Engines, directory
 from eldr_serve.serving.router_client import RouterClient
@@ -179,7 +179,7 @@ class EldrIngress(OpenAiIngress):
         except BaseException:
             self._leave_engines(request)
             raise
-        lease: Lease | None = getattr(request.state, "eldr_lease", None)
+        lease: Placement | None = getattr(request.state, "eldr_lease", None)
         if lease is not None:
             response.headers["x-eldr-decode-worker"] = lease.replica
             response.headers["x-eldr-band"] = str(lease.band)

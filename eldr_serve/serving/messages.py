@@ -1,34 +1,11 @@
-"""What the ingress, the request routers and the DecodeRouter actor say to each other."""
+"""What a client of the DecodeRouter actor and the actor say to each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from eldr_serve.routing import PlacementRequest
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A decode replica holds `request_id` until the lease is released."""
-
-    request_id: str
-    replica: str
-    prompt_tokens: int
-    max_new_tokens: int = 0  # 0: not known
-    prompt_key: str | None = None  # equal for equal prompts
-    worker: int = -1  # slot of the replica in the router; -1 where the ingress placed by itself
-    band: int = 0  # workers that the policy chose among
-    similarity: float | None = None
-    best: bool = False  # the worker is the one most similar to the signature
-    reason: str = ""
-    policy: str = ""
-    generated_tokens: int = 0
-    waited_s: float = 0.0  # in the pool
-    counts: NDArray[np.unsignedinteger[Any]] | None = None  # from a client to a new actor
+from eldr_serve.routing import Placement, PlacementRequest
 
 
 @dataclass(frozen=True)
@@ -50,23 +27,21 @@ class Exchange:
     placements: tuple[PlacementRequest, ...] = ()
     released: tuple[str, ...] = ()
     progress: dict[str, int] = field(default_factory=dict)  # request id -> generated tokens
-    held: tuple[Lease, ...] = ()  # leases that the client made or corrected itself
+    held: tuple[Placement, ...] = ()  # LEASED ones that the client made or corrected itself
     known_epoch: str = ""
     events: dict[str, int] = field(default_factory=dict)  # counters seen by the client, as increments
 
 
 @dataclass(frozen=True)
 class Reply:
-    """`leases` answers `placements` in order.
+    """`placements` answers those of the exchange, in order.
 
-    None stands where the request waits in the pool (its lease comes by `granted`), or else must be
-    scored again.
+    Each is LEASED, or QUEUED (its lease comes by `granted`), or still SENT: it must be scored and sent again.
     """
 
     epoch: str  # a new value means that the actor started anew
     settings_version: int
-    leases: tuple[Lease | None, ...] = ()
-    pooled: frozenset[str] = frozenset()  # ids of those `placements` that wait in the pool
+    placements: tuple[Placement, ...] = ()
     refused: str | None = None  # why nothing was placed: "unknown-client" asks for `restore`
 
 
@@ -77,7 +52,7 @@ class Restore:
     client: str
     workers: tuple[str, ...]
     settings: Settings | None
-    leases: tuple[Lease, ...]
+    leases: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)

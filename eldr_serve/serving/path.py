@@ -16,10 +16,10 @@ from pydantic import BaseModel, Field, model_validator
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from eldr_serve.routing import PlacementRequest
+from eldr_serve.renamed import renamed
+from eldr_serve.routing import Placement, PlacementRequest
 from eldr_serve.serving.compat import ErrorResponse
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.replicas import Engines
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.servers import ReleaseKv
@@ -68,18 +68,20 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
     )
-    pool_ttl_s: float = Field(
+    queue_ttl_s: float = Field(
         default=10.0,
         gt=0,
-        description="how long a prefilled request may wait for a worker under a pooled policy before it "
-        "gets 503, s; less than 0.8 of kv_lease_s",
+        description="how long a prefilled request may wait for a worker in the decode queue before "
+        "it gets 503, s; less than 0.8 of kv_lease_s",
     )
 
+    _renamed = renamed(pool_ttl_s="queue_ttl_s")
+
     @model_validator(mode="after")
-    def _pool_within_lease(self) -> PathOptions:
-        if self.pool_ttl_s >= _LEASE_SHARE * self.kv_lease_s:
+    def _queue_within_lease(self) -> PathOptions:
+        if self.queue_ttl_s >= _LEASE_SHARE * self.kv_lease_s:
             raise ValueError(
-                f"pool_ttl_s is {self.pool_ttl_s:g} s, it must be less than {_LEASE_SHARE:g} of kv_lease_s "
+                f"queue_ttl_s is {self.queue_ttl_s:g} s, it must be less than {_LEASE_SHARE:g} of kv_lease_s "
                 f"({self.kv_lease_s:g} s): a prompt's blocks must outlive its wait"
             )
         return self
@@ -144,7 +146,7 @@ class RequestPath:
         raw_info: Any = None,
         *,
         domain: str | None = None,
-        placed: Callable[[Lease], None] = lambda lease: None,
+        placed: Callable[[Placement], None] = lambda lease: None,
         handed_over: Callable[[float], None] = lambda seconds: None,
     ) -> AsyncGenerator[Any, None]:
         """Yield what the decode engine answers (chunks of a stream, or one response).
@@ -260,7 +262,7 @@ class RequestPath:
                 self._release_kv(request_id, self._engines.prefill_replicas.take_routed(request_id))
         return None
 
-    async def _place(self, run: _Run, prefilled: Prefilled | None) -> Lease:
+    async def _place(self, run: _Run, prefilled: Prefilled | None) -> Placement:
         placement = PlacementRequest(
             run.request_id,
             None,
@@ -271,7 +273,7 @@ class RequestPath:
             prompt_key=prompt_key(run.request),
         )
         counts = signature_of(prefilled.params or {}) if prefilled else None
-        wait_s = 0.0 if run.failed else self._options.pool_ttl_s  # a request waits in the pool once
+        wait_s = 0.0 if run.failed else self._options.queue_ttl_s  # a request is queued once
         try:
             return await self._client.place(placement, counts, wait_s=wait_s)
         except BaseException:
@@ -280,7 +282,7 @@ class RequestPath:
             raise
 
     async def _decode(
-        self, run: _Run, lease: Lease, prefilled: Prefilled | None
+        self, run: _Run, lease: Placement, prefilled: Prefilled | None
     ) -> AsyncGenerator[Any, None]:
         """Yield the engine's chunks; an engine lost in mid-stream ends them with an error event.
 

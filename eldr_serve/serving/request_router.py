@@ -112,8 +112,8 @@ class DecodeRequestRouter(_CountingRouter):
     call goes without them, and its engine computes the prompt itself.
 
     Used alone (`router_name` given), it leases the replica itself from the signature in the call's
-    `kv_transfer_params`, and releases it when the call ends. Such a call never waits in the router's
-    pool: it would hold up those behind it.
+    `kv_transfer_params`, and releases it when the call ends. Such a call never waits in the decode
+    queue: it would hold up those behind it.
 
     Keyword arguments (request_router_kwargs):
         directory_name: see above.

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from eldr_serve.renamed import renamed
 from eldr_serve.routing import StepCost
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -68,9 +69,11 @@ class Cluster(_Part):
     prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled as they arrive")
     handoff_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
     handoff_per_token_s: Seconds = Field(default=0.0, description="the same, each KV token, s")
-    pool_ttl_s: float | None = Field(
-        default=None, gt=0, description="a pooled request is given up after this, s; None: never"
+    queue_ttl_s: float | None = Field(
+        default=None, gt=0, description="a request leaves the decode queue after this, s; None: never"
     )
+    _renamed = renamed(pool_ttl_s="queue_ttl_s")
+
     progress_s: float = Field(
         default=0.25, gt=0, description="the policy hears of generated tokens this often, s"
     )

@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        """bool[N]: not expired in the pool."""
+        """bool[N]: not expired in the decode queue."""
         return self.worker >= 0
 
     @property

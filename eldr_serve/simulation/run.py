@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, PooledPolicy, WorkerLoad
+from eldr_serve.routing import LoadLedger, Placement, PlacementRequest, Placer, Policy, State
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.simulation.cluster import Cluster, Prefill
@@ -122,6 +122,23 @@ class _PrefillWorkers:
         return hit
 
 
+class _Ledger(LoadLedger):
+    """Counts every token as it comes, rather than when somebody tells of it."""
+
+    def step(self, worker: int, tokens: int) -> None:
+        """The requests of the worker have generated so many tokens more."""
+        self._kv_tokens[worker] += tokens
+
+    def progress(self, request_id: str, generated_tokens: int) -> None:
+        place, prompt_tokens, _ = self._requests[request_id]
+        self._requests[request_id] = (place, prompt_tokens, generated_tokens)
+
+
+def _fail(error: Exception) -> None:
+    """A policy that fails ends the simulation."""
+    raise error
+
+
 class _Simulation:
     def __init__(
         self,
@@ -136,21 +153,21 @@ class _Simulation:
     ) -> None:
         decode = cluster.decode
         _check(requests, cluster, experts)
-        self._requests, self._policy, self._cluster, self._experts = requests, policy, cluster, experts
+        self._requests, self._cluster, self._experts = requests, cluster, experts
         self._cost = decode.cost.step()
-        self._rng = np.random.default_rng(seed)
         self._on_finished = on_finished
         n = len(requests)
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._kind = requests.kind.tolist()
-        self._pool: dict[int, tuple[float, PlacementRequest]] = {}  # request -> since, asked
-        self._handoffs: dict[int, PlacementRequest] = {}  # of running requests
         self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
         self._prefill = _PrefillWorkers(cluster.prefill) if cluster.prefill else None
         self._prefilled_by = [0] * n
         self._workers = [_Worker() for _ in range(decode.workers)]
-        # What the router knows: of all requests that were placed, running or not.
-        self._loads = Loads.of([WorkerLoad(0, 0)] * decode.workers)
+        self._now = 0.0
+        self._ledger = _Ledger()
+        self._placer = Placer(policy, failed=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now)
+        self._names = [str(w) for w in range(decode.workers)]
+        self._placer.set_workers(self._names)
         self._wants_progress = type(policy).on_progress is not Policy.on_progress
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
@@ -192,8 +209,7 @@ class _Simulation:
         while events:
             now, _, kind, whom = heapq.heappop(events)
             handlers[kind](now, whom)
-        if self._pool:
-            self._expire(np.inf)
+        self._expire(np.inf)
         self._on_finished(self._ended)
         batch, experts, seconds, step_worker = self._log
         return Outcome(
@@ -224,57 +240,44 @@ class _Simulation:
         self._prefilled_s[j] = now
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
-        handoff = self._handoff(j)
-        if isinstance(self._policy, PooledPolicy) and self._policy.pooled:
-            self._pool[j] = now, handoff
-            self._dispatch(now)
-        else:
-            self._tell_progress(now)
-            self._place(now, j, handoff, self._policy.choose(handoff, self._loads, self._rng))
+        self._submit(now, [Placement(self._request(j), State.SENT)])
 
-    def _handoff(self, j: int) -> PlacementRequest:
+    def _request(self, j: int) -> PlacementRequest:
         prompt, output = self._prompt[j], self._output[j]
         requests = self._requests
         key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
         if self._experts is None:
-            return PlacementRequest(str(j), None, prompt, output, prompt_key=key)
+            return PlacementRequest(str(j), None, prompt, output, prompt_key=key, may_wait=True)
         kind = self._kind[j]
-        table = self._policy.table
+        policy = self._placer.policy
+        table = policy.table
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
-        counts = self._experts.signature(kind, prompt) if self._policy.reads_counts else None
+        counts = self._experts.signature(kind, prompt) if policy.reads_counts else None
         domain = self._experts.domains[kind]
-        return PlacementRequest(str(j), counts, prompt, output, domain, self._similarity.get(kind), key)
+        similarity = self._similarity.get(kind)
+        return PlacementRequest(str(j), counts, prompt, output, domain, similarity, key, may_wait=True)
 
-    def _dispatch(self, now: float) -> None:
-        policy = self._policy
-        if self._cluster.pool_ttl_s is not None:
+    def _submit(self, now: float, placements: Sequence[Placement] = ()) -> None:
+        """Place these, and what waits in the decode queue, as far as the policy has workers for them."""
+        self._now = now
+        if self._cluster.queue_ttl_s is not None:
             self._expire(now)
-        if not self._pool or not isinstance(policy, PooledPolicy):
-            return
-        self._tell_progress(now)
-        numbers = list(self._pool)
-        waiting = [handoff for _, handoff in self._pool.values()]
-        for index, decision in policy.dispatch(waiting, self._loads, self._rng):
-            del self._pool[numbers[index]]
-            self._place(now, numbers[index], waiting[index], decision)
+        if placements or self._placer.queue:
+            self._tell_progress(now)
+        for placement in self._placer.submit(placements):
+            self._placed(now, int(placement.request_id), placement.slot)
 
     def _expire(self, now: float) -> None:
-        ttl = self._cluster.pool_ttl_s or 0.0
-        while self._pool:
-            j, (since, _) = next(iter(self._pool.items()))
-            if now - since <= ttl:
-                break
-            del self._pool[j]
+        """Requests that have waited for too long leave the decode queue."""
+        ttl = self._cluster.queue_ttl_s or 0.0
+        while (first := next(iter(self._placer.queue.values()), None)) and now - first.since_s > ttl:
+            self._placer.finish(first.request_id)
             self._count_end()
 
-    def _place(self, now: float, j: int, handoff: PlacementRequest, decision: Decision) -> None:
-        w = decision.worker
-        self._policy.on_assigned(handoff, w, decision)
+    def _placed(self, now: float, j: int, w: int) -> None:
         self._placed_s[j] = now
         self._worker[j] = w
-        self._loads.in_flight[w] += 1
-        self._loads.kv_tokens[w] += self._prompt[j]
         cluster = self._cluster
         delay = cluster.handoff_fixed_s + cluster.handoff_per_token_s * self._prompt[j]
         if delay:
@@ -285,18 +288,18 @@ class _Simulation:
     def _tell_progress(self, now: float) -> None:
         if self._wants_progress and now - self._told_at >= self._cluster.progress_s:
             self._told_at = now
-            self._policy.on_progress(
+            self._placer.progress(
                 {str(j): worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
             )
 
     def _changed(self, now: float, index: int) -> None:
         change = self._changes[index]
         if change.table is not None:
-            self._policy = self._policy.with_table(change.table)
+            self._placer.policy.with_table(change.table)
             self._similarity.clear()
         if change.workers is not None:
-            self._loads.available[:] = np.arange(len(self._workers)) < change.workers
-            self._dispatch(now)
+            self._placer.set_workers(self._names, closed=self._names[change.workers :])
+            self._submit(now)
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -328,15 +331,15 @@ class _Simulation:
         if now - self._sampled_at >= _SAMPLE_EVERY:
             self._sampled_at = now
             self._sample(now)
-        if left and self._pool:
-            self._dispatch(now)
+        if left:
+            self._submit(now)
         if not self._workers[w].busy:  # else a request placed just now has begun the next step
             self._begin(now, w)
 
     def _round_ended(self, now: float, _: int) -> None:
         left = sum([self._end_step(now, w) for w in range(len(self._workers))])
-        if left and self._pool:
-            self._dispatch(now)  # while the round counts as under way, so that all begin together
+        if left:
+            self._submit(now)  # while the round counts as under way, so that all begin together
         self._begin_round(now)
 
     def _begin_step(self, w: int) -> float:
@@ -414,7 +417,7 @@ class _Simulation:
             return 0
         worker.steps += 1
         worker.kv += len(worker.jobs)
-        self._loads.kv_tokens[w] += len(worker.jobs)
+        self._ledger.step(w, len(worker.jobs))
         if worker.fresh:
             self._first_s[worker.fresh] = now
             worker.fresh.clear()
@@ -428,12 +431,9 @@ class _Simulation:
             worker.rows = None
             tokens = self._prompt[j] + self._output[j]
             worker.kv -= tokens
-            self._loads.in_flight[w] -= 1
-            self._loads.kv_tokens[w] -= tokens
             self._last_s[j] = now
-            if self._wants_progress:
-                self._policy.on_progress({str(j): self._output[j]})
-            self._policy.on_finished(str(j))
+            self._placer.progress({str(j): self._output[j]})
+            self._placer.finish(str(j))
             self._count_end()
         return left
 

@@ -44,7 +44,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     """The demo with five seconds of load under each policy, to its report; its service stays."""
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
-    document["applications"][0]["args"]["path"] = {"pool_ttl_s": POOL_TTL_S}
+    document["applications"][0]["args"]["path"] = {"queue_ttl_s": POOL_TTL_S}
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {

@@ -92,7 +92,7 @@ def test_an_engine_of_one_rank_on_cpu_is_one_process(
         ({"router": {"table": "/nowhere/table.safetensors"}}, "table"),
         ({"ingress": {"max_in_flight": 0}}, "max_in_flight"),
         ({"path": {"kv_lease_s": -1}}, "kv_lease_s"),
-        ({"path": {"kv_lease_s": 30, "pool_ttl_s": 24}}, "pool_ttl_s"),
+        ({"path": {"kv_lease_s": 30, "queue_ttl_s": 24}}, "queue_ttl_s"),
         ({"prefill_config": {}}, "prefill_config"),
     ],
 )

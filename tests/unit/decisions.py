@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import numpy as np
 from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import PlacementRequest, StepSums, make_policy
-from eldr_serve.serving.messages import Exchange, Lease, Restore, Settings
+from eldr_serve.routing import Placement, PlacementRequest, State, StepSums, make_policy
+from eldr_serve.serving.messages import Exchange, Restore, Settings
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
 from eldr_serve.simulation.requests import Experts, Requests, expert_bits
@@ -51,7 +52,7 @@ class Traffic:
         self.now = 0.0
         self.policy, self.parameters, self.seed = policy, parameters, seed
         self.replicas = [f"r{w}" for w in range(4)]
-        self.held: dict[str, dict[str, Lease]] = {"a": {}, "b": {}}
+        self.held: dict[str, dict[str, Placement]] = {"a": {}, "b": {}}
         self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
         self.settings: Settings | None = None
         self.placed: list[list[Any]] = []
@@ -88,16 +89,16 @@ class Traffic:
     def exchange(self, client: str, placements: tuple[PlacementRequest, ...], **more: Any) -> None:
         reply = self.state.exchange(Exchange(client, placements, known_epoch=self.state.epoch, **more))
         assert reply.refused is None
-        for request, lease in zip(placements, reply.leases, strict=True):
-            if request.request_id in reply.pooled:
+        for request, answer in zip(placements, reply.placements, strict=True):
+            if answer.state is State.QUEUED:
                 self.waiting[client][request.request_id] = request
-            elif lease is not None:
-                self.take(client, lease)
+            elif answer.state is State.LEASED:
+                self.take(client, answer)
         for other in ("a", "b"):
             for lease in self.loop.run_until_complete(self.state.outbox.take(other, 0.0)):
                 self.take(other, lease)
 
-    def take(self, client: str, lease: Lease) -> None:
+    def take(self, client: str, lease: Placement) -> None:
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
         self.placed.append([lease.request_id, lease.replica, lease.band, lease.reason, bool(lease.best)])
@@ -120,7 +121,7 @@ class Traffic:
             held = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
-                leases[name] = Lease(name, self.replicas[-1], 50, 9, reason="served-elsewhere")
+                leases[name] = replace(leases[name], replica=self.replicas[-1])
                 held = (leases[name],)
             self.exchange(client, asked, released=tuple(gone), progress=progress, held=held)
             if step % 40 == 17:
@@ -172,7 +173,7 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     cluster = Cluster(
         prefill=Prefill(workers=2, fixed_s=0.01, per_token_s=2e-4),
         decode=Decode(workers=4, cost=cost),
-        pool_ttl_s=8.0,
+        queue_ttl_s=8.0,
     )
     outcome = simulate(
         requests, make_policy(policy, **parameters).with_table(unit_table(4)), cluster, experts=experts,

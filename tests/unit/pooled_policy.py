@@ -38,7 +38,7 @@ class Slots(PooledPolicy):
         free = np.repeat(loads.workers, slots).tolist()
         return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
 
-    def on_assigned(self, handoff: PlacementRequest, worker: int) -> None:
+    def on_assigned(self, handoff: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         self.running[handoff.request_id] = worker
         self.placed_as[handoff.request_id] = handoff
 

@@ -11,11 +11,10 @@ import pytest
 from pydantic import ValidationError
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from eldr_serve.routing import PlacementRequest
+from eldr_serve.routing import Placement, PlacementRequest, State
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest, ErrorResponse
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Lease
 from eldr_serve.serving.path import PathOptions, RequestPath
 from eldr_serve.serving.replicas import Engines, ReplicaDirectory
 from eldr_serve.serving.wire import (
@@ -94,12 +93,12 @@ class Client:
         self.counted: list[str] = []
         self.moved: list[str] = []
 
-    async def place(self, request: PlacementRequest, counts: Any, *, wait_s: float) -> Lease:
+    async def place(self, request: PlacementRequest, counts: Any, *, wait_s: float) -> Placement:
         self.placed.append((request, counts))
         self.waits.append(wait_s)
         self.held.add(request.request_id)
         replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
-        return Lease(request.request_id, replica, request.prompt_tokens)
+        return Placement(request, State.LEASED, replica=replica)
 
     def release(self, request_id: str) -> None:
         self.held.discard(request_id)
@@ -368,7 +367,7 @@ async def test_only_a_request_that_has_failed_nowhere_may_wait_for_a_worker() ->
             raise RayActorError
         yield "data: a"
 
-    world = World(decode=first_dies, pool_ttl_s=7.0)
+    world = World(decode=first_dies, queue_ttl_s=7.0)
     await world.run()
     assert world.client.waits == [7.0, 0.0]
 
@@ -377,7 +376,7 @@ async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> 
     world = World()
     world.prefills.take_routed = lambda request_id: "p0"  # type: ignore[method-assign]
 
-    async def no_room(*_: Any, **__: Any) -> Lease:
+    async def no_room(*_: Any, **__: Any) -> Placement:
         raise Overloaded("in time")
 
     world.client.place = no_room  # type: ignore[method-assign]
@@ -389,9 +388,9 @@ async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> 
 
 
 def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> None:
-    assert PathOptions(kv_lease_s=30.0, pool_ttl_s=23.9)
-    with pytest.raises(ValidationError, match="pool_ttl_s is 24 s, it must be less than"):
-        PathOptions(kv_lease_s=30.0, pool_ttl_s=24.0)
+    assert PathOptions(kv_lease_s=30.0, queue_ttl_s=23.9)
+    with pytest.raises(ValidationError, match="queue_ttl_s is 24 s, it must be less than"):
+        PathOptions(kv_lease_s=30.0, queue_ttl_s=24.0)
 
 
 async def test_progress_counts_tokens_not_chunks() -> None:

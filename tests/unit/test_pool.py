@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pooled_policy import Slots, registered
 from tables import counts_for, unit_table
+from test_router_state import leased
 
-from eldr_serve.routing import PlacementRequest
-from eldr_serve.serving.messages import Exchange, Lease, Reply, Restore
-from eldr_serve.serving.pool import Outbox
+from eldr_serve.routing import Placement, PlacementRequest, State
+from eldr_serve.serving.messages import Exchange, Reply, Restore
+from eldr_serve.serving.outbox import Outbox
 from eldr_serve.serving.router_state import RouterState
 
 
@@ -40,24 +42,33 @@ def say(state: RouterState, *ask: str | PlacementRequest, client: str = "c", **f
     return state.exchange(Exchange(client, placements, known_epoch=state.epoch, **fields))
 
 
-def fetch(state: RouterState, client: str = "c") -> dict[str, Lease]:
+def fetch(state: RouterState, client: str = "c") -> dict[str, Placement]:
     return {lease.request_id: lease for lease in asyncio.run(state.outbox.take(client, 0.0))}
 
 
+def leases(reply: Reply) -> list[Placement | None]:
+    """Of each request that was sent; None where it waits or must be sent again."""
+    return [answer if answer.state is State.LEASED else None for answer in reply.placements]
+
+
+def queued(reply: Reply) -> set[str]:
+    return {answer.request_id for answer in reply.placements if answer.state is State.QUEUED}
+
+
 def policy(state: RouterState) -> Slots:
-    found = state._policy.policy
+    found = state._placer.policy
     assert isinstance(found, Slots)
     return found
 
 
 def size(state: RouterState) -> int:
-    found: int = state.status()["pool"]["size"]
+    found: int = state.status()["decode_queue"]["size"]
     return found
 
 
 def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
     old = make()
-    (lease,) = say(old, PlacementRequest("a", None, 10, 20, prompt_key="k", may_wait=True)).leases
+    (lease,) = leases(say(old, PlacementRequest("a", None, 10, 20, prompt_key="k", may_wait=True)))
     assert lease is not None
     new = make(clients="")
     new.restore(Restore("c", ("r0", "r1"), old.settings, (lease,)))
@@ -69,22 +80,22 @@ def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
 def test_with_free_slots_nobody_waits() -> None:
     state = make()
     reply = say(state, "a", "b")
-    assert [lease and lease.replica for lease in reply.leases] == ["r0", "r1"]
-    assert not reply.pooled
+    assert [lease and lease.replica for lease in leases(reply)] == ["r0", "r1"]
+    assert not queued(reply)
     assert fetch(state) == {}  # the reply has said it
-    assert state.counters["pooled"] == 0
+    assert state.counters["queued"] == 0
 
 
 def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
     now = [0.0]
     state = make(clients="cd", clock=lambda: now[0])
     reply = say(state, "a", "b", "x")
-    assert reply.pooled == {"x"}
-    assert reply.leases[2] is None
+    assert queued(reply) == {"x"}
+    assert leases(reply)[2] is None
     now[0] = 2.0
-    assert say(state, "y", client="d").pooled == {"y"}
-    assert say(state, "z").pooled == {"z"}
-    assert state.status()["pool"] == {"size": 3, "oldest_wait_s": 2.0}
+    assert queued(say(state, "y", client="d")) == {"y"}
+    assert queued(say(state, "z")) == {"z"}
+    assert state.status()["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
     now[0] = 3.0
     say(state, released=("a", "b"))
     granted = fetch(state)
@@ -92,7 +103,7 @@ def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
     assert (granted["x"].replica, granted["x"].waited_s, granted["x"].reason) == ("r0", 3.0, "slot")
     assert fetch(state, "d")["y"].replica == "r1"
     assert fetch(state) == fetch(state, "d") == {}
-    assert state.counters["pooled"] == 3
+    assert state.counters["queued"] == 3
     assert state.counters["placed"] == 4
 
 
@@ -100,8 +111,8 @@ def test_a_release_in_the_same_message_frees_a_slot_for_the_asking_client() -> N
     state = make(workers=1)
     say(state, "a")
     reply = say(state, "b", released=("a",))
-    assert reply.leases[0] is not None
-    assert not reply.pooled
+    assert leases(reply)[0] is not None
+    assert not queued(reply)
 
 
 @pytest.mark.parametrize("fields", [{"may_wait": False}, {"may_wait": True, "exclude": ("r9",)}])
@@ -109,13 +120,12 @@ def test_what_cannot_wait_is_placed_at_once(fields: dict[str, Any]) -> None:
     state = make(workers=1)
     say(state, "a", "b")
     reply = say(state, PlacementRequest("c", None, 10, 20, **fields))
-    assert reply.leases[0] is not None
-    assert reply.leases[0].reason == "at-once"
+    assert reply.placements[0].reason == "at-once"
 
 
 def test_a_policy_without_pool_lets_nobody_wait() -> None:
     state = make(workers=1, parameters={"pool": False})
-    assert say(state, "a", "b", "c").pooled == frozenset()
+    assert queued(say(state, "a", "b", "c")) == set()
 
 
 @pytest.mark.parametrize("change", [("shortest-queue", {}), ("slots", {"pool": False})])
@@ -151,7 +161,7 @@ def test_a_request_that_gives_up_leaves_the_pool_or_its_unfetched_lease() -> Non
 def test_a_request_placed_by_its_client_leaves_the_pool() -> None:
     state = make(workers=1)
     say(state, "a", "b")
-    say(state, held=(Lease("b", "r0", 10),))
+    say(state, held=(leased("b", "r0"),))
     assert size(state) == 0
     say(state, released=("a",))
     assert fetch(state) == {}
@@ -161,10 +171,10 @@ def test_a_request_placed_by_its_client_leaves_the_pool() -> None:
 def test_asking_again_keeps_the_turn() -> None:
     state = make(workers=1)
     say(state, "a", "b", "c")
-    assert say(state, "b").pooled == {"b"}
+    assert queued(say(state, "b")) == {"b"}
     say(state, released=("a",))
     assert fetch(state).keys() == {"b"}
-    assert state.counters["pooled"] == 2
+    assert state.counters["queued"] == 2
 
 
 def test_a_swap_makes_scores_of_the_pool_void() -> None:
@@ -172,7 +182,7 @@ def test_a_swap_makes_scores_of_the_pool_void() -> None:
     say(state, "a")
     score = unit_table(2).similarity(counts_for(1))
     waiting = PlacementRequest("b", None, 10, 20, similarity=score, table_version=1, may_wait=True)
-    assert say(state, waiting).pooled == {"b"}
+    assert queued(say(state, waiting)) == {"b"}
     assert policy(state).waiting[0].similarity is not None
     state.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
@@ -188,7 +198,7 @@ def test_what_a_lost_client_had_in_the_pool_goes_with_it() -> None:
     say(state, "x", client="d")
     now[0] = 40.0
     assert state.drop_silent_clients() == 1
-    assert state.counters["pooled_of_lost_clients"] == 1
+    assert state.counters["queued_of_lost_clients"] == 1
     assert fetch(state, "d").keys() == {"x"}  # on the worker that became free
     assert size(state) == 0
 
@@ -198,7 +208,7 @@ def test_without_workers_nothing_is_pooled_and_what_was_waits_for_one() -> None:
     say(state, "a", "b")
     state.update_workers([])
     assert (size(state), fetch(state)) == (1, {})
-    assert say(state, "c") == Reply(state.epoch, state.settings.version, (None,), frozenset())
+    assert [answer.state for answer in say(state, "c").placements] == [State.SENT]
     state.update_workers(["r7"])
     assert fetch(state)["b"].replica == "r7"
 
@@ -231,7 +241,7 @@ async def test_a_poll_returns_when_a_lease_comes_and_empty_when_none_does() -> N
     poll = asyncio.create_task(outbox.take("c", 5.0))
     other = asyncio.create_task(outbox.take("d", 0.05))
     await asyncio.sleep(0)
-    outbox.put("c", Lease("a", "r0", 1))
+    outbox.put([replace(leased("a", "r0"), client="c")])
     assert [lease.request_id for lease in await poll] == ["a"]
     assert await other == ()
 
@@ -240,7 +250,7 @@ async def test_the_newest_poll_of_a_client_takes_the_lease() -> None:
     outbox = Outbox()
     old, new = (asyncio.create_task(outbox.take("c", 5.0)) for _ in range(2))
     await asyncio.sleep(0)
-    outbox.put("c", Lease("a", "r0", 1))
+    outbox.put([replace(leased("a", "r0"), client="c")])
     assert await old == ()
     assert len(await new) == 1
 
@@ -271,12 +281,11 @@ class Conservation(RuleBasedStateMachine):
     def say(self, client: str, *ask: str, **fields: Any) -> None:
         reply = say(self.state, *ask, client=client, **fields)
         assert reply.refused is None
-        for name, lease in zip(ask, reply.leases, strict=True):
+        for name, answer in zip(ask, reply.placements, strict=True):
             self.waits.pop(name, None)
-            if lease is not None:
-                assert name not in reply.pooled
-                self.holds[name] = (client, lease.replica)
-            elif name in reply.pooled:
+            if answer.state is State.LEASED:
+                self.holds[name] = (client, answer.replica)
+            elif answer.state is State.QUEUED:
                 self.waits[name] = client
             else:
                 assert not self.live
@@ -331,7 +340,7 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
-        running, pool = set(self.state._running), {w.request.request_id for w in self.state._pool.waiting}
+        running, pool = set(self.state._placer.running), set(self.state._placer.queue)
         assert not running & pool
         assert running | pool == self.holds.keys() | self.waits.keys()
         assert self.holds.keys() <= running
@@ -340,16 +349,16 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_free_while_somebody_waits(self) -> None:
         status = self.state.status()
-        if status["pool"]["size"] and status["policy"] == "slots":
+        if status["decode_queue"]["size"] and status["policy"] == "slots":
             assert all(w["in_flight"] >= status["parameters"]["slots"] for w in status["workers"])
 
     def teardown(self) -> None:
         for client in "cd":
             self.say(client, released=tuple(n for n in (*self.waits, *self.holds) if n[0] == client))
         status = self.state.status()
-        assert status["pool"] == {"size": 0, "oldest_wait_s": 0.0}
+        assert status["decode_queue"] == {"size": 0, "oldest_wait_s": 0.0}
         assert all(w["in_flight"] == w["kv_tokens"] == 0 for w in status["workers"])
-        assert not self.state._ledger._requests
+        assert not self.state._placer._ledger._requests
         assert fetch(self.state, "c") == fetch(self.state, "d") == {}
 
 

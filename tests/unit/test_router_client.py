@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -14,9 +15,9 @@ from pooled_policy import Slots, registered
 from ray.exceptions import ActorDiedError, RayActorError
 from tables import counts_for, unit_table
 
-from eldr_serve.routing import PlacementRequest
+from eldr_serve.routing import Placement, PlacementRequest, State
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Exchange, Lease
+from eldr_serve.serving.messages import Exchange
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_state import RouterState
@@ -48,7 +49,7 @@ class FakeActor:
         self.alive = True
         old.outbox.close()
 
-    async def poll(self, *args: Any) -> tuple[Lease, ...]:
+    async def poll(self, *args: Any) -> tuple[Placement, ...]:
         self.polls += 1
         leases = await self.state.outbox.take(*args)
         await asyncio.sleep(self.grant_delay_s)
@@ -60,6 +61,7 @@ class FakeActor:
         class Method:
             @staticmethod
             async def remote(*args: Any) -> Any:
+                args = pickle.loads(pickle.dumps(args))
                 await asyncio.sleep(self.delay_s)
                 if not self.alive:
                     raise self.error
@@ -119,28 +121,28 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
     actor = FakeActor(policy="marginal-cost", table=None)
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
-        sent = actor.exchanges[-1].placements[0].counts
+        sent = actor.exchanges[-1].placements[0].signature
         assert sent is not None
         assert sent.dtype == "uint8"
         actor.alive = False
         away = await client.place(request("b"), counts_for(1))
         assert away.reason == "router-away"
         actor.restart()
-        await settled(lambda: not client.router_away and len(actor.state._running) == 2)
-        assert set(actor.state._policy.policy.active.held) == {"a", "b"}  # type: ignore[attr-defined]
+        await settled(lambda: not client.router_away and len(actor.state._placer.running) == 2)
+        assert set(actor.state._placer.policy.active.held) == {"a", "b"}  # type: ignore[attr-defined]
         client.release("a")
         client.release("b")
-        await settled(lambda: not actor.state._policy.policy.active.held)  # type: ignore[attr-defined]
-        assert not client._counts
+        await settled(lambda: not actor.state._placer.policy.active.held)  # type: ignore[attr-defined]
+        assert not client.placements
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))
-        assert actor.exchanges[-1].placements[0].counts is None
+        assert actor.exchanges[-1].placements[0].signature is None
 
 
 async def test_concurrent_placements_share_calls() -> None:
     actor = FakeActor()
     actor.delay_s = 0.02
-    async with connected(actor, "r0", "r1") as client:
+    async with connected(actor, "r0", "r1", timeout_s=5.0) as client:
         await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
         assert len(actor.exchanges) < 10
         assert actor.state.status()["leases"] == 100
@@ -169,7 +171,7 @@ async def test_a_placement_that_is_cancelled_leaves_no_lease() -> None:
         await asyncio.sleep(0.02)
         task.cancel()
         actor.delay_s = 0.0
-        await settled(lambda: set(actor.state._running) == {"first"} and "a" in str(actor.exchanges))
+        await settled(lambda: set(actor.state._placer.running) == {"first"} and "a" in str(actor.exchanges))
 
 
 async def test_a_swap_between_scoring_and_placing_is_scored_again() -> None:
@@ -211,7 +213,7 @@ async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_a
         actor.restart()
         await settled(lambda: not client.router_away)
         await client.place(request("after"), counts_for(1))
-        assert set(actor.state._running) == {"before", "news", "away1", "away2", "away3", "after"}
+        assert set(actor.state._placer.running) == {"before", "news", "away1", "away2", "away3", "after"}
         assert actor.state.settings == policy
         assert actor.state.counters["placed_by_own_load"] == 4
 
@@ -229,10 +231,10 @@ async def test_a_lease_served_elsewhere_is_corrected() -> None:
         lease = await client.place(request("a"), counts_for(1))
         assert lease.replica == "r1"
         client.served_by("a", "r0")
-        await settled(lambda: actor.state._running["a"].lease.replica == "r0")
+        await settled(lambda: actor.state._placer.running["a"].replica == "r0")
         # One that ends before the correction could be sent is counted all the same.
         await client.place(request("b"), counts_for(1))
-        client.served_by("b", "r0" if client._leases["b"].replica == "r1" else "r1")
+        client.served_by("b", "r0" if client.placements["b"].replica == "r1" else "r1")
         client.release("b")
         await settled(lambda: actor.state.counters["served_elsewhere"] == 2)
 
@@ -255,7 +257,7 @@ async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() 
         with pytest.raises(TimeoutError):
             await status
         loop_runs.set()
-        await settled(lambda: set(actor.state._running) == set("ab"))
+        await settled(lambda: set(actor.state._placer.running) == set("ab"))
         assert free == [True]
     finally:
         await client.stop()
@@ -283,7 +285,7 @@ async def test_the_actor_is_looked_up_anew_only_if_it_is_gone_for_good(
         await client.place(request("b"), None)
         if error is RayActorError:
             actor.restart()
-        await settled(lambda: not client.router_away and set(actor.state._running) == set("ab"))
+        await settled(lambda: not client.router_away and set(actor.state._placer.running) == set("ab"))
         actor.alive = False
         with pytest.raises(error):
             await client.call("status")
@@ -309,22 +311,26 @@ def pooling(**options: Any) -> FakeActor:
     return FakeActor(policy="slots", **options)
 
 
-async def waiting(client: RouterClient, actor: FakeActor, name: str, **options: Any) -> asyncio.Task[Lease]:
+async def waiting(
+    client: RouterClient, actor: FakeActor, name: str, **options: Any
+) -> asyncio.Task[Placement]:
     """The placement of a request that is in the pool."""
     counts = options.pop("counts", None)
-    size = actor.state.pool_size
+    size = actor.state.queue_size
     task = asyncio.create_task(client.place(request(name), counts, **({"wait_s": 30.0} | options)))
-    await settled(lambda: actor.state.pool_size == size + 1 and name in client._pooled)
+    await settled(
+        lambda: actor.state.queue_size == size + 1 and client.placements[name].state is State.QUEUED
+    )
     return task
 
 
 async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
-    await settled(lambda: not actor.state.pool_size and not actor.state._running)
+    await settled(lambda: not actor.state.queue_size and not actor.state._placer.running)
     assert all(w["in_flight"] == w["kv_tokens"] == 0 for w in actor.state.status()["workers"])
     assert not client.leases
-    assert not client._pooled
-    assert not client._asked
-    assert not client._counts
+    assert not client.placements
+    assert not client._answers
+    assert not client.placements
 
 
 async def test_a_pooled_request_gets_its_lease_when_there_is_room() -> None:
@@ -355,7 +361,7 @@ async def test_a_pooled_request_that_is_cancelled_leaves_the_pool() -> None:
         await client.place(request("a"), None)
         task = await waiting(client, actor, "b")
         task.cancel()
-        await settled(lambda: not actor.state.pool_size)
+        await settled(lambda: not actor.state.queue_size)
         client.release("a")
         await all_is_over(client, actor)
 
@@ -367,7 +373,7 @@ async def test_a_lease_that_is_on_its_way_to_one_who_has_left_is_released() -> N
         task = await waiting(client, actor, "b")
         actor.grant_delay_s = 0.1
         client.release("a")
-        await settled(lambda: "b" in actor.state._running)
+        await settled(lambda: "b" in actor.state._placer.running)
         task.cancel()
         await all_is_over(client, actor)
         await asyncio.sleep(0.15)
@@ -384,7 +390,7 @@ async def test_who_waits_too_long_is_told_to_come_again() -> None:
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
         client.release("a")
         await all_is_over(client, actor)
-        await settled(lambda: actor.state.counters["pool_expired"] == 1)
+        await settled(lambda: actor.state.counters["queue_expired"] == 1)
 
 
 async def test_requests_of_the_pool_are_placed_by_own_load_when_the_actor_dies() -> None:
@@ -398,7 +404,7 @@ async def test_requests_of_the_pool_are_placed_by_own_load_when_the_actor_dies()
         assert {lease.replica for lease in leases} == {"r0", "r1"}
         assert {lease.reason for lease in leases} == {"router-away"}
         actor.restart()
-        await settled(lambda: set(actor.state._running) == set("abcd"))
+        await settled(lambda: set(actor.state._placer.running) == set("abcd"))
         for name in "abcd":
             client.release(name)
         await all_is_over(client, actor)
@@ -412,7 +418,7 @@ async def test_requests_of_the_pool_are_asked_for_again_when_the_actor_starts_an
         started = asyncio.get_running_loop().time()
         actor.restart()
         client.count("news")
-        await settled(lambda: actor.state.pool_size == 1)
+        await settled(lambda: actor.state.queue_size == 1)
         assert not task.done()
         with pytest.raises(Overloaded):
             await task
@@ -428,7 +434,7 @@ async def test_a_swap_while_a_request_waits_scores_it_again() -> None:
         task = await waiting(client, actor, "b", counts=counts_for(1))
         actor.state.swap_table(unit_table(3).to_bytes())
         client.count("news")
-        policy = actor.state._policy.policy
+        policy = actor.state._placer.policy
         assert isinstance(policy, Slots)
         similarity = lambda: policy.waiting[0].similarity  # noqa: E731
         assert similarity() is None
@@ -440,7 +446,7 @@ async def test_a_swap_while_a_request_waits_scores_it_again() -> None:
 async def test_a_poll_that_is_not_answered_means_that_the_actor_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eldr_serve.serving.router_client._POLL_S", 0.1)
+    monkeypatch.setattr("eldr_serve.serving.router_link._POLL_S", 0.1)
     actor = pooling()
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         for name in "ab":
@@ -450,7 +456,8 @@ async def test_a_poll_that_is_not_answered_means_that_the_actor_is_away(
         client.release("a")
         lease = await asyncio.wait_for(task, 10)
         assert lease.policy == "own-load"
-        await settled(lambda: actor.state._running["c"].lease == lease)  # in place of the one that was lost
+        # In place of the one that was lost.
+        await settled(lambda: actor.state._placer.running["c"].policy == "own-load")
         client.release("b")
         client.release("c")
         await all_is_over(client, actor)
@@ -464,8 +471,8 @@ async def test_what_a_request_generated_in_all_is_told_before_its_release() -> N
             client.progress("a", tokens)
         client.release("a")
         await all_is_over(client, actor)
-        assert isinstance(actor.state._policy.policy, Slots)
-        assert actor.state._policy.policy.lengths == [17]
+        assert isinstance(actor.state._placer.policy, Slots)
+        assert actor.state._placer.policy.lengths == [17]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -484,7 +491,7 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind
                 lease = await client.place(
                     request(name), counts_for(rng.randrange(2)), wait_s=rng.choice([0.02, 1.0])
                 )
-                assert client._leases[name] == lease
+                assert client.placements[name] is lease
                 await asyncio.sleep(rng.expovariate(40))
                 ends[name] = "granted"
             except Overloaded:

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import PlacementRequest, StepCost, StepSums
+from eldr_serve.routing import Placement, PlacementRequest, State, StepCost, StepSums
 from eldr_serve.serving import decode_router
 from eldr_serve.serving.errors import SwapRefused
-from eldr_serve.serving.messages import Exchange, Lease, Restore
+from eldr_serve.serving.messages import Exchange, Restore
 from eldr_serve.serving.router_state import RouterState
 
 
@@ -29,15 +29,22 @@ def make(
     return state
 
 
-def ask(state: RouterState, request_id: str, centroid: int | None = None, **fields: Any) -> Lease | None:
+def leased(request_id: str, replica: str, **fields: Any) -> Placement:
+    """What a client that placed by itself tells."""
+    request = PlacementRequest(request_id, None, 10, **({"max_new_tokens": 0} | fields))
+    return Placement(request, State.LEASED, replica=replica)
+
+
+def ask(state: RouterState, request_id: str, centroid: int | None = None, **fields: Any) -> Placement | None:
     similarity = None
     if centroid is not None:
         table = RoutingTable.from_bytes(state.settings.table or b"")
         similarity = table.similarity(counts_for(centroid))
     fields = {"table_version": state.settings.table_version} | fields
-    request = PlacementRequest(request_id, None, 10, 20, similarity=similarity, **fields)
-    (lease,) = state.exchange(Exchange("c", (request,), known_epoch=state.epoch)).leases
-    return lease
+    asked = {"signature": None, "prompt_tokens": 10, "max_new_tokens": 20} | fields
+    request = PlacementRequest(request_id, similarity=similarity, **asked)
+    (answer,) = state.exchange(Exchange("c", (request,), known_epoch=state.epoch)).placements
+    return answer if answer.state is State.LEASED else None
 
 
 def release(state: RouterState, *request_ids: str) -> None:
@@ -52,7 +59,7 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_counts_there_at_once()
     state = make()
     lease = ask(state, "a", 1)
     assert lease is not None
-    assert (lease.replica, lease.worker, lease.band, lease.best) == ("r1", 1, 1, True)
+    assert (lease.replica, lease.slot, lease.band, lease.best) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     release(state, "a", "a", "unknown")
     assert loads(state)["r1"] == (0, 0)
@@ -77,7 +84,7 @@ def test_a_vacant_slot_keeps_the_others_centroids_and_a_newcomer_takes_it() -> N
     state.update_workers(["r0", "r2", "new"])
     heir = ask(state, "c", 1)
     assert heir is not None
-    assert (heir.replica, heir.worker) == ("new", 1)
+    assert (heir.replica, heir.slot) == ("new", 1)
 
 
 def test_a_table_for_fewer_or_more_workers_still_places() -> None:
@@ -183,7 +190,7 @@ def test_leases_of_a_client_that_is_gone_are_dropped_after_its_timeout() -> None
 def test_a_corrected_lease_moves_the_load() -> None:
     state = make()
     ask(state, "a", 1)
-    state.exchange(Exchange("c", held=(Lease("a", "r2", 10),), known_epoch=state.epoch))
+    state.exchange(Exchange("c", held=(leased("a", "r2"),), known_epoch=state.epoch))
     assert loads(state) == {"r0": (0, 0), "r1": (0, 0), "r2": (1, 10)}
 
 
@@ -233,14 +240,14 @@ TestAccounting.settings = hypothesis_settings(max_examples=40, stateful_step_cou
 
 
 def held(state: RouterState) -> dict[str, int]:
-    return {name: worker for name, (worker, _) in state._policy.policy.active.held.items()}  # type: ignore[attr-defined]
+    return {name: worker for name, (worker, _) in state._placer.policy.active.held.items()}  # type: ignore[attr-defined]
 
 
 def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_workers() -> None:
     state = make(policy="marginal-cost")
     for n in range(6):
-        assert ask(state, str(n), counts=counts_for(n % 3)) is not None
-    placed = {name: running.lease.worker for name, running in state._running.items()}
+        assert ask(state, str(n), signature=counts_for(n % 3)) is not None
+    placed = {name: running.slot for name, running in state._placer.running.items()}
     assert held(state) == placed
     assert len({placed[n] for n in "03"}) == len({placed[n] for n in "14"}) == 1  # like with like
     state.set_policy("shortest-queue", {})
@@ -281,9 +288,9 @@ def test_the_policy_follows_what_steps_cost() -> None:
     shown = state.status()["step_cost"]
     assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
     assert shown["relative_error"] < 0.05
-    assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    assert state._placer.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
     state.set_policy("marginal-cost", {"prior_tokens": 1.0})
-    assert state._policy.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
+    assert state._placer.policy.cost.per_expert_s == shown["per_expert_s"]  # type: ignore[attr-defined]
 
 
 class _Failing:
@@ -314,7 +321,7 @@ def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch
         monkeypatch.setattr(decode_router, kind, _Metric)
     state, metrics = make(policy="balance-route-horizon"), decode_router._Metrics()
     assert state.status()["counters"]["predictor_failures"] == 0
-    state._policy.policy.predictor = _Failing()  # type: ignore[attr-defined]
+    state._placer.policy.predictor = _Failing()  # type: ignore[attr-defined]
     for request in ("a", "b"):  # it is asked about those that run when the next is placed
         ask(state, request)
     failures = state.status()["counters"]["predictor_failures"]

@@ -132,12 +132,12 @@ def test_every_request_ends_once_and_all_kv_is_given_back(
             workers=workers, max_batch=max_batch, kv_tokens=kv_tokens, barrier=barrier, cost=COST,
             recompute_per_token_s=0.01,
         ),
-        prefill=prefill, handoff_fixed_s=handoff_s, pool_ttl_s=ttl,
+        prefill=prefill, handoff_fixed_s=handoff_s, queue_ttl_s=ttl,
     )  # fmt: skip
     made = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
-    tell = made.released
-    made.released = lambda request_id: (released.append(request_id), tell(request_id))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+    tell = made.on_finished
+    made.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]  # type: ignore[method-assign, assignment, func-returns-value]
     ended: list[int] = []
     outcome = simulate(requests, made, cluster, experts=experts, seed=seed, on_finished=ended.append)
     done = outcome.finished

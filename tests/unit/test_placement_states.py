@@ -1,0 +1,180 @@
+"""The states of a request at its client: each edge of the table, and whatever order they come in."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import unit_table
+
+from eldr_serve.routing import Placement, PlacementRequest, State
+from eldr_serve.serving.errors import Overloaded
+from eldr_serve.serving.messages import Exchange, Settings
+from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.router_client import RouterClient
+
+EDGES = {
+    State.SCORED: {State.SENT, State.LEASED, State.DONE},
+    State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
+    State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
+    State.LEASED: {State.LEASED, State.DONE},
+    State.DONE: {State.DONE},
+}
+
+
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("after", State)
+def test_a_request_goes_along_the_edges_and_no_others(before: State, after: State) -> None:
+    placement = Placement(PlacementRequest("a", None, 10, 20), before)
+    if after in EDGES[before]:
+        placement.become(after)
+        assert placement.state is after
+    else:
+        with pytest.raises(ValueError, match=f"a cannot go from {before.value} to {after.value}"):
+            placement.become(after)
+
+
+class Desk:
+    """A client whose link says nothing by itself: the test speaks for the router."""
+
+    def __init__(self) -> None:
+        directory = ReplicaDirectory()
+        directory.publish(["r0", "r1"])
+        self.client = RouterClient(lambda: None, directory)  # type: ignore[arg-type, return-value]
+        self.task: asyncio.Task[Placement] | None = None
+        self.message: Exchange | None = None
+
+    async def ask(self, wait_s: float = 30.0) -> None:
+        self.task = asyncio.create_task(
+            self.client.place(PlacementRequest("a", None, 10, 20), None, wait_s=wait_s)
+        )
+        await asyncio.sleep(0)
+
+    async def send(self) -> None:
+        self.message = self.client.message("epoch")
+
+    async def fail(self) -> None:
+        if self.message is not None:
+            self.client.undelivered(self.message)
+
+    def _answer(self, state: State) -> None:
+        asked = PlacementRequest("a", None, 10, 20)
+        self.client.answered((Placement(asked, state, replica="r1", policy="p"),))
+
+    async def lease(self) -> None:
+        self._answer(State.LEASED)
+        await asyncio.sleep(0)
+
+    async def queue(self) -> None:
+        self._answer(State.QUEUED)
+
+    async def rescore(self) -> None:
+        self._answer(State.SENT)
+        await asyncio.sleep(0)
+
+    async def swap(self) -> None:
+        self.client.settings_changed(Settings(1, "random", {}, unit_table(2).to_bytes(), 1))
+
+    async def lose(self) -> None:
+        self.client.link.away = True
+        self.client.lost()
+        await asyncio.sleep(0)
+        self.client.link.away = False
+
+    async def cancel(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.sleep(0)
+
+    async def release(self) -> None:
+        self.client.release("a")
+
+    @property
+    def state(self) -> State:
+        found = self.client.placements.get("a")
+        return State.DONE if found is None else found.state
+
+
+PATHS: dict[str, tuple[list[str], State]] = {
+    "it is asked for": ([], State.SCORED),
+    "it is sent": (["send"], State.SENT),
+    "the call fails": (["send", "fail"], State.SCORED),
+    "there is a worker": (["send", "lease"], State.LEASED),
+    "there is none free": (["send", "queue"], State.QUEUED),
+    "the table is another": (["send", "rescore"], State.SCORED),
+    "a worker is free now": (["send", "queue", "lease"], State.LEASED),
+    "the table is swapped while it waits": (["send", "queue", "swap"], State.SCORED),
+    "it is granted while it is asked for again": (["send", "queue", "swap", "send", "lease"], State.LEASED),
+    "the reply comes after the grant": (["send", "lease", "queue"], State.LEASED),
+    "the router is lost before it is sent": (["lose"], State.LEASED),
+    "the router is lost": (["send", "lose"], State.LEASED),
+    "the router is lost while it waits": (["send", "queue", "lose"], State.LEASED),
+    "it is cancelled before it is sent": (["cancel"], State.DONE),
+    "it is cancelled": (["send", "cancel"], State.DONE),
+    "it is cancelled while it waits": (["send", "queue", "cancel"], State.DONE),
+    "it ends": (["send", "lease", "release"], State.DONE),
+    "a lease comes for one that has gone": (["send", "cancel", "lease"], State.DONE),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_each_edge(path: str) -> None:
+    steps, end = PATHS[path]
+    desk = Desk()
+    await desk.ask()
+    for step in steps:
+        await getattr(desk, step)()
+    assert desk.state is end
+    if end is State.DONE:
+        assert "a" in desk.client.message("epoch").released
+    if end is State.LEASED:
+        assert desk.task is not None
+        assert (await desk.task).replica in ("r0", "r1")
+
+
+async def test_who_waits_too_long_is_refused() -> None:
+    desk = Desk()
+    await desk.ask(wait_s=0.01)
+    await desk.send()
+    await desk.queue()
+    assert desk.task is not None
+    with pytest.raises(Overloaded):
+        await desk.task
+    assert desk.state is State.DONE
+
+
+_STEPS = ["send", "fail", "lease", "queue", "rescore", "swap", "lose", "cancel", "release"]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.sampled_from(_STEPS), max_size=12))
+def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(steps: list[str]) -> None:
+    async def run() -> None:
+        desk = Desk()
+        await desk.ask()
+        for step in steps:
+            await getattr(desk, step)()
+        await desk.lose()
+        await desk.lose()
+        assert desk.task is not None
+        leased = (await asyncio.gather(desk.task, return_exceptions=True))[0]
+        assert isinstance(leased, Placement | asyncio.CancelledError)
+        assert (desk.state is State.LEASED) == ("a" in desk.client.placements)
+        desk.client.release("a")
+        assert desk.client.leases == 0
+        assert not desk.client.waits
+        told = desk.client.message("epoch")
+        assert not told.placements
+        assert not told.held
+
+    asyncio.run(run())
+
+
+def test_an_answer_carries_no_array() -> None:
+    asked = PlacementRequest("a", unit_table(2).centroids, 10, 20, similarity=unit_table(2).centroids[0])
+    answer = Placement(asked, State.LEASED, replica="r0").answer()
+    assert answer.request.signature is None
+    assert answer.request.similarity is None
+    assert answer.replica == "r0"
