@@ -107,7 +107,19 @@ class Placer:
         A request that is here already is placed anew, or keeps its turn. One for which there is no worker
         at all stays SENT.
         """
-        return [placement for placement in placements if self._place(placement)] + self.dispatch()
+        leased = []
+        for placement in placements:
+            request = placement.request
+            loads = self.loads(request.exclude)
+            if not loads.available.any():
+                loads = self.loads()
+            if not loads.available.any():
+                continue
+            if self._policy.pooled and request.may_wait and not request.exclude:
+                self._enqueue(placement)
+            else:
+                leased.append(self._assign(placement, self._policy.choose(request, loads, self._rng), loads))
+        return leased + self.dispatch()
 
     def dispatch(self) -> list[Placement]:
         """Give workers to requests of the queue, as the policy says."""
@@ -148,23 +160,12 @@ class Placer:
 
     # -- how -------------------------------------------------------------------------------------
 
-    def _place(self, placement: Placement) -> bool:
-        """Whether the request has a worker now."""
-        request = placement.request
-        loads = self.loads(request.exclude)
-        if not loads.available.any():
-            loads = self.loads()
-        if not loads.available.any():
-            return False
-        if self._policy.pooled and request.may_wait and not request.exclude:
-            self._leave(request.request_id)
-            before = self.queue.get(request.request_id)
-            placement.since_s = self._clock() if before is None else before.since_s
-            placement.become(State.QUEUED)
-            self.queue[request.request_id] = placement
-            return False
-        self._assign(placement, self._policy.choose(request, loads, self._rng), loads)
-        return True
+    def _enqueue(self, placement: Placement) -> None:
+        self._leave(placement.request_id)
+        before = self.queue.get(placement.request_id)
+        placement.since_s = self._clock() if before is None else before.since_s
+        placement.become(State.QUEUED)
+        self.queue[placement.request_id] = placement
 
     def _decisions(self) -> Iterator[tuple[Placement, Decision]]:
         waiting = list(self.queue.values())

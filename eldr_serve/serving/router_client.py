@@ -105,7 +105,13 @@ class RouterClient:
                     break
                 if rescore > _RESCORES:  # swapped faster than we could score: load alone decides
                     placement.request = replace(placement.request, signature=None)
-                await self._ask(placement)
+                if placement.state is State.SENT:
+                    placement.become(State.SCORED)
+                answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
+                self.link.wake()
+                # No wait_for here: in Python 3.11 it swallows a cancellation that meets a finished answer,
+                # and the request of a client that has gone would run on.
+                await answer
             if placement.state is not State.LEASED:
                 placement.request = replace(placement.request, signature=counts)
                 self._lease_by_own_load(placement)
@@ -152,15 +158,6 @@ class RouterClient:
         self._events[event] += 1
 
     # -- how -------------------------------------------------------------------------------------
-
-    async def _ask(self, placement: Placement) -> None:
-        if placement.state is State.SENT:
-            placement.become(State.SCORED)
-        answer = self._answers[placement.request_id] = asyncio.get_running_loop().create_future()
-        self.link.wake()
-        # No wait_for here: in Python 3.11 it swallows a cancellation that meets a finished answer,
-        # and the request of a client that has gone would run on.
-        await answer
 
     def _settle(self, placement: Placement) -> None:
         """Whoever waits for an answer about it goes on."""

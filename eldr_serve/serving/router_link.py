@@ -175,26 +175,22 @@ class RouterLink:
             workers = self._replicas.live
             await self._answer(actor.update_workers.remote(workers))
             self._workers_told = workers
-        reply = await self._send(actor)
-        if reply.refused is not None:
+        for _ in range(2):
+            message = self._desk.message(self._epoch)
+            try:
+                reply: Reply = await self._answer(actor.exchange.remote(message))
+                if reply.refused is None:
+                    break
+            except BaseException:
+                self._desk.undelivered(message)
+                raise
+            self._desk.undelivered(message)
             await self._restore(actor)
-            reply = await self._send(actor)
-            if reply.refused is not None:
-                raise ConnectionError(reply.refused)
+        else:
+            raise ConnectionError(reply.refused)
         if self.settings is None or reply.settings_version != self.settings.version:
             self._take_settings(await self._answer(actor.settings.remote()))
         self._desk.answered(reply.placements)
-
-    async def _send(self, actor: ActorHandle) -> Reply:
-        message = self._desk.message(self._epoch)
-        try:
-            reply: Reply = await self._answer(actor.exchange.remote(message))
-        except BaseException:
-            self._desk.undelivered(message)
-            raise
-        if reply.refused is not None:
-            self._desk.undelivered(message)
-        return reply
 
     async def _restore(self, actor: ActorHandle) -> None:
         workers = self._replicas.live
