@@ -128,7 +128,7 @@ class Work:
     def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
         """A fresh policy with the scenario's table and cost."""
         policy = make_policy(choice.name, **choice.parameters).with_table(self.table)
-        policy.update_cost_model(cluster.decode.cost.step())
+        policy.update_cost_model(cluster.decode.cost)
         return policy
 
     def _requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:

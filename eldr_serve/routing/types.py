@@ -46,18 +46,9 @@ class PlacementRequest:
                 object.__setattr__(self, name, min(max(getattr(self, name), 0), _MOST_TOKENS))
 
 
-@dataclass(frozen=True)
-class WorkerLoad:
-    """What a decode worker holds now; `available` is False for one that must not be chosen."""
-
-    in_flight: int
-    kv_tokens: int
-    available: bool = True
-
-
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """The same of all workers, by column: policies choose among a thousand of them in microseconds.
+    """What the decode workers hold now, by column: policies choose among a thousand in microseconds.
 
     The owner may change the arrays after the call that they were given to.
 
@@ -72,15 +63,15 @@ class Loads:
     available: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, workers: Loads | Sequence[WorkerLoad]) -> Loads:
-        """These by column; Loads are returned as they are."""
-        if isinstance(workers, Loads):
-            return workers
-        return cls(
-            np.array([worker.in_flight for worker in workers], np.int64),
-            np.array([worker.kv_tokens for worker in workers], np.int64),
-            np.array([worker.available for worker in workers], bool),
-        )
+    def of(
+        cls,
+        in_flight: Sequence[int],
+        kv_tokens: Sequence[int] | int = 0,
+        available: Sequence[bool] | bool = True,
+    ) -> Loads:
+        """Columns from any sequences; one value stands for all workers."""
+        n = np.array(in_flight, np.int64)
+        return cls(n, np.full(n.shape, kv_tokens, np.int64), np.full(n.shape, available, bool))
 
     def __len__(self) -> int:
         return len(self.in_flight)

@@ -297,7 +297,7 @@ class RouterState:
             self._pool.add(Waiting(client, request, request, self._clock()))
             return None
         handoff = request
-        return self._lease(client, request, handoff, self._policy.choose(handoff, loads, self._rng), loads)
+        return self._lease(client, request, handoff, self._policy.select(handoff, loads, self._rng), loads)
 
     def _dispatch(self) -> dict[str, Lease]:
         """Give workers to requests of the pool, as the policy says; the leases by request id."""
@@ -318,7 +318,7 @@ class RouterState:
                 yield waiting[index], decision
         else:  # the policy was changed: nobody waits under this one
             for w in waiting:
-                yield w, self._policy.choose(w.handoff, self._loads(()), self._rng)
+                yield w, self._policy.select(w.handoff, self._loads(()), self._rng)
 
     def _post(self, granted: dict[str, Lease]) -> None:
         for request_id, lease in granted.items():

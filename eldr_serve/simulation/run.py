@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, PooledPolicy, WorkerLoad
+from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, QueuedPolicy
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.simulation.cluster import Cluster, Prefill
@@ -137,7 +137,7 @@ class _Simulation:
         decode = cluster.decode
         _check(requests, cluster, experts)
         self._requests, self._policy, self._cluster, self._experts = requests, policy, cluster, experts
-        self._cost = decode.cost.step()
+        self._cost = decode.cost
         self._rng = np.random.default_rng(seed)
         self._on_finished = on_finished
         n = len(requests)
@@ -150,7 +150,7 @@ class _Simulation:
         self._prefilled_by = [0] * n
         self._workers = [_Worker() for _ in range(decode.workers)]
         # What the router knows: of all requests that were placed, running or not.
-        self._loads = Loads.of([WorkerLoad(0, 0)] * decode.workers)
+        self._loads = Loads.of([0] * decode.workers)
         self._wants_progress = type(policy).on_progress is not Policy.on_progress
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
@@ -225,12 +225,12 @@ class _Simulation:
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
         handoff = self._handoff(j)
-        if isinstance(self._policy, PooledPolicy) and self._policy.pooled:
+        if isinstance(self._policy, QueuedPolicy) and self._policy.queues:
             self._pool[j] = now, handoff
             self._dispatch(now)
         else:
             self._tell_progress(now)
-            self._place(now, j, handoff, self._policy.choose(handoff, self._loads, self._rng))
+            self._place(now, j, handoff, self._policy.select(handoff, self._loads, self._rng))
 
     def _handoff(self, j: int) -> PlacementRequest:
         prompt, output = self._prompt[j], self._output[j]
@@ -250,7 +250,7 @@ class _Simulation:
         policy = self._policy
         if self._cluster.pool_ttl_s is not None:
             self._expire(now)
-        if not self._pool or not isinstance(policy, PooledPolicy):
+        if not self._pool or not isinstance(policy, QueuedPolicy):
             return
         self._tell_progress(now)
         numbers = list(self._pool)
@@ -452,7 +452,7 @@ class _Simulation:
 
 
 def _check(requests: Requests, cluster: Cluster, experts: Experts | None) -> None:
-    if cluster.decode.cost.step().seconds(1, 1, 1) <= 0:
+    if cluster.decode.cost.seconds(1, 1, 1) <= 0:
         raise SimulationError("a decode step costs no time")
     capacity = cluster.decode.kv_tokens
     if capacity is not None and len(requests):

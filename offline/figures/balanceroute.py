@@ -18,9 +18,18 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as Picture
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, PooledPolicy, make_policy
+from eldr_serve.routing import (
+    BalanceRouteHorizon,
+    Decision,
+    Loads,
+    PlacementRequest,
+    Policy,
+    QueuedPolicy,
+    StepCost,
+    make_policy,
+)
 from eldr_serve.routing.predictors import Oracle
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
@@ -30,7 +39,7 @@ from offline.plots import lines, save
 
 SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
-COST = Cost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
+COST = StepCost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
 TURNS = 12  # how often every slot is used, at least
 STEPS = 1000  # decode steps, at least; short answers (28 tokens in Azure's code trace) take many turns
 
@@ -95,7 +104,7 @@ def table3(options: Options) -> Rows:
 
     from eldr_serve.routing.predictors import PREDICTORS, BoostedTrees
 
-    horizon = int(make_policy("balance-route-horizon").parameters["horizon"])
+    horizon = BalanceRouteHorizon().parameters.horizon
     rows: Rows = []
     for path in _traces(options):
         traffic = Traffic(path)
@@ -183,17 +192,17 @@ def panels(options: Options) -> Rows:
 # -- the pieces -----------------------------------------------------------------------------------
 
 
-class _Timed(PooledPolicy):
+class _Timed(QueuedPolicy):
     """A policy whose dispatches are timed."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        assert isinstance(policy, PooledPolicy)
+        assert isinstance(policy, QueuedPolicy)
         self._policy = policy
         self.seconds: list[float] = []
 
-    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return self._policy.choose(handoff, loads, rng)
+    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return self._policy.select(handoff, loads, rng)
 
     def on_assigned(self, handoff: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         self._policy.on_assigned(handoff, worker, decision)
@@ -204,7 +213,7 @@ class _Timed(PooledPolicy):
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._policy.on_progress(generated_tokens)
 
-    def _dispatch(
+    def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         started = time.perf_counter()
@@ -285,7 +294,7 @@ def _cluster(g: int, options: Options) -> Cluster:
 
 def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
     """More than the slots take."""
-    cost = (options.cost or COST).step()
+    cost = options.cost or COST
     step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
     rate = LOAD * g * SLOTS / (traffic.mean_output_tokens * step_s)
     turns = max(TURNS, STEPS / traffic.mean_output_tokens)
