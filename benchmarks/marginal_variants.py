@@ -100,7 +100,7 @@ class _Learned(ExpectedActivation):
 
 
 class _ByCentroids(MarginalCost):
-    """Affinity profiles are the centroids of a table; they cost `strength` times the distance to the nearest."""
+    """Profiles are the centroids of a table; they cost `strength` times the distance to the nearest."""
 
     def __init__(self, strength: float) -> None:
         super().__init__(affinity=0)

@@ -178,8 +178,8 @@ class BalanceRouteHorizon(BalanceRoute):
         horizon: int = Field(default=20, ge=1, le=1000, description="decode steps that loads are projected")
         predictor: str = Field(
             default="survival",
-            description="`survival`, `prompt-keyed`, `boosted-trees` or `module:Class` of your own, made with "
-            "the horizon",
+            description="`survival`, `prompt-keyed`, `boosted-trees` or `module:Class` of your own, made "
+            "with the horizon",
         )
         refresh: Count = Field(default=10, description="tokens that a request generates between predictions")
         gate: float = Field(

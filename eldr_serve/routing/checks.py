@@ -59,7 +59,8 @@ class _Table:
         if signature.shape != (_LAYERS, _EXPERTS):
             raise ValueError("the signature has another shape")
         of_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
-        return (of_kind / max(1, np.linalg.norm(of_kind))).astype(np.float32)
+        similarity: NDArray[np.float32] = np.float32(of_kind / max(1, np.linalg.norm(of_kind)))
+        return similarity
 
 
 def _request(name: str, rng: np.random.Generator) -> PlacementRequest:

@@ -9,7 +9,7 @@ from eldr_serve.routing.types import PolicyError
 
 
 def load(path: str, what: str) -> Any:
-    """What `my_package.module:Name` names; PolicyError, which begins with `what`, if it cannot be imported."""
+    """What `my_package.module:Name` names; else PolicyError, a sentence about `what`."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)

@@ -50,8 +50,8 @@ class MarginalCost(Policy):
         expert_weight: Weight = Field(default=1.0, description="an active expert counts as so many")
         affinity: Weight = Field(
             default=0.2,
-            description="a worker whose affinity profile is less like the request, by a cosine of d, than the "
-            "most similar one's costs 1 + affinity x d times as much; 0 keeps no profiles; much above 0.2 "
+            description="a worker whose affinity profile is less like the request, by a cosine of d, than "
+            "the most similar one's costs 1 + affinity x d times as much; 0 keeps none; much above 0.2 "
             "medians fall little further and tails rise",
         )
         cost: StepCost | None = Field(

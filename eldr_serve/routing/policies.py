@@ -260,14 +260,14 @@ class LocalityBand(Policy):
             default=None,
             ge=0,
             le=2,
-            description="width of the band, cosine similarity: 0 is the nearest centroid alone, 2 is shortest "
-            "queue; null takes the table's",
+            description="width of the band, cosine similarity: 0 is the nearest centroid alone, 2 is "
+            "shortest queue; null takes the table's",
         )
         max_load_ratio: float | None = Field(
             default=None,
             ge=1,
             le=1e6,
-            description="workers above this times the mean load leave the band; null as in the paper: no bound",
+            description="workers above this times the mean load leave the band; null, as in the paper: none",
         )
 
     parameters: Parameters

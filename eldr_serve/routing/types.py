@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _MOST_TOKENS = 2**31 - 1
 
@@ -63,12 +62,7 @@ class Loads:
     available: NDArray[np.bool_]
 
     @classmethod
-    def of(
-        cls,
-        in_flight: Sequence[int],
-        kv_tokens: Sequence[int] | int = 0,
-        available: Sequence[bool] | bool = True,
-    ) -> Loads:
+    def of(cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True) -> Loads:
         """Columns from any sequences; one value stands for all workers."""
         n = np.array(in_flight, np.int64)
         return cls(n, np.full(n.shape, kv_tokens, np.int64), np.full(n.shape, available, bool))
