@@ -7,7 +7,6 @@ from dataclasses import fields, is_dataclass
 from reprlib import repr as shortened
 from typing import Annotated, Any, TypeVar, get_args
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -63,10 +62,7 @@ def kind_of(field: FieldInfo) -> str:
     """What a parameter may be: "a whole number from 1 to 12"."""
     kinds = get_args(field.annotation) or (field.annotation,)
     kind = next(kind for kind in kinds if kind is not type(None))
-    low = next((bound.ge if isinstance(bound, Ge) else bound.gt for bound in field.metadata
-                if isinstance(bound, Ge | Gt)), None)  # fmt: skip
-    high = next((bound.le if isinstance(bound, Le) else bound.lt for bound in field.metadata
-                 if isinstance(bound, Le | Lt)), None)  # fmt: skip
+    low, high = _bound(field, "ge", "gt"), _bound(field, "le", "lt")
     said = _KINDS.get(kind, getattr(kind, "__name__", str(kind)))
     if is_dataclass(kind):
         said = f"a map from {', '.join(term.name for term in fields(kind))} to numbers, 0 or more"
@@ -75,6 +71,11 @@ def kind_of(field: FieldInfo) -> str:
     if high is not None:
         said += f" to {_number(high)}"
     return said + (", or null" if type(None) in kinds else "")
+
+
+def _bound(field: FieldInfo, *names: str) -> Any:
+    said = (getattr(constraint, name, None) for constraint in field.metadata for name in names)
+    return next((bound for bound in said if bound is not None), None)
 
 
 def _number(value: Any) -> str:

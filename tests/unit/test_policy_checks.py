@@ -91,13 +91,13 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
         ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.routing.Policy"),
         ("their_rules:Fails", {}, "cannot be made: RuntimeError('not today')"),
         ("locality-balance", {}, "was removed: it had 17 to 24 % less throughput than shortest-queue; use "),
-        ("marginal-cost", {"home": 0.1}, "the parameter 'home' of policy 'marginal-cost' is called 'affinity' now"),
+        ("marginal-cost", {"home": 0.1}, "'home' of policy 'marginal-cost' is called 'affinity' now"),
         ("balance-route", {"patience": 9}, "called 'max_overtakes' now"),
         ("balance-route", {"reach": 9}, "called 'lookahead' now"),
         ("balance-route", {"window": 9}, "called 'candidates' now"),
         ("balance-band", {"pool": False}, "called 'queue' now"),
-        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X', which cannot be imported (Mod"),
-        ("balance-band", {"predictor": "json:dumps"}, "is 'json:dumps', which is no class with `predict` and"),
+        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X', which cannot be imported ("),
+        ("balance-band", {"predictor": "json:dumps"}, "which is no class with `predict` and `learn`"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_sentence(
@@ -179,6 +179,20 @@ class _Secret(_Hoards):
 )
 def test_an_author_is_told_what_his_class_breaks(broken: type[Policy], sentence: str) -> None:
     assert any(sentence in found for found in check_policy(broken))
+
+
+def test_the_policy_that_the_page_shows_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "from_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = make_policy("from_the_page:Packed", slots=4)
+    assert check_policy(type(policy), slots=4) == []
+    assert (
+        policy.select(PlacementRequest("r", None, 5, 5), Loads.of([1, 3, 4]), np.random.default_rng()).worker
+        == 1
+    )
 
 
 def test_the_page_has_the_parameters_as_declared() -> None:
