@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,20 +47,20 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@dataclass
 class _Table:
-    """One centroid a kind of request."""
+    """A centroid a kind of request."""
 
-    centroids: NDArray[np.float32] = field(default_factory=lambda: np.eye(4, dtype=np.float32))
-    band: float = 0.1
-    domains: list[str] = field(default_factory=lambda: [f"domain{n}" for n in range(4)])
+    def __init__(self, kinds: int = 4, band: float = 0.1) -> None:
+        self.centroids = np.eye(kinds, dtype=np.float32)
+        self.band = band
+        self.domains = [f"domain{n}" for n in range(kinds)]
 
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
         if signature.shape != (_LAYERS, _EXPERTS):
             raise ValueError("the signature has another shape")
-        of_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
-        similarity: NDArray[np.float32] = np.float32(of_kind / max(1, np.linalg.norm(of_kind)))
-        return similarity
+        of_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1).astype(np.float32)
+        of_kind /= max(1.0, np.linalg.norm(of_kind))
+        return of_kind
 
 
 def _request(name: str, rng: np.random.Generator) -> PlacementRequest:
@@ -80,12 +80,8 @@ def _loads(rng: np.random.Generator, workers: int = 4) -> Loads:
     return Loads(in_flight, in_flight * rng.integers(20, 200, workers), available)
 
 
-def _selected(policy: Policy, request: PlacementRequest, loads: Loads, rng: Any) -> tuple[int, list[str]]:
-    """What it chose, and what was wrong about it."""
-    before = Loads(loads.in_flight.copy(), loads.kv_tokens.copy(), loads.available.copy())
-    decision = policy.select(request, loads, rng)
-    wrong = [*_wrong(decision, before), *_changed("select", loads, before)]
-    return (int(loads.workers[0]) if wrong else decision.worker), wrong
+def _copy(loads: Loads) -> Loads:
+    return Loads.of(loads.in_flight, loads.kv_tokens, loads.available)
 
 
 def _wrong(decision: Any, loads: Loads) -> Iterator[str]:
@@ -98,25 +94,33 @@ def _wrong(decision: Any, loads: Loads) -> Iterator[str]:
 
 
 def _changed(call: str, loads: Loads, before: Loads) -> Iterator[str]:
-    for name in ("in_flight", "kv_tokens", "available"):
-        if not np.array_equal(getattr(loads, name), getattr(before, name)):
-            yield f"{call} changed loads.{name}, which belongs to the caller"
+    if not all(np.array_equal(getattr(loads, column), value) for column, value in vars(before).items()):
+        yield f"{call} changed the loads, which belong to the caller"
+
+
+def _served(
+    policy: Policy, rng: np.random.Generator, requests: Iterable[PlacementRequest], workers: int = 4
+) -> Iterator[str]:
+    """What is wrong as each request is given a worker."""
+    for request in requests:
+        loads = _loads(rng, workers)
+        before = _copy(loads)
+        decision = policy.select(request, loads, rng)
+        wrong = [*_wrong(decision, before), *_changed("select", loads, before)]
+        yield from wrong
+        policy.on_assigned(request, int(before.workers[0]) if wrong else decision.worker)
 
 
 def _parameters(make: Callable[[], Policy]) -> Iterator[str]:
     policy = make()
     as_json = json.loads(json.dumps(policy.parameters.model_dump(mode="json")))
-    again = type(policy)(**as_json)
-    if again.parameters != policy.parameters:
+    if type(policy)(**as_json).parameters != policy.parameters:
         yield "its parameters are others after a round trip through JSON"
 
 
 def _selects(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(0), make()
-    for n in range(_ROUNDS):
-        worker, wrong = _selected(policy, request := _request(f"r{n}", rng), _loads(rng), rng)
-        yield from wrong
-        policy.on_assigned(request, worker)
+    yield from _served(policy, rng, (_request(f"r{n}", rng) for n in range(_ROUNDS)))
     try:
         policy.select(_request("last", rng), Loads.of([0, 0], available=False), rng)
         yield "select must raise NoWorkerError where no worker is available"
@@ -125,26 +129,22 @@ def _selects(make: Callable[[], Policy]) -> Iterator[str]:
 
 
 def _odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
-    rng, policy = np.random.default_rng(1), make()
-    plain = _request("r", rng)
+    rng, plain = np.random.default_rng(1), _request("r", np.random.default_rng(1))
     ones = np.ones((_LAYERS, _EXPERTS), np.uint16)
-    signatures = (None, 0 * ones, ones[:, :3], np.ones(3, np.float32), ones)
-    for n, signature in enumerate(signatures):
-        for fields in ({}, {"prompt_tokens": 0}, {"domain": None, "prompt_key": None}, {"max_new_tokens": 0}):
-            odd = replace(plain, request_id=f"odd{n}", signature=signature, **fields)
-            worker, wrong = _selected(policy, odd, _loads(rng), rng)
-            yield from wrong
-            policy.on_assigned(odd, worker)
-    for similarity in (np.full(4, np.nan), np.ones(9)):
-        odd = replace(plain, signature=None, similarity=similarity.astype(np.float32))
-        yield from _selected(policy, odd, _loads(rng), rng)[1]
+    fields: list[dict[str, Any]] = [
+        {"signature": signature} | more
+        for signature in (None, 0 * ones, ones[:, :3], np.ones(3, np.float32), ones)
+        for more in ({}, {"prompt_tokens": 0}, {"domain": None, "prompt_key": None}, {"max_new_tokens": 0})
+    ]
+    for similarity in (np.full(4, np.nan, np.float32), np.ones(9, np.float32)):
+        fields.append({"signature": None, "similarity": similarity})
+    yield from _served(make(), rng, [replace(plain, request_id=f"odd{n}", **f) for n, f in enumerate(fields)])
 
 
 def _told(make: Callable[[], Policy]) -> Iterator[str]:
     """Told of requests that it never saw, twice, elsewhere, and by another's decision."""
     rng, policy = np.random.default_rng(2), make()
     policy.on_finished("nobody")
-    policy.on_progress({"nobody": 5})
     policy.on_progress({})
     policy.update_cost_model(StepCost(1e-3, 1e-4, 1e-6, 1e-4))
     for n in range(_ROUNDS):
@@ -152,7 +152,7 @@ def _told(make: Callable[[], Policy]) -> Iterator[str]:
         decision = policy.select(request, loads, rng)
         yield from _wrong(decision, loads)
         policy.on_assigned(request, decision.worker, decision)
-        policy.on_assigned(request, (decision.worker + 1) % 4)
+        policy.on_assigned(request, (decision.worker + 1) % len(loads))
         policy.on_progress({request.request_id: n, "nobody": n})
         if n % 2:
             policy.on_finished(request.request_id)
@@ -162,29 +162,17 @@ def _told(make: Callable[[], Policy]) -> Iterator[str]:
 def _changes_of_workers(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(3), make()
     for workers in (1, 5, 2, 9, 4):
-        for n in range(6):
-            worker, wrong = _selected(
-                policy, request := _request(f"{workers}.{n}", rng), _loads(rng, workers), rng
-            )
-            yield from wrong
-            policy.on_assigned(request, worker)
+        yield from _served(policy, rng, (_request(f"{workers}.{n}", rng) for n in range(6)), workers)
 
 
 def _swaps(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(4), make()
-    for table in (
-        None,
-        _Table(band=0.5),
-        _Table(np.eye(4, dtype=np.float32)[:2], 0.2, ["domain0", "domain1"]),
-    ):
+    for table in (None, _Table(band=0.5), _Table(2)):
         policy = policy.with_table(table)
         if not isinstance(policy, Policy):
             yield "with_table must return the policy"
             return
-        for n in range(6):
-            worker, wrong = _selected(policy, request := _request(f"r{n}", rng), _loads(rng), rng)
-            yield from wrong
-            policy.on_assigned(request, worker)
+        yield from _served(policy, rng, (_request(f"r{n}", rng) for n in range(6)))
 
 
 def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
@@ -198,7 +186,7 @@ def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
         waiting += [_request(f"r{n}.{m}", rng) for m in range(rng.integers(4))]
         # At times nobody runs: whoever still waits then would wait for ever.
         loads = _loads(rng) if n % 4 else Loads.of([0, 0, 0], available=[True, False, True])
-        before = Loads(loads.in_flight.copy(), loads.kv_tokens.copy(), loads.available.copy())
+        before = _copy(loads)
         given = policy.dispatch(tuple(waiting), loads, rng)
         yield from _changed("dispatch", loads, before)
         indices = [index for index, _ in given]

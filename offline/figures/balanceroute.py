@@ -10,7 +10,7 @@ paper's traces (a proprietary one and Azure-2024) are not public or not here; Az
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,8 @@ from matplotlib.figure import Figure as Picture
 
 from eldr_serve.routing import (
     BalanceRouteHorizon,
-    Decision,
     Loads,
-    PlacementRequest,
     Policy,
-    QueuedPolicy,
     StepCost,
     make_policy,
 )
@@ -154,9 +151,10 @@ def dispatch(options: Options) -> Rows:
         for g in sizes:
             requests = _requests(traffic, g, options, 0)
             for arm in chosen:
-                timed = _Timed(make_policy(arm.policy, **arm.parameters))
-                simulate(requests, timed, _cluster(g, options))
-                ms = 1e3 * np.array(timed.seconds)
+                policy = make_policy(arm.policy, **arm.parameters)
+                seconds = _timed(policy)
+                simulate(requests, policy, _cluster(g, options))
+                ms = 1e3 * np.array(seconds)
                 rows.append(
                     {
                         "workers": g,
@@ -192,35 +190,20 @@ def panels(options: Options) -> Rows:
 # -- the pieces -----------------------------------------------------------------------------------
 
 
-class _Timed(QueuedPolicy):
-    """A policy whose dispatches are timed."""
+def _timed(policy: Any) -> list[float]:
+    """Filled, from now on, with the seconds of each dispatch that may place."""
+    seconds: list[float] = []
+    untimed = policy.dispatch
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        assert isinstance(policy, QueuedPolicy)
-        self._policy = policy
-        self.seconds: list[float] = []
-
-    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return self._policy.select(handoff, loads, rng)
-
-    def on_assigned(self, handoff: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        self._policy.on_assigned(handoff, worker, decision)
-
-    def on_finished(self, request_id: str) -> None:
-        self._policy.on_finished(request_id)
-
-    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
-        self._policy.on_progress(generated_tokens)
-
-    def dispatch(
-        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
-    ) -> list[tuple[int, Decision]]:
+    def dispatch(waiting: Any, loads: Loads, rng: np.random.Generator) -> Any:
         started = time.perf_counter()
-        given = self._policy.dispatch(waiting, loads, rng)
+        given = untimed(waiting, loads, rng)
         if (loads.in_flight < SLOTS).any():
-            self.seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started)
         return given
+
+    policy.dispatch = dispatch
+    return seconds
 
 
 def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:

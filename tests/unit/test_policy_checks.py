@@ -168,7 +168,7 @@ class _Secret(_Hoards):
     [
         (_First, "it chose a worker that is not available"),
         (_First, "select must raise NoWorkerError where no worker is available"),
-        (_Greedy, "select changed loads.in_flight, which belongs to the caller"),
+        (_Greedy, "select changed the loads, which belong to the caller"),
         (_Moody, "two runs of the same seed chose other workers: draw from `rng` alone"),
         (_Fixed, "requests without a usable signature: it raised AssertionError"),
         (_Fixed, "what it is told: it raised KeyError('nobody')"),
