@@ -58,9 +58,9 @@ class _Table:
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
         if signature.shape != (_LAYERS, _EXPERTS):
             raise ValueError("the signature has another shape")
-        of_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1).astype(np.float32)
-        of_kind /= max(1.0, np.linalg.norm(of_kind))
-        return of_kind
+        of_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
+        similarity: NDArray[np.float32] = (of_kind / max(1.0, np.linalg.norm(of_kind))).astype(np.float32)
+        return similarity
 
 
 def _request(name: str, rng: np.random.Generator) -> PlacementRequest:

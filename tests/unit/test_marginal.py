@@ -254,13 +254,6 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
         assert policy.select(PlacementRequest("odd", odd, 10, 5), Loads.of([1, 9], [9, 9]), RNG).worker == 0
 
 
-def test_a_vacant_worker_is_never_chosen() -> None:
-    policy = make_policy("marginal-cost")
-    policy.on_assigned(handoff("a", 1), 0)
-    state = Loads.of([1, 0, 50], [40, 0, 900], available=[True, False, True])
-    assert policy.select(handoff("b", 2), state, RNG).worker != 1
-
-
 @pytest.mark.parametrize("cost", [{"fixed_s": -1}, {"per_lunch_s": 1.0}, {"fixed_s": float("nan")}, 3])
 def test_a_wrong_cost_is_refused(cost: Any) -> None:
     with pytest.raises(PolicyError, match="cost"):

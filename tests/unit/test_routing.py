@@ -20,7 +20,6 @@ from eldr_serve.routing import (
     Decision,
     LoadLedger,
     Loads,
-    NoWorkerError,
     PlacementRequest,
     PolicyError,
     make_policy,
@@ -127,21 +126,6 @@ def test_the_band_rule_equals_its_definition(
     inside = [w for w in range(5) if values[w] >= max(values) - tau]
     assert decision.band == len(inside)
     assert decision.worker == min(inside, key=lambda w: (in_flight[w], -values[w], w))
-
-
-@pytest.mark.parametrize("name", policy_names())
-@given(available=st.lists(st.booleans(), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_no_policy_takes_a_worker_that_is_not_available(name: str, available: list[bool], seed: int) -> None:
-    policy = make_policy(name).with_table(unit_table(4))
-    state = Loads.of([w % 3 for w in range(len(available))], range(len(available)), available)
-    request = handoff(signature=counts_for(seed % 4), domain="domain1")
-    rng = np.random.default_rng(seed)
-    if not any(available):
-        with pytest.raises(NoWorkerError):
-            policy.select(request, state, rng)
-        return
-    for _ in range(5):
-        assert available[policy.select(request, state, rng).worker]
 
 
 @pytest.mark.parametrize(
