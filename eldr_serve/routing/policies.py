@@ -50,7 +50,7 @@ class Policy(ABC):
     reads_counts: ClassVar[bool] = False
 
     class Parameters(PolicyParameters):
-        """None."""
+        """No parameters, unless a subclass declares some."""
 
     parameters: Parameters
 
