@@ -20,7 +20,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
-from eldr_serve.routing import Loads, PlacementRequest, PooledPolicy, make_policy
+from eldr_serve.routing import Loads, PlacementRequest, QueuedPolicy, make_policy
 from offline.cli import run
 from offline.results import publish, time_calls
 
@@ -44,7 +44,7 @@ def balance_dispatch(
     for workers in (8, 16, 32, 144):
         for name in ("balance-route", "balance-route-horizon"):
             policy = make_policy(name, slots=slots)
-            assert isinstance(policy, PooledPolicy)
+            assert isinstance(policy, QueuedPolicy)
             ages = _fill(policy, workers, slots - 1, rng)
             tokens = rng.integers(50_000, 90_000, workers)
             free = {"one slot": (np.arange(workers) == 0).astype(int), "scarce": 1, "abundant": 2}
@@ -74,16 +74,16 @@ def balance_dispatch(
 
 
 def _dispatch(
-    policy: PooledPolicy, waiting: list[PlacementRequest], loads: Loads, rng: np.random.Generator, call: int
+    policy: QueuedPolicy, waiting: list[PlacementRequest], loads: Loads, rng: np.random.Generator, call: int
 ) -> None:
     policy.dispatch(waiting, loads, rng)
 
 
-def _report(policy: PooledPolicy, ages: dict[str, int], step: int) -> None:
+def _report(policy: QueuedPolicy, ages: dict[str, int], step: int) -> None:
     policy.on_progress({request: age + step for request, age in ages.items()})
 
 
-def _fill(policy: PooledPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
+def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
     """Let the policy see past and running requests; ages of the running ones."""
     for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
         policy.on_assigned(PlacementRequest(f"ended{n}", None, 500, 4096), 0)

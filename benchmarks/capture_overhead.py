@@ -32,7 +32,7 @@ from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
 from benchmarks.rig.engines import ENGINE_ENV
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.engine.capture import ExpertCapture
-from eldr_serve.routing import Loads, PlacementRequest, WorkerLoad, make_policy
+from eldr_serve.routing import Loads, PlacementRequest, make_policy
 from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
 from offline.cli import BadInput, run
 from offline.results import median_ci, publish
@@ -101,7 +101,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     near = counts[None] + rng.integers(0, tokens // 4, (WORKERS, L, E), dtype=np.uint32)
     table = RoutingTable("m", spec, spec.encode(near), np.ones(WORKERS, np.int64), [""] * WORKERS)
     policy = make_policy("locality-band").with_table(table)
-    loads = Loads.of([WorkerLoad(int(n), 0) for n in rng.integers(0, 20, WORKERS)])
+    loads = Loads.of(rng.integers(0, 20, WORKERS))
 
     def reset() -> None:
         cache.rows[ids] = 0
@@ -114,7 +114,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         "pack": lambda: pack_counts(counts),
         "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
         "unpack": lambda: unpack_counts(packed),
-        "encode and route": lambda: policy.choose(PlacementRequest("r", counts, tokens, 64), loads, rng),
+        "encode and route": lambda: policy.select(PlacementRequest("r", counts, tokens, 64), loads, rng),
     }
     return {name: _timed(part, calls, device) for name, part in measured.items()}
 

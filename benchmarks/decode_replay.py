@@ -4,7 +4,7 @@
 
 What it is, and what is simulated in it: see benchmarks/rig/replay.py. `marginal-cost, true decode` is
 that policy fed with the decode activations that the request will really have: what a perfect
-prediction would gain. `share_of_true_gain` in the notes compares the two. `home 0` weighs only the
+prediction would gain. `share_of_true_gain` in the notes compares the two. `affinity 0` weighs only the
 requests that are there.
 """
 
@@ -25,7 +25,7 @@ ARMS = [
     Arm("domain", "domain"),
     Arm("locality-band", "locality-band"),
     Arm("marginal-cost", "marginal-cost"),
-    Arm("marginal-cost, home 0", "marginal-cost", {"home": 0.0}),
+    Arm("marginal-cost, affinity 0", "marginal-cost", {"affinity": 0.0}),
     Arm(TRUE, "marginal-cost", true_decode=True),
 ]
 

@@ -32,11 +32,11 @@ from benchmarks.rig.options import (
 from benchmarks.rig.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
-from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, make_policy
+from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, StepCost, make_policy
 from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
 from eldr_serve.routing.marginal import Known
 from eldr_serve.routing.policies import worker_similarity
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import run
@@ -44,7 +44,7 @@ from offline.plots import bars
 from offline.results import publish
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
-COST = Cost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
+COST = StepCost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
 TRUE = "marginal-cost, true decode"
 
 
@@ -100,10 +100,10 @@ class _Learned(ExpectedActivation):
 
 
 class _ByCentroids(MarginalCost):
-    """Homes are the centroids of a table; they cost `strength` times the distance to the nearest."""
+    """Profiles are the centroids of a table; they cost `strength` times the distance to the nearest."""
 
     def __init__(self, strength: float) -> None:
-        super().__init__(home=0)
+        super().__init__(affinity=0)
         self._strength = strength
 
     def _price(
@@ -136,11 +136,11 @@ def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
         "p to the power 1.5": _with(_Sharper(1.5)),
         "look-ahead, 64 requests": _with(_LookAhead(64)),
         "learned map": _with(_Learned(fitted_on)),
-        "home 0": MarginalCost(home=0),
-        "home 0.05": MarginalCost(home=0.05),
-        "home 0.1": MarginalCost(home=0.1),
-        "home 0.5": MarginalCost(home=0.5),
-        "home by centroids": _ByCentroids(0.2),
+        "affinity 0": MarginalCost(affinity=0),
+        "affinity 0.05": MarginalCost(affinity=0.05),
+        "affinity 0.1": MarginalCost(affinity=0.1),
+        "affinity 0.5": MarginalCost(affinity=0.5),
+        "profiles by centroids": _ByCentroids(0.2),
     }
 
 
@@ -181,7 +181,7 @@ def marginal_variants(
     path = publish(
         "marginal_variants", rows, seed=seed, out=out,
         inputs={
-            "per_worker": per_worker, "seeds": seeds, "step_cost": COST.model_dump(), "captured": requests,
+            "per_worker": per_worker, "seeds": seeds, "step_cost": COST.as_dict(), "captured": requests,
         },
         notes="simulated TPOT against shortest-queue; mean and standard error over seeds",
     )  # fmt: skip
@@ -197,12 +197,12 @@ def _simulated(data: Captured, load: Load, seed: int) -> dict[str, tuple[float, 
     chosen = rng.choice(
         rest, load.workers * load.per_worker, replace=load.workers * load.per_worker > len(rest)
     )
-    stay_s = 64 * float(COST.step().seconds(load.batch, 200 * load.batch, 6 * 28))
+    stay_s = 64 * float(COST.seconds(load.batch, 200 * load.batch, 6 * 28))
     arrival_s = np.cumsum(rng.exponential(stay_s / load.batch / load.workers, len(chosen)))
     found = {}
     observed = {true: Experts.replayed(data.trace, true_decode=true) for true in (False, True)}
     for name, policy in _variants(fitted_on).items():
-        policy.with_table(table).update_cost_model(COST.step())
+        policy.with_table(table).update_cost_model(COST)
         experts = observed[name == TRUE]
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen

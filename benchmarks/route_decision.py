@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Loads, PlacementRequest, Policy, WorkerLoad, make_policy
+from eldr_serve.routing import Loads, PlacementRequest, Policy, make_policy
 from eldr_serve.signature import SignatureSpec
 from offline.cli import run
 from offline.results import publish, time_calls
@@ -45,7 +45,7 @@ def route_decision(
             np.stack([prompts[i % 64] + rng.integers(0, 3, (L, E), dtype=np.uint32) for i in range(k)])
         )
         table = RoutingTable("m", spec, centroids, np.ones(k, np.int64), [""] * k)
-        loads = Loads.of([WorkerLoad(int(n), 0) for n in rng.integers(0, 20, k)])
+        loads = Loads.of(rng.integers(0, 20, k))
         for name in ("shortest-queue", "locality-band", "marginal-cost"):
             policy = make_policy(name).with_table(table)
             for i in range(4 * k):
@@ -62,7 +62,7 @@ def route_decision(
 def _decide(
     policy: Policy, prompts: list[np.ndarray], loads: Loads, rng: np.random.Generator, call: int
 ) -> None:
-    policy.choose(PlacementRequest("r", prompts[call % len(prompts)], 300, 64), loads, rng)
+    policy.select(PlacementRequest("r", prompts[call % len(prompts)], 300, 64), loads, rng)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from eldr_serve.routing import policy_names
 from loadgen.service import Service
 from offline.cli import BadInput
 
@@ -41,6 +42,8 @@ class Shape:
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """("locality-band", {"band": 0.1}) of `locality-band:band=0.1`; further parameters after a colon."""
     name, *pairs = text.split(":")
+    if pairs and "=" not in pairs[0] and name not in policy_names():  # my_package.module:MyPolicy
+        name = f"{name}:{pairs.pop(0)}"
     parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

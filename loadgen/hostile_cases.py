@@ -411,16 +411,17 @@ def _administration(key: str | None) -> Iterator[Case]:
         "parameters": 5},
         *(
             {"name": "balance-route", "parameters": {name: odd}}
-            for name in ("slots", "window", "reach", "threshold", "patience", "pool", "overcommit", "x")
+            for name in ("slots", "candidates", "lookahead", "threshold", "max_overtakes", "queue",
+                         "overcommit", "home")
             for odd in odd_counts
         ),
         *(
             {"name": policy, "parameters": {name: odd}}
-            for policy in ("balance-route-horizon", "locality-balance", "balance-band", "locality-band",
-            "marginal-cost")
+            for policy in ("balance-route-horizon", "balance-band", "locality-band", "marginal-cost")
             for name in ("alpha", "beta", "gamma", "horizon", "predictor", "refresh", "gate", "band",
             "max_load_ratio",
-                         "band_tokens", "prior_tokens", "home", "expert_weight", "cost", "reach", "patience")
+                         "band_tokens", "prior_tokens", "affinity", "expert_weight", "cost", "lookahead",
+                         "max_overtakes")
             for odd in odd_values
         ),
     ]  # fmt: skip

@@ -64,7 +64,7 @@ def reproduce(
         f"{paper}_{figure}", rows, seed=0, out=path,
         inputs={
             "traces": [file.name for file in options.traces], "requests": requests, "seeds": seeds,
-            "cost": fitted.model_dump() if fitted else None,
+            "cost": fitted.as_dict() if fitted else None,
         },
         notes=f"simulated. {found.title}. Paper: {found.paper}",
     )  # fmt: skip

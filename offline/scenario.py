@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.fitting import fit_table
@@ -68,9 +68,14 @@ class Routes(_Part):
 class PolicyChoice(_Part):
     """One policy to simulate."""
 
-    name: str
+    name: str = Field(description="a name, or my_package.module:MyPolicy")
     parameters: dict[str, Any] = Field(default_factory=dict)
     label: str | None = Field(default=None, description="in tables; None: the name")
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        make_policy(self.name, **self.parameters)
+        return self
 
     @property
     def shown(self) -> str:
@@ -128,7 +133,7 @@ class Work:
     def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
         """A fresh policy with the scenario's table and cost."""
         policy = make_policy(choice.name, **choice.parameters).with_table(self.table)
-        policy.update_cost_model(cluster.decode.cost.step())
+        policy.update_cost_model(cluster.decode.cost)
         return policy
 
     def _requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:

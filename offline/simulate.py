@@ -157,7 +157,7 @@ def _calibrate(source: str, out: Path) -> None:
     else:
         fitted = fit_steps(Path(source))
     fitted.save(out)
-    terms = ", ".join(f"{name} {1e6 * value:.3g} us" for name, value in fitted.cost.model_dump().items())
+    terms = ", ".join(f"{name} {1e6 * value:.3g} us" for name, value in fitted.cost.as_dict().items())
     typer.echo(f"{fitted.steps} steps: {terms}; error {fitted.rms_relative_error:.1%} rms; wrote {out}")
 
 

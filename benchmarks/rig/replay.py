@@ -47,7 +47,7 @@ from eldr_serve.routing import (
     make_policy,
 )
 from eldr_serve.signature import TRANSFORMS, SignatureSpec, select_layers
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
@@ -144,7 +144,7 @@ class _Placed(Policy):
         super().__init__()
         self._worker = worker
 
-    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
 
 
@@ -226,7 +226,7 @@ class Bench:
         trace = self.data.trace
         found = {}
         for label, outcome in case.outcomes.items():
-            judge = MarginalCost(home=0, cost=self.cost.as_dict())
+            judge = MarginalCost(affinity=0, cost=self.cost.as_dict())
             ledger = LoadLedger()
             workers = ledger.places(range(case.load.workers))
             ends: list[tuple[float, int]] = []
@@ -367,7 +367,7 @@ class Bench:
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
         )
-        cluster = Cluster(decode=Decode(workers=load.workers, cost=Cost(**cost.as_dict())))
+        cluster = Cluster(decode=Decode(workers=load.workers, cost=cost))
         return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
 
     def _experts(self, true_decode: bool) -> Experts:

@@ -102,7 +102,7 @@ _EXPERTS = "{batch_size}: {same_domain:.1f} / {mixed:.1f} of 64 ({change_pct:+z.
 _RATE = "{policy}: {tpot_p50_ms:.1f} ms, {output_tokens_per_s:.0f} tokens/s"
 _TIME = "{policy}: p50 {p50_us:.0f} us, p99 {p99_us:.0f} us"
 # The plainest balancer, and every rule of ours and of the papers that knows experts.
-_RATED = ("shortest-queue", "locality-band", "marginal-cost", "locality-balance", "balance-band")
+_RATED = ("shortest-queue", "locality-band", "marginal-cost", "balance-band")
 CLAIMS = [
     Claim(
         "TPOT p50 / p99 of `marginal-cost` against the best load balancer, replayed without contention",
@@ -114,10 +114,10 @@ CLAIMS = [
         "the same of `locality-band`, the paper's rule", "decode_replay", _CHANGE, {"arm": "locality-band"}
     ),
     Claim(
-        "the same of `marginal-cost` with `home` 0: workers keep to no kind of request",
+        "the same of `marginal-cost` with `affinity` 0: workers do not specialise",
         "decode_replay",
         _CHANGE,
-        {"arm": "marginal-cost, home 0"},
+        {"arm": ("marginal-cost, affinity 0", "marginal-cost, home 0")},
     ),
     Claim(
         "the same of `domain`, which is told each request's domain",

@@ -1,22 +1,16 @@
-"""Placement policies over a signature and worker loads. Needs numpy and scipy alone: no Ray, no vLLM."""
+"""Placement policies over a signature and worker loads. Needs numpy, scipy and pydantic: no Ray, no vLLM."""
 
-from eldr_serve.routing.balance import BalanceRoute, BalanceRouteHorizon, LocalityBalance
+from eldr_serve.routing.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.routing.balance_band import BalanceBand
+from eldr_serve.routing.checks import check_policy
 from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.guard import GuardedPolicy
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.marginal import MarginalCost
 from eldr_serve.routing.placer import Placer
-from eldr_serve.routing.policies import (
-    CentroidTable,
-    Policy,
-    PooledPolicy,
-    make_policy,
-    policy_names,
-    reads_counts,
-    worker_similarity,
-)
+from eldr_serve.routing.policies import CentroidTable, Policy, QueuedPolicy, worker_similarity
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
+from eldr_serve.routing.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
 from eldr_serve.routing.types import (
     Decision,
     Loads,
@@ -25,10 +19,10 @@ from eldr_serve.routing.types import (
     PlacementRequest,
     PolicyError,
     State,
-    WorkerLoad,
 )
 
 __all__ = [
+    "DEFAULT_POLICY",
     "BalanceBand",
     "BalanceRoute",
     "BalanceRouteHorizon",
@@ -38,7 +32,6 @@ __all__ = [
     "GuardedPolicy",
     "LoadLedger",
     "Loads",
-    "LocalityBalance",
     "MarginalCost",
     "NoWorkerError",
     "Oracle",
@@ -47,14 +40,14 @@ __all__ = [
     "Placer",
     "Policy",
     "PolicyError",
-    "PooledPolicy",
     "Predictor",
     "PromptKeyed",
+    "QueuedPolicy",
     "State",
     "StepCost",
     "StepSums",
     "Survival",
-    "WorkerLoad",
+    "check_policy",
     "make_policy",
     "policy_names",
     "reads_counts",

@@ -7,75 +7,50 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from eldr_serve.routing.activation import ExpectedActivation, probability
-from eldr_serve.routing.balance import BalanceRouteHorizon, prompt_tokens
+from eldr_serve.routing.balance import BalanceRouteHorizon, Overtakes, prompt_tokens
 from eldr_serve.routing.cost import StepCost
 from eldr_serve.routing.dispatch import Newcomers
 from eldr_serve.routing.fscore import FScore
-from eldr_serve.routing.policies import in_range
-from eldr_serve.routing.types import Decision, Loads, PlacementRequest, PolicyError
+from eldr_serve.routing.parameters import Count
+from eldr_serve.routing.types import Decision, Loads, PlacementRequest
 
 
 class BalanceBand(BalanceRouteHorizon):
     """While every waiting request finds a slot, the worker where it adds the least decode time, as
-    marginal-cost with `home` 0. While more wait than slots are free, of the pairs of a request and a free
-    worker whose F is within a band of the best, the one whose experts are most at home there.
+    marginal-cost with `affinity` 0. While more wait than slots are free, of the pairs of a request and a
+    free worker whose F is within a band of the best, the one that adds the fewest experts there.
 
-    ELDR's band turned round: it balances among like workers, this looks for the like among balanced
-    placements. Of a batch that is full anyway, the choice is which request comes next; so what counts is
-    the experts that a request adds here beyond those that it would add at the worker that suits it best.
+    This inverts ELDR's rule: balance filters, affinity decides. Of a batch that is full anyway, the choice
+    is which request comes next; so what counts is the experts that a request adds here beyond those that
+    it would add at the worker that suits it best.
 
-    Where no waiting request has expert counts it is balance-route-horizon.
-
-    Parameters beyond `slots`, `patience` and those of balance-route-horizon from `alpha` on:
-        reach: longest-waiting requests that are compared, 1 or more.
-        band_tokens: F below the best one that is as good, as tokens admitted; from 0 to 10**9.
+    Where no waiting request has expert counts, or without the queue, it is balance-route-horizon.
     """
 
     name = "balance-band"
     reads_counts = True
 
-    def __init__(
-        self,
-        *,
-        slots: int = 64,
-        reach: int = 128,
-        patience: int = 512,
-        band_tokens: float = 1500.0,
-        alpha: float = 48.0,
-        beta: float = 1.0,
-        gamma: float = 0.9,
-        horizon: int = 20,
-        predictor: str = "survival",
-        refresh: int = 10,
-        gate: float = 0.5,
-    ) -> None:
-        super().__init__(
-            slots=slots,
-            reach=reach,
-            patience=patience,
-            alpha=alpha,
-            beta=beta,
-            gamma=gamma,
-            horizon=horizon,
-            predictor=predictor,
-            refresh=refresh,
-            gate=gate,
+    class Parameters(BalanceRouteHorizon.Parameters):
+        lookahead: Count = Field(default=128, description="longest-waiting requests that are compared")
+        max_overtakes: Overtakes = 512
+        band_tokens: float = Field(
+            default=1500.0,
+            ge=0,
+            le=1e9,
+            description="F below the best one that is as good, tokens admitted: 0 is balance alone, much is "
+            "locality alone",
         )
-        if not in_range(band_tokens, 0.0, 1e9):
-            raise PolicyError(f"band_tokens is {band_tokens!r}, it must be from 0 to 1000000000")
-        self._band_tokens = band_tokens
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
         self._cost = StepCost()
         self._active = ExpectedActivation()
         self._p: dict[str, NDArray[np.float32]] = {}  # of those that wait
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        known = type(self).__init__.__kwdefaults__ or {}
-        return {k: v for k, v in super().parameters.items() if k in known} | {
-            "band_tokens": self._band_tokens
-        }
 
     def update_cost_model(self, cost: StepCost) -> None:
         self._cost = cost
@@ -110,14 +85,16 @@ class BalanceBand(BalanceRouteHorizon):
             self._active.idle[workers],
             self._active.union[workers],
         )
-        band = self._band_tokens * self._discounted.gain
+        band = self.parameters.band_tokens * self._discounted.gain
         given: list[tuple[int, int]] = []
         for columns in np.split(np.arange(len(waiting)), [overdue]):
             while len(columns) and free.any():
                 if len(waiting) - len(given) <= free.sum():
                     worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
                 else:
-                    worker, column = batches.most_at_home(columns[: self._reach], self._discounted, band)
+                    worker, column = batches.best_pair(
+                        columns[: self.parameters.lookahead], self._discounted, band
+                    )
                 batches.admit(worker, column)
                 columns = columns[columns != column]
                 given.append((column, worker))
@@ -178,7 +155,7 @@ class _Batches:
         )
         return int(np.where(self._free > 0, added_s, np.inf).argmin())
 
-    def most_at_home(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
+    def best_pair(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
         """(worker, request): of the pairs with an F within `band` of the best, the one with the fewest
         experts added beyond those at the request's best worker."""
         open_ = np.flatnonzero(self._free)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, field, fields
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from scipy.optimize import nnls
 
-TERMS = ("fixed_s", "per_request_s", "per_kv_token_s", "per_expert_s")
+_MOST_S = 1e6
+Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class StepCost:
     """Seconds of a decode step, linear in what the step touches.
 
     The defaults are ratios of a small model on a CPU core. Placement hardly depends on them, and
     they give way to fitted ones after the first steps.
-
-    Attributes:
-        fixed_s: every step.
-        per_request_s: each request of the batch.
-        per_kv_token_s: each KV token of the batch.
-        per_expert_s: each distinct expert that the batch activates, summed over MoE layers.
     """
 
-    fixed_s: float = 4e-3
-    per_request_s: float = 1e-4
-    per_kv_token_s: float = 0.0
-    per_expert_s: float = 4e-5
+    fixed_s: Seconds = Field(default=4e-3, description="every step, s")
+    per_request_s: Seconds = Field(default=1e-4, description="each request of the batch, s")
+    per_kv_token_s: Seconds = Field(default=0.0, description="each KV token of the batch, s")
+    per_expert_s: Seconds = Field(
+        default=4e-5,
+        description="each active expert, summed over MoE layers, s; under EP, of the slowest rank",
+    )
 
     def seconds(self, requests: Any, kv_tokens: Any, experts: Any) -> Any:
         """Time of a step, s; numbers or arrays that broadcast."""
@@ -50,7 +50,10 @@ class StepCost:
 
     def as_dict(self) -> dict[str, float]:
         """JSON-able; `StepCost(**d)` reads it."""
-        return {name: getattr(self, name) for name in TERMS}
+        return asdict(self)
+
+
+_TERMS = len(fields(StepCost))
 
 
 @dataclass
@@ -65,8 +68,8 @@ class StepSums:
         requests, experts, seconds: plain sums over them; experts over MoE layers too, time in s.
     """
 
-    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(TERMS), len(TERMS))))
-    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(TERMS)))
+    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((_TERMS, _TERMS)))
+    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_TERMS))
     steps: float = 0.0
     requests: float = 0.0
     experts: float = 0.0
@@ -94,17 +97,18 @@ class StepSums:
 
     def fit(self) -> StepCost | None:
         """The non-negative least-squares cost; None with too few steps, or if experts cost nothing."""
-        if self.steps < 10 * len(TERMS):
+        if self.steps < 10 * _TERMS:
             return None
         scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-300))
-        gram = self.gram / np.outer(scale, scale) + 1e-9 * np.eye(len(TERMS))
+        gram = self.gram / np.outer(scale, scale) + 1e-9 * np.eye(_TERMS)
         root = np.linalg.cholesky(gram)  # |root.T x - root^-1 m|^2 is the quadratic form of the sums
         solution, _ = nnls(root.T, np.linalg.solve(root, self.moment / scale))
-        cost = StepCost(*(float(v) for v in solution / scale))
-        return cost if cost.per_expert_s > 0 and np.isfinite(list(cost.as_dict().values())).all() else None
+        terms = solution / scale
+        usable = terms[-1] > 0 and terms.max() <= _MOST_S  # neither holds of nan
+        return StepCost(*map(float, terms)) if usable else None
 
     def error(self, cost: StepCost) -> float:
         """Root mean square of the relative error of `cost` over these steps."""
-        c = np.array([getattr(cost, name) for name in TERMS])
+        c = np.array(astuple(cost))
         square = self.steps - 2 * c @ self.moment + c @ self.gram @ c
         return float(np.sqrt(max(0.0, square) / self.steps)) if self.steps else float("nan")

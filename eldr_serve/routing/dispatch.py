@@ -62,16 +62,16 @@ def dispatch(
     score: FScore,
     *,
     threshold: int,
-    window: int,
-    reach: int,
+    candidates: int,
+    lookahead: int,
     overdue: int = 0,
 ) -> list[tuple[int, int]]:
     """Fill the free slots, or as many as there are requests.
 
     Args:
         threshold: free slots in all up to which sets of requests are compared.
-        window: requests, longest waiting first, whose sets are compared.
-        reach: the same for a single request.
+        candidates: requests, longest waiting first, whose sets are compared.
+        lookahead: the same for a single request.
         overdue: the first so many requests go before all others.
 
     Returns:
@@ -84,7 +84,7 @@ def dispatch(
             worker = slots.next()
             # Stage 1, slots abound: one request. Stage 2: the best set that the worker has slots for.
             limit = 1 if slots.free.sum() > threshold else int(slots.free[worker])
-            head = waiting[: reach if limit == 1 else window]
+            head = waiting[: lookahead if limit == 1 else candidates]
             chosen = _best_set(newcomers.added[head], limit, score, slots.margins(worker))
             requests = [head[position] for position in chosen]
             slots.admit(worker, newcomers.grown[requests])

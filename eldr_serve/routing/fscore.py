@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MAX_WINDOW = 12  # candidates whose subsets are enumerated: 4,095 at most
+MAX_CANDIDATES = 12  # requests whose subsets are enumerated: 4,095 at most
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def best_subset(
     """The set of 1 to `limit` of the requests with the largest F, and its F.
 
     Args:
-        added: float64[n, H+1], each request's tokens; n <= MAX_WINDOW where limit is above 1.
+        added: float64[n, H+1], each request's tokens; n <= MAX_CANDIDATES where limit is above 1.
         margins: float64[H+1] of the worker.
 
     Returns:
@@ -81,7 +81,7 @@ def best_subset(
     return np.flatnonzero(members[best]).tolist(), float(scores[best])
 
 
-@lru_cache(maxsize=4 * MAX_WINDOW**2)
+@lru_cache(maxsize=4 * MAX_CANDIDATES**2)
 def _subsets(n: int, limit: int) -> NDArray[Any]:
     """float64[S, n]: membership in each set of 1 to `limit` of n, larger sets last."""
     sets = np.arange(1, 1 << n)

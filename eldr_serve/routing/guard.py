@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from eldr_serve.routing.cost import StepCost
-from eldr_serve.routing.policies import Policy, PooledPolicy, available
+from eldr_serve.routing.policies import Policy, QueuedPolicy, available
 from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,14 @@ class GuardedPolicy:
         return getattr(self.policy, "name", type(self.policy).__name__)
 
     @property
-    def pooled(self) -> bool:
+    def queues(self) -> bool:
         """Whether requests wait for `dispatch`."""
-        return isinstance(self.policy, PooledPolicy) and self.policy.pooled
+        return isinstance(self.policy, QueuedPolicy) and self.policy.queues
 
-    def choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        """See Policy.choose."""
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        """See Policy.select."""
         try:
-            return _possible(self.policy.choose(request, loads, rng), loads)
+            return _possible(self.policy.select(request, loads, rng), loads)
         except NoWorkerError:
             raise
         except Exception as error:
@@ -50,8 +50,8 @@ class GuardedPolicy:
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        """See PooledPolicy.dispatch; where that fails, nobody waits."""
-        assert isinstance(self.policy, PooledPolicy)
+        """See QueuedPolicy.dispatch; where that fails, nobody waits."""
+        assert isinstance(self.policy, QueuedPolicy)
         try:
             given = self.policy.dispatch(waiting, loads, rng)
             return [(index, _possible(decision, loads)) for index, decision in given]

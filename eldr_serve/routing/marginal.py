@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from eldr_serve.routing.activation import ExpectedActivation, Levels, probability
-from eldr_serve.routing.cost import TERMS, StepCost
-from eldr_serve.routing.homes import Homes, bent_of
-from eldr_serve.routing.policies import Policy, available, in_range, shortest
-from eldr_serve.routing.types import Decision, Loads, PlacementRequest, PolicyError, WorkerLoad
+from eldr_serve.routing.cost import StepCost
+from eldr_serve.routing.parameters import Weight
+from eldr_serve.routing.policies import Policy, available, shortest
+from eldr_serve.routing.profiles import AffinityProfiles, deviation_of
+from eldr_serve.routing.types import Decision, Loads, PlacementRequest
 
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
@@ -25,7 +26,7 @@ class Known(NamedTuple):
     request: PlacementRequest
     levels: Levels
     p: NDArray[np.float32]
-    bent: NDArray[np.float32] | None  # None: nothing of its own, or homes do not count
+    deviation: NDArray[np.float32] | None  # None: nothing of its own, or profiles do not count
 
 
 class MarginalCost(Policy):
@@ -35,70 +36,49 @@ class MarginalCost(Policy):
     prefill counts / prompt tokens. Worker w's batch leaves the expert idle with probability
     prod(1 - p), so it is expected to activate U experts, and with the newcomer U + sum(idle * p).
     With step cost T the newcomer adds (b+1) T(b+1, U') - b T(b, U) to the b requests there and itself.
-    What is to come it meets by keeping workers to their kind of request (see Homes).
-
-    Parameters:
-        prior_tokens: the mean of recent requests counts as so many tokens beside the prompt's own;
-            short prompts say little.
-        expert_weight: an active expert counts as so many.
-        home: a worker whose home is by d (cosine) less like the request than the one most like it costs
-            1 + home * d times as much. At 0 only the requests that are there count; much above 0.2
-            medians fall little further and tails rise.
-        cost: a StepCost's terms in s, or None to start with defaults and follow the engines' steps.
+    Affinity profiles let workers specialise online (see AffinityProfiles).
     """
 
     name = "marginal-cost"
     reads_counts = True
 
-    def __init__(
-        self,
-        *,
-        prior_tokens: float = 0.0,
-        expert_weight: float = 1.0,
-        home: float = 0.2,
-        cost: dict[str, float] | None = None,
-    ) -> None:
-        super().__init__()
-        if not in_range(home, 0.0, 1e6):
-            raise PolicyError(f"home is {home!r}, it must be 0 or more")
-        if not in_range(expert_weight, 0.0, 1e6):
-            raise PolicyError(f"expert_weight is {expert_weight!r}, it must be 0 or more")
-        if not in_range(prior_tokens, 0.0, 1e6):
-            raise PolicyError(f"prior_tokens is {prior_tokens!r}, it must be 0 or more")
-        if cost is not None and (
-            not isinstance(cost, dict)
-            or set(cost) - set(TERMS)
-            or not all(in_range(v, 0.0, 1e6) for v in cost.values())
-        ):
-            raise PolicyError(f"cost is {cost!r}, it must map {', '.join(TERMS)} to seconds, 0 or more")
-        self._prior_tokens = prior_tokens
-        self._expert_weight = expert_weight
-        self._home = home
-        self._fixed = cost
-        self.cost = StepCost(**(cost or {}))
-        self.active = ExpectedActivation(prior_tokens)
-        self.homes = Homes()
+    class Parameters(Policy.Parameters):
+        prior_tokens: Weight = Field(
+            default=0.0,
+            description="the mean of recent requests counts as so many tokens beside the prompt's own",
+        )
+        expert_weight: Weight = Field(default=1.0, description="an active expert counts as so many")
+        affinity: Weight = Field(
+            default=0.2,
+            description="a worker whose affinity profile is less like the request, by a cosine of d, than "
+            "the most similar one's costs 1 + affinity x d times as much; 0 keeps none; much above 0.2 "
+            "medians fall little further and tails rise",
+        )
+        cost: StepCost | None = Field(
+            default=None, description="terms of a step's cost, s; null follows the engines' steps"
+        )
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {
-            "prior_tokens": self._prior_tokens,
-            "expert_weight": self._expert_weight,
-            "home": self._home,
-            "cost": self._fixed,
-        }
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self._expert_weight = self.parameters.expert_weight
+        self._affinity = self.parameters.affinity
+        self.cost = self.parameters.cost or StepCost()
+        self.active = ExpectedActivation(self.parameters.prior_tokens)
+        self.profiles = AffinityProfiles()
 
     def update_cost_model(self, cost: StepCost) -> None:
-        if self._fixed is None:
+        if self.parameters.cost is None:
             self.cost = cost
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         known = self._known(request)
         if known is None:
             return shortest(workers, loads, "no-signature")
         self.active.grow(len(loads))
-        self.homes.grow(len(loads), len(known.p))
+        self.profiles.grow(len(loads), len(known.p))
         candidates = workers
         if len(workers) > _MANY:
             price = self._price(candidates, loads, known, self.active.coarse_cells)
@@ -106,9 +86,7 @@ class MarginalCost(Policy):
         price = self._price(candidates, loads, known, len(known.p))
         return Decision(int(candidates[price.argmin()]), len(workers), None, self.name, known)
 
-    def added_cost(
-        self, request: PlacementRequest, loads: Loads | Sequence[WorkerLoad]
-    ) -> NDArray[np.float64]:
+    def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
         """Seconds a step, over all its requests, that each worker would lose by the newcomer; float64[W].
 
         Zeros where nothing is known of the request.
@@ -118,7 +96,7 @@ class MarginalCost(Policy):
             return np.zeros(len(loads))
         self.active.grow(len(loads))
         added = self.active.idle[: len(loads)] @ probability(levels)
-        return self._marginal(np.arange(len(loads)), Loads.of(loads), added, request.prompt_tokens)
+        return self._marginal(np.arange(len(loads)), loads, added, request.prompt_tokens)
 
     def _marginal(
         self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int
@@ -136,28 +114,30 @@ class MarginalCost(Policy):
     def _price(
         self, workers: NDArray[np.int64], loads: Loads, known: Known, cells: int
     ) -> NDArray[np.float64]:
-        """What each of `workers` loses, more where others are more at home; from the first `cells`."""
+        """What each of `workers` loses, more where other profiles fit better; from the first `cells`."""
         added = _along(self.active.idle, workers, known.p, cells)
         price = self._marginal(workers, loads, added, known.request.prompt_tokens)
-        if known.bent is not None:
-            likeness = self.homes.cosine(workers, _along(self.homes.home, workers, known.bent, cells))
-            price *= 1 + self._home * (likeness.max() - likeness)
+        if known.deviation is not None:
+            similarity = self.profiles.cosine(
+                workers, _along(self.profiles.profile, workers, known.deviation, cells)
+            )
+            price *= 1 + self._affinity * (similarity.max() - similarity)
         return price
 
     def _known(self, request: PlacementRequest) -> Known | None:
         levels = self.active.levels(request)
         if levels is None:
             return None
-        p, mean, bent = probability(levels), self.active.mean, None
-        if self._home and mean is not None and self.active.usable(request):
-            bent = bent_of(p, mean)
-        return Known(request, levels, p, bent)
+        p, mean, deviation = probability(levels), self.active.mean, None
+        if self._affinity and mean is not None and self.active.usable(request):
+            deviation = deviation_of(p, mean)
+        return Known(request, levels, p, deviation)
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         learnt = decision.learnt if decision is not None else None
         known: Known | None = learnt if learnt is not None else self._known(request)
-        if known is not None and known.bent is not None and request.request_id not in self.active.held:
-            self.homes.learn(worker, known.bent)
+        if known is not None and known.deviation is not None and request.request_id not in self.active.held:
+            self.profiles.learn(worker, known.deviation)
         self.active.on_assigned(request, worker, known.levels if known is not None else None)
 
     def on_finished(self, request_id: str) -> None:

@@ -115,10 +115,10 @@ class Placer:
                 loads = self.loads()
             if not loads.available.any():
                 continue
-            if self._policy.pooled and request.may_wait and not request.exclude:
+            if self._policy.queues and request.may_wait and not request.exclude:
                 self._enqueue(placement)
             else:
-                leased.append(self._assign(placement, self._policy.choose(request, loads, self._rng), loads))
+                leased.append(self._assign(placement, self._policy.select(request, loads, self._rng), loads))
         return leased + self.dispatch()
 
     def dispatch(self) -> list[Placement]:
@@ -169,13 +169,13 @@ class Placer:
 
     def _decisions(self) -> Iterator[tuple[Placement, Decision]]:
         waiting = list(self.queue.values())
-        if self._policy.pooled:
+        if self._policy.queues:
             requests = [placement.request for placement in waiting]
             for index, decision in self._policy.dispatch(requests, self.loads(), self._rng):
                 yield waiting[index], decision
         else:  # the policy was changed: nobody waits under this one
             for placement in waiting:
-                yield placement, self._policy.choose(placement.request, self.loads(), self._rng)
+                yield placement, self._policy.select(placement.request, self.loads(), self._rng)
 
     def _assign(self, placement: Placement, decision: Decision, loads: Loads) -> Placement:
         worker = self._workers[decision.worker]

@@ -1,7 +1,7 @@
-"""Policies: which decode worker takes a prefilled request.
+"""What a policy is, and the plain ones: which decode worker takes a prefilled request.
 
-Each is one class with a registered name. The simulator and the server call the same objects. A
-request without a usable signature is placed by load; that is never an error.
+Each is one class. The simulator and the server call the same objects. A request without a usable
+signature is placed by load; that is never an error.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from eldr_serve.routing.cost import StepCost
-from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest, PolicyError, WorkerLoad
-
-_REGISTRY: dict[str, type[Policy]] = {}
+from eldr_serve.routing.parameters import PolicyParameters, validated
+from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRequest
 
 
 class CentroidTable(Protocol):
@@ -33,27 +33,36 @@ class CentroidTable(Protocol):
 
 
 class Policy(ABC):
-    """Chooses a worker. Load is counted by the caller (LoadLedger), for all policies alike.
+    """Chooses a worker: a subclass defines `select`, and a nested `Parameters` where it has any.
 
-    The caller also tells what became of each request (`on_assigned`, `on_finished`); most policies need not
-    know.
+    The caller counts load (LoadLedger), for all policies alike, and tells what became of each request
+    (`on_assigned`, `on_progress`, `on_finished`); most policies need not know. `check_policy` says what
+    a class breaks of this.
+
+    Attributes:
+        name: in settings, decisions and metrics; without one, the import path.
+        reads_counts: wants PlacementRequest.signature as counts, not only a similarity.
+        parameters: those that it was made with, all of them.
+        table: the live one, or None.
     """
 
     name: ClassVar[str]
-    reads_counts: ClassVar[bool] = False  # wants PlacementRequest.signature as counts, not only a similarity
+    reads_counts: ClassVar[bool] = False
+
+    class Parameters(PolicyParameters):
+        """No parameters, unless a subclass declares some."""
+
+    parameters: Parameters
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if name := cls.__dict__.get("name"):
-            _REGISTRY[name] = cls
+        if "name" not in cls.__dict__:
+            cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
-    def __init__(self) -> None:
+    def __init__(self, **parameters: Any) -> None:
+        """PolicyError, one sentence, for a parameter that there is not or that is out of range."""
+        self.parameters = validated(self.Parameters, self.name, parameters)
         self.table: CentroidTable | None = None
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that this policy was made with, JSON-able."""
-        return {}
 
     @property
     def predictor_failures(self) -> int:
@@ -65,29 +74,24 @@ class Policy(ABC):
         self.table = table
         return self
 
-    def choose(
-        self, request: PlacementRequest, loads: Loads | Sequence[WorkerLoad], rng: np.random.Generator
-    ) -> Decision:
-        """Choose among the available workers.
+    @abstractmethod
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        """Choose one of the available workers; changes neither `loads` nor the request.
 
         Args:
-            loads: one a worker; indices are what Decision.worker means.
+            loads: indices are what Decision.worker means.
             rng: source of random choices, so that a run repeats by seed.
 
         Raises:
             NoWorkerError: no worker is available.
         """
-        return self._choose(request, Loads.of(loads), rng)
-
-    @abstractmethod
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision: ...
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:  # noqa: B027
-        """The request runs on `worker` from now on.
+        """The request runs on `worker` from now on, and no longer where it ran before.
 
         Args:
-            decision: what this policy has just decided; None where another chose, or a new policy is told
-                of what runs already.
+            decision: what this policy has just decided, with what it learnt by it (`Decision.learnt`); None
+                where another chose, or a new policy is told of what runs already.
         """
 
     def on_finished(self, request_id: str) -> None:  # noqa: B027
@@ -100,67 +104,32 @@ class Policy(ABC):
         """The decode engines' steps cost this at present."""
 
 
-class PooledPolicy(Policy):
-    """A policy under which prefilled requests wait together until it gives them workers.
+class QueuedPolicy(Policy):
+    """A policy under which prefilled requests wait in the decode queue until it gives them workers.
 
-    The caller keeps the pool. It calls `dispatch` when a request has come and when one has left a
-    worker, and then `on_assigned` for each request that was given one. `choose` places a request that
+    The caller keeps the queue. It calls `dispatch` when a request has come and when one has left a
+    worker, and then `on_assigned` for each request that was given one. `select` places a request that
     cannot wait.
     """
 
     @property
-    def pooled(self) -> bool:
-        """Whether requests wait at all; False sends each at once, by `choose`."""
+    def queues(self) -> bool:
+        """Whether requests wait at all; False sends each at once, by `select`."""
         return True
 
+    @abstractmethod
     def dispatch(
-        self,
-        waiting: Sequence[PlacementRequest],
-        loads: Loads | Sequence[WorkerLoad],
-        rng: np.random.Generator,
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         """Give workers to some of the waiting requests; the others wait on.
 
         Args:
             waiting: in order of arrival.
-            loads: one a worker, without the requests that are about to be placed.
+            loads: one a worker, without the requests that are about to be placed; not changed.
 
         Returns:
             (index into `waiting`, decision), each index at most once, in the order of placing.
         """
-        return self._dispatch(waiting, Loads.of(loads), rng)
-
-    @abstractmethod
-    def _dispatch(
-        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
-    ) -> list[tuple[int, Decision]]: ...
-
-
-def make_policy(name: str, /, **parameters: Any) -> Policy:
-    """The policy of that name.
-
-    Raises:
-        PolicyError: unknown name, parameter or value; the message lists what there is.
-    """
-    cls = _REGISTRY.get(name)
-    if cls is None:
-        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(policy_names())}")
-    known = cls.__init__.__kwdefaults__ or {}
-    unknown = sorted(set(parameters) - set(known))
-    if unknown:
-        takes = f"takes {', '.join(sorted(known))}" if known else "takes no parameter"
-        raise PolicyError(f"policy {name!r} has no parameter {unknown[0]!r}; it {takes}")
-    return cls(**parameters)
-
-
-def reads_counts(name: str) -> bool:
-    """Whether the policy of that name wants a request's expert counts; False for unknown names."""
-    return name in _REGISTRY and _REGISTRY[name].reads_counts
-
-
-def policy_names() -> list[str]:
-    """The registered names, sorted."""
-    return sorted(_REGISTRY)
 
 
 def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDArray[np.float32]:
@@ -199,7 +168,7 @@ class Random(Policy):
 
     name = "random"
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
 
@@ -213,7 +182,7 @@ class RoundRobin(Policy):
         super().__init__()
         self._last = -1
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         later = workers[workers > self._last]
         self._last = int(later[0] if len(later) else workers[0])
@@ -225,7 +194,7 @@ class ShortestQueue(Policy):
 
     name = "shortest-queue"
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return shortest(available(loads), loads, self.name)
 
 
@@ -234,7 +203,7 @@ class PowerOfTwo(Policy):
 
     name = "power-of-two"
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
         return shortest(workers[np.sort(drawn)], loads, self.name)
@@ -245,7 +214,7 @@ class LeastTokens(Policy):
 
     name = "least-tokens"
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         tokens = loads.kv_tokens[workers]
         worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
@@ -260,7 +229,7 @@ class Domain(Policy):
 
     name = "domain"
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if request.domain is None:
             return shortest(workers, loads, "no-domain")
@@ -281,61 +250,48 @@ def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[s
 class LocalityBand(Policy):
     """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
 
-    Parameters:
-        band: width tau of the band, cosine similarity in [0, 2]; None takes the table's.
-            0 is the nearest centroid alone, 2 is shortest queue.
-        max_load_ratio: workers above this times the mean load leave the band, >= 1; None (as in the
-            paper) sets no bound. Where it would leave no worker, the shortest queue is taken.
+    Where the load bound would leave no worker of the band, the shortest queue is taken.
     """
 
     name = "locality-band"
 
-    def __init__(self, *, band: float | None = None, max_load_ratio: float | None = None) -> None:
-        super().__init__()
-        if band is not None and not in_range(band, 0.0, 2.0):
-            raise PolicyError(f"band is {band!r}, it must be a cosine distance from 0 to 2")
-        if max_load_ratio is not None and not in_range(max_load_ratio, 1.0, 1e6):
-            raise PolicyError(f"max_load_ratio is {max_load_ratio!r}, it must be from 1 to 1000000")
-        self._band = band
-        self._max_load_ratio = max_load_ratio
+    class Parameters(Policy.Parameters):
+        band: float | None = Field(
+            default=None,
+            ge=0,
+            le=2,
+            description="width of the band, cosine similarity: 0 is the nearest centroid alone, 2 is "
+            "shortest queue; null takes the table's",
+        )
+        max_load_ratio: float | None = Field(
+            default=None,
+            ge=1,
+            le=1e6,
+            description="workers above this times the mean load leave the band; null, as in the paper: none",
+        )
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {"band": self._band, "max_load_ratio": self._max_load_ratio}
+    parameters: Parameters
 
-    def _choose(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         if self.table is None:
-            return self._lightest(workers, request, loads, "no-table")
+            return shortest(workers, loads, "no-table")
         scored, why_not = self._score(request)
         if scored is None:
-            return self._lightest(workers, request, loads, why_not)
+            return shortest(workers, loads, why_not)
         similarity = worker_similarity(scored, len(loads)).astype(np.float64)
-        width = self.table.band if self._band is None else self._band
+        width = self.table.band if self.parameters.band is None else self.parameters.band
         band = workers[similarity[workers] >= similarity[workers].max() - width]
-        if self._max_load_ratio is not None:
+        if (bound := self.parameters.max_load_ratio) is not None:
             mean = (loads.in_flight[workers].sum() + 1) / len(workers)
-            allowed = band[loads.in_flight[band] + 1 <= self._max_load_ratio * mean]
+            allowed = band[loads.in_flight[band] + 1 <= bound * mean]
             if not len(allowed):
-                return self._lightest(workers, request, loads, "load-cap")
+                return shortest(workers, loads, "load-cap")
             band = allowed
-        return self._lightest(band, request, loads, self.name, similarity)
-
-    def _lightest(
-        self,
-        candidates: NDArray[np.int64],
-        request: PlacementRequest,
-        loads: Loads,
-        reason: str,
-        similarity: NDArray[np.float64] | None = None,
-    ) -> Decision:
-        """The candidate with the least load; of equals the most similar one."""
-        if similarity is None:
-            return shortest(candidates, loads, reason)
-        in_flight = loads.in_flight[candidates]
-        lightest = candidates[in_flight == in_flight.min()]
+        in_flight = loads.in_flight[band]
+        lightest = band[in_flight == in_flight.min()]
         worker = int(lightest[similarity[lightest].argmax()])
-        return Decision(worker, len(candidates), float(similarity[worker]), reason)
+        return Decision(worker, len(band), float(similarity[worker]), self.name)
 
     def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:
         assert self.table is not None
@@ -351,7 +307,3 @@ class LocalityBand(Policy):
             return None, "bad-signature"
         # A signature of zeros (every expert common, or no count) is equally far from all centroids.
         return (similarity, "") if np.any(similarity) else (None, "no-signature")
-
-
-def in_range(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from eldr_serve.routing.loading import load
+from eldr_serve.routing.types import PolicyError
 
 Prediction = tuple[NDArray[np.float64], NDArray[np.float64]]
 _log = logging.getLogger(__name__)
@@ -239,11 +242,28 @@ class Oracle:
         return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
 
 
-PREDICTORS: dict[str, type[Survival] | type[PromptKeyed] | type[BoostedTrees]] = {
+PREDICTORS: dict[str, Callable[[int], Predictor]] = {
     "survival": Survival,
     "prompt-keyed": PromptKeyed,
     "boosted-trees": BoostedTrees,
 }
+
+
+def predictor_class(name: str) -> Callable[[int], Predictor]:
+    """What makes the predictor of that name, or of `my_package.module:MyPredictor`, from the horizon.
+
+    Raises:
+        PolicyError: there is none; one sentence.
+    """
+    if name in PREDICTORS:
+        return PREDICTORS[name]
+    if ":" not in name:
+        raise PolicyError(f"it must be one of {', '.join(PREDICTORS)}, or module:Class of your own")
+    found = load(name, "which")
+    if not all(callable(getattr(found, method, None)) for method in ("__call__", "predict", "learn")):
+        raise PolicyError("which is no class with `predict` and `learn`")
+    made: Callable[[int], Predictor] = found
+    return made
 
 
 class Guarded:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _MOST_TOKENS = 2**31 - 1
 
@@ -111,18 +110,9 @@ class Placement:
         return replace(self, request=replace(self.request, signature=None, similarity=None))
 
 
-@dataclass(frozen=True)
-class WorkerLoad:
-    """What a decode worker holds now; `available` is False for one that must not be chosen."""
-
-    in_flight: int
-    kv_tokens: int
-    available: bool = True
-
-
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """The same of all workers, by column: policies choose among a thousand of them in microseconds.
+    """What the decode workers hold now, by column: policies choose among a thousand in microseconds.
 
     The owner may change the arrays after the call that they were given to.
 
@@ -137,15 +127,10 @@ class Loads:
     available: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, workers: Loads | Sequence[WorkerLoad]) -> Loads:
-        """These by column; Loads are returned as they are."""
-        if isinstance(workers, Loads):
-            return workers
-        return cls(
-            np.array([worker.in_flight for worker in workers], np.int64),
-            np.array([worker.kv_tokens for worker in workers], np.int64),
-            np.array([worker.available for worker in workers], bool),
-        )
+    def of(cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True) -> Loads:
+        """Columns from any sequences; one value stands for all workers."""
+        n = np.array(in_flight, np.int64)
+        return cls(n, np.full(n.shape, kv_tokens, np.int64), np.full(n.shape, available, bool))
 
     def __len__(self) -> int:
         return len(self.in_flight)

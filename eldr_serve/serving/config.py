@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from eldr_serve.artifacts import ArtifactError, RoutingTable
-from eldr_serve.routing import PolicyError, make_policy
+from eldr_serve.routing import DEFAULT_POLICY, make_policy
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.path import PathOptions
 
@@ -19,7 +19,8 @@ class RouterOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: str = Field(
-        default="locality-band", description="policy to start with; PUT /eldr/policy changes it"
+        default=DEFAULT_POLICY,
+        description="policy to start with, a name or my_package.module:MyPolicy; PUT /eldr/policy changes it",
     )
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="parameters of the policy, as `band: 0.1` (cosine similarity)"
@@ -47,14 +48,10 @@ class RouterOptions(BaseModel):
                 raise ValueError(str(error)) from error
         return table
 
-    @field_validator("policy")
-    @classmethod
-    def _known(cls, policy: str) -> str:
-        try:
-            make_policy(policy)
-        except PolicyError as error:
-            raise ValueError(str(error)) from error
-        return policy
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        make_policy(self.policy, **self.parameters)
+        return self
 
 
 class PrefillRouterOptions(BaseModel):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from eldr_serve.routing import Placement, State, StepSums
+from eldr_serve.routing import DEFAULT_POLICY, Placement, State, StepSums
 from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_state import RouterState
 
@@ -23,7 +23,7 @@ class RouterSpec(BaseModel, frozen=True):
     """What the actor is started with; a redeployment with another spec starts it anew."""
 
     model_id: str = Field(description="id of the model served; a table of another model is refused")
-    policy: str = Field(default="locality-band", description="name of the policy to start with")
+    policy: str = Field(default=DEFAULT_POLICY, description="name of the policy to start with")
     parameters: dict[str, Any] = Field(default_factory=dict, description="parameters of the policy")
     table: bytes | None = Field(default=None, description="RoutingTable file to start with, as bytes")
     client_timeout_s: float = Field(

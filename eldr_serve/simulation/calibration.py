@@ -11,8 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.files import write_whole
-from eldr_serve.routing import StepSums
-from eldr_serve.simulation.cluster import Cost
+from eldr_serve.routing import StepCost, StepSums
 from eldr_serve.simulation.requests import SimulationError
 
 COLUMNS = ("requests", "kv_tokens", "experts", "seconds")
@@ -24,7 +23,7 @@ class FittedCost(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_: Literal["eldr.step_cost/1"] = Field(default="eldr.step_cost/1", alias="schema")
-    cost: Cost
+    cost: StepCost
     steps: int = Field(ge=1, description="real steps behind the fit")
     rms_relative_error: float = Field(description="root mean square of (fitted - real) / real, by step")
     median_relative_error: float | None = Field(description="median of |fitted - real| / real, by step")
@@ -75,7 +74,7 @@ def fit_steps(path: Path) -> FittedCost:
         raise SimulationError(f"{path}: {len(steps)} steps, from which no cost of an expert can be told")
     relative = np.abs(fitted.seconds(*steps.T[:3]) / steps[:, 3] - 1)
     return FittedCost(
-        cost=Cost(**fitted.as_dict()), steps=len(steps), rms_relative_error=sums.error(fitted),
+        cost=fitted, steps=len(steps), rms_relative_error=sums.error(fitted),
         median_relative_error=float(np.median(relative)),
         source=f"{path.name} {hashlib.sha256(content).hexdigest()[:16]}",
     )  # fmt: skip
@@ -91,7 +90,7 @@ def from_status(status: dict[str, Any], where: str) -> FittedCost:
     try:
         steps, error = int(found.pop("steps")), float(found.pop("relative_error"))
         return FittedCost(
-            cost=Cost(**found), steps=max(1, steps), rms_relative_error=error, median_relative_error=None,
+            cost=StepCost(**found), steps=max(1, steps), rms_relative_error=error, median_relative_error=None,
             source=where,
         )  # fmt: skip
     except (KeyError, ValueError, TypeError) as error:

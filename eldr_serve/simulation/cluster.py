@@ -16,22 +16,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Cost(_Part):
-    """Time of a decode step, s: the sum of these (see `eldr_serve.routing.StepCost`)."""
-
-    fixed_s: Seconds = Field(default=4e-3, description="every step, s")
-    per_request_s: Seconds = Field(default=1e-4, description="each request of the batch, s")
-    per_kv_token_s: Seconds = Field(default=0.0, description="each KV token of the batch, s")
-    per_expert_s: Seconds = Field(
-        default=4e-5,
-        description="each active expert, summed over MoE layers, s; under EP, of the slowest rank",
-    )
-
-    def step(self) -> StepCost:
-        """The same, as policies and the simulator use it."""
-        return StepCost(self.fixed_s, self.per_request_s, self.per_kv_token_s, self.per_expert_s)
-
-
 class Prefill(_Part):
     """Prefill workers: each serves one prompt after the other."""
 
@@ -59,7 +43,7 @@ class Decode(_Part):
     barrier: bool = Field(
         default=False, description="all workers step together, as long as the slowest (data parallel)"
     )
-    cost: Cost = Cost()
+    cost: StepCost = Field(default=StepCost(), description="time of a step, s: the sum of its terms")
 
 
 class Cluster(_Part):

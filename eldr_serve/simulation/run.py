@@ -154,7 +154,7 @@ class _Simulation:
         decode = cluster.decode
         _check(requests, cluster, experts)
         self._requests, self._cluster, self._experts = requests, cluster, experts
-        self._cost = decode.cost.step()
+        self._cost = decode.cost
         self._on_finished = on_finished
         n = len(requests)
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
@@ -452,7 +452,7 @@ class _Simulation:
 
 
 def _check(requests: Requests, cluster: Cluster, experts: Experts | None) -> None:
-    if cluster.decode.cost.step().seconds(1, 1, 1) <= 0:
+    if cluster.decode.cost.seconds(1, 1, 1) <= 0:
         raise SimulationError("a decode step costs no time")
     capacity = cluster.decode.kv_tokens
     if capacity is not None and len(requests):

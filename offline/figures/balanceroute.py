@@ -10,7 +10,7 @@ paper's traces (a proprietary one and Azure-2024) are not public or not here; Az
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,15 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as Picture
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, Policy, PooledPolicy, make_policy
+from eldr_serve.routing import (
+    BalanceRouteHorizon,
+    Loads,
+    Policy,
+    StepCost,
+    make_policy,
+)
 from eldr_serve.routing.predictors import Oracle
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode
+from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
@@ -30,7 +36,7 @@ from offline.plots import lines, save
 
 SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
-COST = Cost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
+COST = StepCost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
 TURNS = 12  # how often every slot is used, at least
 STEPS = 1000  # decode steps, at least; short answers (28 tokens in Azure's code trace) take many turns
 
@@ -95,7 +101,7 @@ def table3(options: Options) -> Rows:
 
     from eldr_serve.routing.predictors import PREDICTORS, BoostedTrees
 
-    horizon = int(make_policy("balance-route-horizon").parameters["horizon"])
+    horizon = BalanceRouteHorizon().parameters.horizon
     rows: Rows = []
     for path in _traces(options):
         traffic = Traffic(path)
@@ -145,9 +151,10 @@ def dispatch(options: Options) -> Rows:
         for g in sizes:
             requests = _requests(traffic, g, options, 0)
             for arm in chosen:
-                timed = _Timed(make_policy(arm.policy, **arm.parameters))
-                simulate(requests, timed, _cluster(g, options))
-                ms = 1e3 * np.array(timed.seconds)
+                policy = make_policy(arm.policy, **arm.parameters)
+                seconds = _timed(policy)
+                simulate(requests, policy, _cluster(g, options))
+                ms = 1e3 * np.array(seconds)
                 rows.append(
                     {
                         "workers": g,
@@ -183,35 +190,20 @@ def panels(options: Options) -> Rows:
 # -- the pieces -----------------------------------------------------------------------------------
 
 
-class _Timed(PooledPolicy):
-    """A policy whose dispatches are timed."""
+def _timed(policy: Any) -> list[float]:
+    """Filled, from now on, with the seconds of each dispatch that may place."""
+    seconds: list[float] = []
+    untimed = policy.dispatch
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        assert isinstance(policy, PooledPolicy)
-        self._policy = policy
-        self.seconds: list[float] = []
-
-    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return self._policy.choose(handoff, loads, rng)
-
-    def on_assigned(self, handoff: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        self._policy.on_assigned(handoff, worker, decision)
-
-    def on_finished(self, request_id: str) -> None:
-        self._policy.on_finished(request_id)
-
-    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
-        self._policy.on_progress(generated_tokens)
-
-    def _dispatch(
-        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
-    ) -> list[tuple[int, Decision]]:
+    def dispatch(waiting: Any, loads: Loads, rng: np.random.Generator) -> Any:
         started = time.perf_counter()
-        given = self._policy.dispatch(waiting, loads, rng)
+        given = untimed(waiting, loads, rng)
         if (loads.in_flight < SLOTS).any():
-            self.seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started)
         return given
+
+    policy.dispatch = dispatch
+    return seconds
 
 
 def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
@@ -285,7 +277,7 @@ def _cluster(g: int, options: Options) -> Cluster:
 
 def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
     """More than the slots take."""
-    cost = (options.cost or COST).step()
+    cost = options.cost or COST
     step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
     rate = LOAD * g * SLOTS / (traffic.mean_output_tokens * step_s)
     turns = max(TURNS, STEPS / traffic.mean_output_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.simulation.cluster import Cost
+from eldr_serve.routing import StepCost
 from offline.cli import BadInput
 from offline.progress import progress_bar
 
@@ -26,7 +26,7 @@ class Options:
     """
 
     traces: tuple[Path, ...] = ()
-    cost: Cost | None = None
+    cost: StepCost | None = None
     requests: int | None = None
     seeds: tuple[int, ...] = (0,)
 

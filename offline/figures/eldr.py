@@ -16,7 +16,8 @@ import numpy as np
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.fitting import fit_table
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
+from eldr_serve.routing import StepCost
+from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import Change, simulate
@@ -29,7 +30,7 @@ TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; in proportion elsewhere
 BALANCERS = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
 LOCALITY = ("domain", "locality-band", "marginal-cost")
-COST = Cost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
+COST = StepCost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
 PREFILL = Prefill(workers=8, fixed_s=5e-3, per_token_s=1e-4)
 OUTPUT_TOKENS = 128
 SECONDS = 60.0  # of arrivals in a run

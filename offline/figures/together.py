@@ -36,7 +36,6 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("marginal-cost", {}),
     ("balance-route", {"slots": SLOTS}),
     ("balance-route-horizon", {"slots": SLOTS}),
-    ("locality-balance", {}),
     ("balance-band", {"slots": SLOTS}),
 )
 BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbalance_tokens": 1}
@@ -66,7 +65,7 @@ def policies(options: Options) -> Rows:
                 requests = replace(requests, kind=rng.choice(run, len(requests)))
                 for name, parameters in POLICIES:
                     policy: Any = make_policy(name, **parameters).with_table(table)
-                    policy.update_cost_model(cluster.decode.cost.step())
+                    policy.update_cost_model(cluster.decode.cost)
                     if hasattr(policy, "predictor"):
                         traffic.teach(policy.predictor)
                     outcome = simulate(requests, policy, cluster, experts=experts, seed=seed)
@@ -95,7 +94,7 @@ def _rows(workload: str, found: dict[str, list[dict[str, Any]]]) -> Rows:
 
 
 def _requests(traffic: Traffic, experts: Experts, options: Options, load: float, seed: int) -> Any:
-    cost = (options.cost or COST).step()
+    cost = options.cost or COST
     rng = np.random.default_rng(0)
     first = experts.offset[:-1]
     unions = [np.bitwise_or.reduce(experts.bits[rng.choice(first, SLOTS)]) for _ in range(32)]

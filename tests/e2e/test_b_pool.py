@@ -55,7 +55,7 @@ async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.T
     ("policy", "parameters", "pools"),
     [
         ("balance-band", {"slots": 2}, True),
-        ("locality-balance", {}, False),
+        ("marginal-cost", {}, False),
     ],
 )
 async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_engine(

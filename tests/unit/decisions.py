@@ -18,10 +18,10 @@ import numpy as np
 from tables import counts_for, unit_table
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Placement, PlacementRequest, State, StepSums, make_policy
+from eldr_serve.routing import Placement, PlacementRequest, State, StepCost, StepSums, make_policy
 from eldr_serve.serving.messages import Exchange, Restore, Settings
 from eldr_serve.serving.router_state import RouterState
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
+from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
 from eldr_serve.simulation.requests import Experts, Requests, expert_bits
 from eldr_serve.simulation.run import Change, simulate
 
@@ -169,7 +169,7 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
         np.cumsum(rng.exponential(0.15, 300)), prompt[kind], lengths[kind], kind=kind,
         keys=[f"k{k}" for k in kind],
     )  # fmt: skip
-    cost = Cost(fixed_s=0.02, per_request_s=0.004, per_kv_token_s=1e-5, per_expert_s=0.003)
+    cost = StepCost(fixed_s=0.02, per_request_s=0.004, per_kv_token_s=1e-5, per_expert_s=0.003)
     cluster = Cluster(
         prefill=Prefill(workers=2, fixed_s=0.01, per_token_s=2e-4),
         decode=Decode(workers=4, cost=cost),

@@ -1,4 +1,4 @@
-"""A pooled policy that does no more than tests need."""
+"""A queued policy that does no more than tests need."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, PooledPolicy, policies
+from eldr_serve.routing import Decision, Loads, PlacementRequest, QueuedPolicy
+from eldr_serve.routing.registry import POLICIES
 
 
-class Slots(PooledPolicy):
+class Slots(QueuedPolicy):
     """First come, first served, on the first worker with a free slot. Remembers what it was told."""
 
-    def __init__(self, *, slots: int = 1, pool: bool = True) -> None:
-        super().__init__()
-        self._slots, self._pool = slots, pool
+    name = "slots"
+
+    class Parameters(QueuedPolicy.Parameters):
+        slots: int = 1
+        queue: bool = True
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
         self.waiting: list[PlacementRequest] = []  # at the last dispatch
         self.running: dict[str, int] = {}  # request id -> worker
         self.placed_as: dict[str, PlacementRequest] = {}  # the same requests
@@ -24,17 +32,17 @@ class Slots(PooledPolicy):
         self.lengths: list[int] = []  # of requests that have ended
 
     @property
-    def pooled(self) -> bool:
-        return self._pool
+    def queues(self) -> bool:
+        return self.parameters.queue
 
-    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "at-once")
 
-    def _dispatch(
+    def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         self.waiting = list(waiting)
-        slots = np.maximum(self._slots - loads.in_flight[loads.workers], 0)
+        slots = np.maximum(self.parameters.slots - loads.in_flight[loads.workers], 0)
         free = np.repeat(loads.workers, slots).tolist()
         return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
 
@@ -50,15 +58,11 @@ class Slots(PooledPolicy):
             self.lengths.append(self.generated.pop(request_id, 0))
 
 
-Slots.name = "slots"
-
-
 @contextmanager
 def registered() -> Iterator[None]:
     """`slots` is a policy's name within the block."""
-    registry: dict[str, Any] = policies._REGISTRY
-    registry["slots"] = Slots
+    POLICIES["slots"] = Slots
     try:
         yield
     finally:
-        del registry["slots"]
+        del POLICIES["slots"]

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from eldr_serve.routing import (
     BoostedTrees,
+    Loads,
     Oracle,
     PlacementRequest,
     PromptKeyed,
     Survival,
-    WorkerLoad,
     make_policy,
 )
-from eldr_serve.routing.lookahead import Lookahead
+from eldr_serve.routing.horizon import Forecast
 from eldr_serve.routing.predictors import PREDICTORS
 
 H = 10
@@ -108,16 +108,16 @@ def test_boosted_trees_are_fitted_beside_the_routing() -> None:
     assert np.all((np.array(mu) >= 1) & (np.array(mu) <= H))
 
 
-def remaining(lookahead: Lookahead, age: int) -> int:
-    lookahead.on_progress({"r": age})
-    return int(lookahead._running.remaining[0])
+def remaining(forecast: Forecast, age: int) -> int:
+    forecast.on_progress({"r": age})
+    return int(forecast._running.remaining[0])
 
 
-def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Lookahead:
-    lookahead = Lookahead(H, "survival", 4, gate)
-    lookahead.predictor = predictor
-    lookahead.on_assigned(PlacementRequest("r", None, 50, limit), 0)
-    return lookahead
+def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
+    forecast = Forecast(H, "survival", 4, gate)
+    forecast.predictor = predictor
+    forecast.on_assigned(PlacementRequest("r", None, 50, limit), 0)
+    return forecast
 
 
 def test_the_oracle_knows_each_request() -> None:
@@ -142,15 +142,15 @@ class Says:
 
 def test_a_prediction_holds_until_the_next_and_falls_by_one_a_token() -> None:
     says = Says(0.5, 4.0)
-    lookahead = following(says)
-    assert [remaining(lookahead, age) for age in range(5)] == [7, 6, 5, 4, 7]
+    forecast = following(says)
+    assert [remaining(forecast, age) for age in range(5)] == [7, 6, 5, 4, 7]
     assert says.asked == 2
 
 
 def test_running_out_asks_at_once_and_never_reads_zero() -> None:
     says = Says(1.0, 2.0)
-    lookahead = following(says)
-    assert [remaining(lookahead, age) for age in range(5)] == [2, 1, 2, 1, 2]
+    forecast = following(says)
+    assert [remaining(forecast, age) for age in range(5)] == [2, 1, 2, 1, 2]
     assert says.asked == 3
 
 
@@ -209,18 +209,18 @@ def test_nonsense_never_stops_routing(answer: Any) -> None:
         policy.on_finished(f"old{n}")
     newcomer = PlacementRequest("r", None, 10, 999)
     policy.on_assigned(newcomer, 0)
-    loads = [WorkerLoad(1, 10), WorkerLoad(0, 0)]
+    loads = Loads.of([1, 0], [10, 0])
     assert policy.dispatch([PlacementRequest("s", None, 5, 9)], loads, RNG)[0][1].worker == 1
-    assert policy._lookahead._running.remaining.tolist() == [3]
+    assert policy._forecast._running.remaining.tolist() == [3]
     assert policy.predictor_failures > 0
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS))
 def test_without_experience_every_request_stays_for_the_horizon(name: str) -> None:
-    lookahead = Lookahead(H, name, 4, 0.5)
-    lookahead.on_assigned(PlacementRequest("r", None, 50, 999, prompt_key="k"), 0)
-    assert remaining(lookahead, 0) == H
+    forecast = Forecast(H, name, 4, 0.5)
+    forecast.on_assigned(PlacementRequest("r", None, 50, 999, prompt_key="k"), 0)
+    assert remaining(forecast, 0) == H
     for bad in (-1, 2):
-        p, mu = lookahead.predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))
+        p, mu = forecast.predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))
         assert p.shape == mu.shape == (1,)
-    assert lookahead.predictor_failures == 0
+    assert forecast.predictor_failures == 0

@@ -69,8 +69,9 @@ def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
 
 def test_a_policy_carries_its_parameters() -> None:
     assert parse_policy("random") == ("random", {})
+    assert parse_policy("their.rules:Packed:slots=3") == ("their.rules:Packed", {"slots": 3})
     assert parse_policy("x:band=0.1:cap=two:n=3") == ("x", {"band": 0.1, "cap": "two", "n": 3})
-    for bad in ("x:band", "x:=1", "x:band="):
+    for bad in ("random:band", "x:=1", "x:band="):
         with pytest.raises(BadInput):
             parse_policy(bad)
 

@@ -18,14 +18,14 @@ from eldr_serve.routing import (
     PlacementRequest,
     Policy,
     PolicyError,
-    PooledPolicy,
+    QueuedPolicy,
     State,
     make_policy,
 )
 from eldr_serve.routing.balance import BalanceRoute
 from eldr_serve.serving.messages import Exchange
 
-HORIZON = ["balance-route-horizon", "locality-balance", "balance-band"]
+HORIZON = ["balance-route-horizon", "balance-band"]
 LOADS = Loads(np.array([2, 0, 1]), np.zeros(3, np.int64), np.array([True, False, True]))
 RNG = np.random.default_rng(0)
 
@@ -57,13 +57,13 @@ def test_a_lease_of_absurd_size_from_elsewhere_stops_nothing(policy: str) -> Non
     assert not state.counters["policy_errors"]
 
 
-class Broken(PooledPolicy):
+class Broken(QueuedPolicy):
     """Fails in whatever it is asked and told."""
 
-    def _choose(self, *_: Any) -> Decision:
+    def select(self, *_: Any) -> Decision:
         raise OverflowError
 
-    def _dispatch(self, *_: Any) -> list[tuple[int, Decision]]:
+    def dispatch(self, *_: Any) -> list[tuple[int, Decision]]:
         raise OverflowError
 
     def on_assigned(self, *_: Any) -> None:
@@ -75,11 +75,8 @@ class Broken(PooledPolicy):
 class Astray(Policy):
     """Chooses a worker that is not available."""
 
-    def _choose(self, *_: Any) -> Decision:
+    def select(self, *_: Any) -> Decision:
         return Decision(1, 3, None, "astray")
-
-
-Broken.name, Astray.name = "broken", "astray"
 
 
 def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
@@ -94,11 +91,11 @@ def handoff(name: str = "r") -> PlacementRequest:
 @pytest.mark.parametrize("policy", [Broken(), Astray()])
 def test_load_stands_in_for_a_policy_that_fails(policy: Policy) -> None:
     guard, failures = guarded(policy)
-    assert guard.choose(handoff(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
+    assert guard.select(handoff(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
     assert len(failures) == 1
 
 
-def test_nobody_waits_for_a_pooled_policy_that_fails() -> None:
+def test_nobody_waits_for_a_queued_policy_that_fails() -> None:
     guard, failures = guarded(Broken())
     given = guard.dispatch([handoff(str(n)) for n in range(4)], LOADS, RNG)
     assert [(index, decision.worker) for index, decision in given] == [(0, 2), (1, 0), (2, 2), (3, 0)]
@@ -111,12 +108,14 @@ def test_nobody_waits_for_a_pooled_policy_that_fails() -> None:
 def test_no_worker_is_still_no_worker() -> None:
     guard, failures = guarded(make_policy("shortest-queue"))
     with pytest.raises(NoWorkerError):
-        guard.choose(handoff(), Loads(LOADS.in_flight, LOADS.kv_tokens, np.zeros(3, bool)), RNG)
+        guard.select(handoff(), Loads(LOADS.in_flight, LOADS.kv_tokens, np.zeros(3, bool)), RNG)
     assert not failures
 
 
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
-@pytest.mark.parametrize("name", ["slots", "reach", "threshold", "patience", "overcommit", "window"])
+@pytest.mark.parametrize(
+    "name", ["slots", "lookahead", "threshold", "max_overtakes", "overcommit", "candidates"]
+)
 def test_no_count_is_beyond_what_can_be_added_up(name: str, value: int) -> None:
     with pytest.raises(PolicyError, match=f"^{name} is {value}, it must be a whole number from"):
         make_policy("balance-route", **{name: value})
@@ -130,7 +129,7 @@ def test_no_count_is_beyond_what_can_be_added_up(name: str, value: int) -> None:
         ("balance-band", "band_tokens", 10**400),
         ("locality-band", "max_load_ratio", float("inf")),
         ("locality-band", "max_load_ratio", 10**400),
-        ("marginal-cost", "home", 10**400),
+        ("marginal-cost", "affinity", 10**400),
         ("marginal-cost", "cost", {"per_step_s": 10**400}),
     ],
 )
@@ -141,7 +140,7 @@ def test_no_parameter_overflows(policy: str, name: str, value: Any) -> None:
 
 def test_the_largest_counts_that_are_taken_work() -> None:
     most = 2**31 - 1
-    policy = BalanceRoute(slots=most, reach=most, threshold=most, patience=most, overcommit=most)
+    policy = BalanceRoute(slots=most, lookahead=most, threshold=most, max_overtakes=most, overcommit=most)
     assert len(policy.dispatch([handoff(str(n)) for n in range(5)], LOADS, RNG)) == 5
 
 

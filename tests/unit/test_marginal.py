@@ -17,7 +17,6 @@ from eldr_serve.routing import (
     PolicyError,
     StepCost,
     StepSums,
-    WorkerLoad,
     make_policy,
 )
 
@@ -49,13 +48,13 @@ def total_seconds(cost: StepCost, on_worker: list[PlacementRequest]) -> float:
     return len(on_worker) * float(cost.seconds(len(on_worker), tokens, expected_union(on_worker)))
 
 
-def loads(placement: list[list[PlacementRequest]]) -> list[WorkerLoad]:
-    return [WorkerLoad(len(p), sum(h.prompt_tokens for h in p)) for p in placement]
+def loads(placement: list[list[PlacementRequest]]) -> Loads:
+    return Loads.of([len(p) for p in placement], [sum(h.prompt_tokens for h in p) for p in placement])
 
 
 def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
     cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
-    policy = make_policy("marginal-cost", cost=cost.as_dict(), home=0.0)
+    policy = make_policy("marginal-cost", cost=cost.as_dict(), affinity=0.0)
     assert isinstance(policy, MarginalCost)
     placement = [[handoff("a", 1), handoff("b", 2)], [], [handoff("c", 3)]]
     for worker, there in enumerate(placement):
@@ -65,14 +64,14 @@ def test_what_the_newcomer_adds_is_said_for_each_worker() -> None:
     added = policy.added_cost(newcomer, loads(placement))
     expected = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
     assert added == pytest.approx(expected, rel=0.01)
-    assert policy.choose(newcomer, loads(placement), RNG).worker == int(added.argmin())
+    assert policy.select(newcomer, loads(placement), RNG).worker == int(added.argmin())
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
 def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
     cost = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
-    policy = make_policy("marginal-cost", home=0.0, cost=cost.as_dict())
+    policy = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict())
     rng = np.random.default_rng(seed)
     placement: list[list[PlacementRequest]] = [[] for _ in range(workers)]
     for i in range(requests):
@@ -80,7 +79,7 @@ def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: in
         placement[worker].append(handoff(f"r{i}", seed + i))
         policy.on_assigned(placement[worker][-1], worker)
     newcomer = handoff("new", seed + 999)
-    chosen = policy.choose(newcomer, loads(placement), rng)
+    chosen = policy.select(newcomer, loads(placement), rng)
     marginal = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
     assert marginal[chosen.worker] <= min(marginal) * 1.01  # probabilities are kept in 8 bits
     assert (chosen.band, chosen.reason) == (workers, "marginal-cost")
@@ -121,13 +120,13 @@ def test_like_goes_to_like_until_load_forbids_it() -> None:
     policy = make_policy("marginal-cost", prior_tokens=0.0)
     policy.on_assigned(handoff("a", 1), 0)
     policy.on_assigned(handoff("b", 2), 1)
-    pair = [WorkerLoad(1, 40), WorkerLoad(1, 40)]
-    assert policy.choose(handoff("c", 1), pair, RNG).worker == 0
-    assert policy.choose(handoff("c", 2), pair, RNG).worker == 1
-    assert policy.choose(handoff("c", 1), [WorkerLoad(60, 2400), WorkerLoad(1, 40)], RNG).worker == 1
+    pair = Loads.of([1, 1], [40, 40])
+    assert policy.select(handoff("c", 1), pair, RNG).worker == 0
+    assert policy.select(handoff("c", 2), pair, RNG).worker == 1
+    assert policy.select(handoff("c", 1), Loads.of([60, 1], [2400, 40]), RNG).worker == 1
 
 
-def bents(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
+def deviations(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
     """Of each request, placed one after the other: how it differs from the mean of those before."""
     found: list[np.ndarray | None] = []
     mean: np.ndarray | None = None
@@ -138,32 +137,34 @@ def bents(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
     return found
 
 
-def homes(placed: list[tuple[PlacementRequest, int]], workers: int) -> np.ndarray:
-    home = np.zeros((workers, L * E))
-    for (_, worker), bent in zip(placed, bents([h for h, _ in placed]), strict=True):
-        if bent is not None:
-            home[worker] += (bent - home[worker]) / 32
-    return home
+def profiles(placed: list[tuple[PlacementRequest, int]], workers: int) -> np.ndarray:
+    profile = np.zeros((workers, L * E))
+    for (_, worker), deviation in zip(placed, deviations([h for h, _ in placed]), strict=True):
+        if deviation is not None:
+            profile[worker] += (deviation - profile[worker]) / 32
+    return profile
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), requests=st.integers(2, 40), strength=st.sampled_from([0.1, 0.5, 1e6]))
-def test_a_worker_costs_more_where_others_are_more_at_home(seed: int, requests: int, strength: float) -> None:
+def test_a_worker_costs_more_where_other_profiles_fit_better(
+    seed: int, requests: int, strength: float
+) -> None:
     workers, cost = 4, StepCost(2e-3, 1e-4, 1e-7, 5e-5)
-    policy: Any = make_policy("marginal-cost", cost=cost.as_dict(), home=strength)
+    policy: Any = make_policy("marginal-cost", cost=cost.as_dict(), affinity=strength)
     rng = np.random.default_rng(seed)
     placed = [(handoff(f"r{i}", seed + i), int(rng.integers(workers - 1))) for i in range(requests)]
     for h, worker in placed:
         policy.on_assigned(h, worker)
     placement = [[h for h, w in placed if w == worker] for worker in range(workers)]
     newcomer = handoff("new", seed + 999)
-    bent = bents([*(h for h, _ in placed), newcomer])[-1]
-    assert bent is not None
-    home = homes(placed, workers)
-    length = np.linalg.norm(home, axis=1)
-    likeness = np.divide(home @ bent, length, out=np.zeros(workers), where=length > 0)
-    price = policy.added_cost(newcomer, loads(placement)) * (1 + strength * (likeness.max() - likeness))
-    chosen = policy.choose(newcomer, loads(placement), rng).worker
+    deviation = deviations([*(h for h, _ in placed), newcomer])[-1]
+    assert deviation is not None
+    profile = profiles(placed, workers)
+    length = np.linalg.norm(profile, axis=1)
+    similarity = np.divide(profile @ deviation, length, out=np.zeros(workers), where=length > 0)
+    price = policy.added_cost(newcomer, loads(placement)) * (1 + strength * (similarity.max() - similarity))
+    chosen = policy.select(newcomer, loads(placement), rng).worker
     assert price[chosen] <= price.min() * 1.01 + strength * 1e-3 * cost.fixed_s  # cells are kept in 8 bits
 
 
@@ -176,31 +177,31 @@ def test_the_mean_weighs_the_first_requests_alike() -> None:
     assert policy.active.mean == pytest.approx(mean, abs=0.01)  # cells are kept in 8 bits
 
 
-def test_homes_learn_each_request_once_and_only_from_its_own_counts() -> None:
+def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None:
     policy: Any = make_policy("marginal-cost")
     placed = [(handoff(f"r{i}", i % 7), i % 3) for i in range(30)]
     for h, worker in placed:
         policy.on_assigned(h, worker)
-    there = policy.homes.home.copy()
-    assert there == pytest.approx(homes(placed, 3), abs=0.01)
+    there = policy.profiles.profile.copy()
+    assert there == pytest.approx(profiles(placed, 3), abs=0.01)
     policy.on_assigned(placed[-1][0], 2)  # told again, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         policy.on_assigned(PlacementRequest("odd", odd, 10, 5), 1)
-    assert np.array_equal(policy.homes.home, there)
+    assert np.array_equal(policy.profiles.profile, there)
 
 
-@pytest.mark.parametrize(("home", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
-def test_workers_specialise_and_follow_the_traffic(home: float, least: float, most: float) -> None:
+@pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
+def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float, most: float) -> None:
     """Four kinds of request on four workers, one kind a worker at best; then the kinds change."""
     cost = StepCost(2e-3, 1e-4, 0.0, 2e-5).as_dict()
-    policy, rng = make_policy("marginal-cost", cost=cost, home=home), np.random.default_rng(5)
+    policy, rng = make_policy("marginal-cost", cost=cost, affinity=affinity), np.random.default_rng(5)
     placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
     for phase, kinds in enumerate(([1, 2, 3, 4], [11, 12, 13, 14])):
         went = np.zeros((4, 4))
         for n in range(400):
             kind = int(rng.integers(4))
             newcomer = handoff(f"{phase}.{n}", kinds[kind])
-            worker = policy.choose(newcomer, loads(placement), rng).worker
+            worker = policy.select(newcomer, loads(placement), rng).worker
             policy.on_assigned(newcomer, worker)
             placement[worker].append(newcomer)
             went[worker, kind] += n >= 200
@@ -229,11 +230,11 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
     regret = []
     for n in range(20):
         newcomer = request(f"new{n}", n % 6)
-        worker = policy.choose(newcomer, loads(placement), rng).worker
+        worker = policy.select(newcomer, loads(placement), rng).worker
         added = policy.active.idle @ np.minimum(
             newcomer.signature[policy.active.layers].reshape(-1) / 100, 0.98
         )
-        marginal = policy._marginal(np.arange(700), Loads.of(loads(placement)), added, 100)
+        marginal = policy._marginal(np.arange(700), loads(placement), added, 100)
         regret.append(marginal[worker] / marginal.min() - 1)
     assert policy.active.idle.shape == (700, shape[0] * shape[1])
     assert float(np.mean(regret)) < 0.02
@@ -243,26 +244,14 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
 def test_without_counts_load_decides_then_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
     bare = PlacementRequest("bare", None, 10, 5)
-    first = policy.choose(bare, [WorkerLoad(2, 0), WorkerLoad(1, 0)], RNG)
+    first = policy.select(bare, Loads.of([2, 1]), RNG)
     assert (first.worker, first.reason) == (1, "no-signature")
     policy.on_assigned(bare, 1)
     policy.on_assigned(handoff("a", 1), 0)
-    later = policy.choose(bare, [WorkerLoad(1, 40), WorkerLoad(9, 90)], RNG)
+    later = policy.select(bare, Loads.of([1, 9], [40, 90]), RNG)
     assert (later.worker, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        assert (
-            policy.choose(
-                PlacementRequest("odd", odd, 10, 5), [WorkerLoad(1, 9), WorkerLoad(9, 9)], RNG
-            ).worker
-            == 0
-        )
-
-
-def test_a_vacant_worker_is_never_chosen() -> None:
-    policy = make_policy("marginal-cost")
-    policy.on_assigned(handoff("a", 1), 0)
-    state = [WorkerLoad(1, 40), WorkerLoad(0, 0, available=False), WorkerLoad(50, 900)]
-    assert policy.choose(handoff("b", 2), state, RNG).worker != 1
+        assert policy.select(PlacementRequest("odd", odd, 10, 5), Loads.of([1, 9], [9, 9]), RNG).worker == 0
 
 
 @pytest.mark.parametrize("cost", [{"fixed_s": -1}, {"per_lunch_s": 1.0}, {"fixed_s": float("nan")}, 3])
@@ -280,13 +269,13 @@ def test_the_weight_of_experts_is_that_of_their_cost() -> None:
     placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
     for n in range(40):
         newcomer = handoff(f"r{n}", n % 5)
-        first, second = (policy.choose(newcomer, loads(placement), RNG).worker for policy in policies)
+        first, second = (policy.select(newcomer, loads(placement), RNG).worker for policy in policies)
         assert first == second
         placement[first].append(newcomer)
         for policy in policies:
             policy.on_assigned(newcomer, first)
-    with pytest.raises(PolicyError, match="home"):
-        make_policy("marginal-cost", home=-0.1)
+    with pytest.raises(PolicyError, match="affinity"):
+        make_policy("marginal-cost", affinity=-0.1)
     with pytest.raises(PolicyError, match="expert_weight"):
         make_policy("marginal-cost", expert_weight=-1)
 

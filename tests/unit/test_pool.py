@@ -124,11 +124,11 @@ def test_what_cannot_wait_is_placed_at_once(fields: dict[str, Any]) -> None:
 
 
 def test_a_policy_without_pool_lets_nobody_wait() -> None:
-    state = make(workers=1, parameters={"pool": False})
+    state = make(workers=1, parameters={"queue": False})
     assert queued(say(state, "a", "b", "c")) == set()
 
 
-@pytest.mark.parametrize("change", [("shortest-queue", {}), ("slots", {"pool": False})])
+@pytest.mark.parametrize("change", [("shortest-queue", {}), ("slots", {"queue": False})])
 def test_when_the_policy_keeps_no_pool_any_more_all_are_placed(change: tuple[str, dict[str, Any]]) -> None:
     state = make(workers=2)
     say(state, *"abcdef")

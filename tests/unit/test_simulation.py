@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, PooledPolicy, make_policy
-from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
+from eldr_serve.routing import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
+from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
 from eldr_serve.simulation.requests import Experts, Requests, SimulationError, expert_bits, rank_masks
 from eldr_serve.simulation.run import Change, simulate
 
-COST = Cost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
+COST = StepCost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
 L, E, TOP_K = 2, 70, 3
 
 
-class Hoarding(PooledPolicy):
+class Hoarding(QueuedPolicy):
     """Lets requests wait until three are there or a worker is idle."""
 
-    def _choose(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
 
-    def _dispatch(
+    def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         idle = np.flatnonzero(loads.available & (loads.in_flight == 0)).tolist()
@@ -74,7 +74,7 @@ def test_one_worker_step_by_step() -> None:
         while waiting and len(running) < 2 and requests.arrival_s[waiting[0]] <= now:
             running.append(waiting.pop(0))
         active = sum(len({e for j in running for e in routes[j][done[j]][layer]}) for layer in range(L))
-        now += COST.step().seconds(len(running), sum(10 + j + done[j] for j in running), active)
+        now += COST.seconds(len(running), sum(10 + j + done[j] for j in running), active)
         for j in list(running):
             first.setdefault(j, now)
             last[j] = now
@@ -163,7 +163,7 @@ def test_every_request_ends_once_and_all_kv_is_given_back(
 
 def test_a_full_worker_lets_the_youngest_wait_and_recompute() -> None:
     requests = Requests(np.zeros(2), np.array([10, 10]), np.array([20, 20]))
-    cost = Cost(fixed_s=1.0, per_request_s=0, per_expert_s=0)
+    cost = StepCost(fixed_s=1.0, per_request_s=0, per_expert_s=0)
     decode = Decode(workers=1, kv_tokens=40, cost=cost, recompute_per_token_s=0.5)
     outcome = simulate(requests, make_policy("random"), Cluster(decode=decode))
     assert outcome.preempted == 1
@@ -175,7 +175,7 @@ def test_a_full_worker_lets_the_youngest_wait_and_recompute() -> None:
 
 def test_a_barrier_makes_all_steps_as_long_as_the_slowest() -> None:
     requests = Requests(np.zeros(2), np.array([100, 900]), np.array([5, 5]))
-    cost = Cost(fixed_s=1.0, per_request_s=0, per_kv_token_s=0.01, per_expert_s=0)
+    cost = StepCost(fixed_s=1.0, per_request_s=0, per_kv_token_s=0.01, per_expert_s=0)
     decode = Decode(workers=2, barrier=True, cost=cost)
     outcome = simulate(requests, make_policy("round-robin"), Cluster(decode=decode))
     alone = 1 + 0.01 * 100

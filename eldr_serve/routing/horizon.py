@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing.predictors import PREDICTORS, Guarded, Predictor
+from eldr_serve.routing.predictors import Guarded, Predictor, predictor_class
 from eldr_serve.routing.projection import Ran, RunningRequests
 from eldr_serve.routing.types import Loads, PlacementRequest
 
 
-class Lookahead:
+class Forecast:
     """Follows the running requests and projects each worker's load H steps ahead (paper, section C).
 
     Args:
         horizon: H, decode steps.
-        predictor: a name of PREDICTORS.
+        predictor: what predictor_class takes.
         refresh: R, tokens that a request generates between predictions.
         gate: a prediction is taken where p is at least this; elsewhere the request stays for H.
     """
@@ -28,7 +28,7 @@ class Lookahead:
         self._gate = gate
         self._running = RunningRequests(horizon)
         self._left: dict[str, Ran] = {}  # released since the last look, perhaps to be placed elsewhere
-        self._guard = Guarded(PREDICTORS[predictor](horizon), horizon)
+        self._guard = Guarded(predictor_class(predictor)(horizon), horizon)
 
     @property
     def predictor(self) -> Predictor:

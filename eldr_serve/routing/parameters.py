@@ -1,0 +1,82 @@
+"""A policy's parameters: declared once, checked, and refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from reprlib import repr as shortened
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from eldr_serve.routing.types import PolicyError
+
+MOST = 2**31 - 1  # of any count: sums of them stay within int64
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+
+_RENAMED = {
+    "home": "affinity",
+    "patience": "max_overtakes",
+    "pool": "queue",
+    "reach": "lookahead",
+    "window": "candidates",
+}
+_KINDS = {bool: "true or false", float: "a number", int: "a whole number", str: "a name"}
+
+
+class PolicyParameters(BaseModel):
+    """Base of every policy's parameters; each field says its default, range, unit and meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Declared = TypeVar("Declared", bound=PolicyParameters)
+
+
+def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) -> Declared:
+    """The parameters of the policy of that name; PolicyError, one sentence, for the first that is wrong."""
+    try:
+        return declared(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise PolicyError(_unknown(declared, policy, name)) from error
+        value = shortened(values[name])
+        if first["type"] == "value_error":
+            raise PolicyError(f"{name} is {value}, {first['ctx']['error']}") from error
+        raise PolicyError(f"{name} is {value}, it must be {kind_of(declared.model_fields[name])}") from error
+
+
+def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
+    known = sorted(declared.model_fields)
+    if (new := _RENAMED.get(name)) in known:
+        return f"the parameter {name!r} of policy {policy!r} is called {new!r} now"
+    takes = f"takes {', '.join(known)}" if known else "takes no parameter"
+    return f"policy {policy!r} has no parameter {name!r}; it {takes}"
+
+
+def kind_of(field: FieldInfo) -> str:
+    """What a parameter may be: "a whole number from 1 to 12"."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    kind = next(kind for kind in kinds if kind is not type(None))
+    low, high = _bound(field, "ge", "gt"), _bound(field, "le", "lt")
+    said = _KINDS.get(kind, getattr(kind, "__name__", str(kind)))
+    if is_dataclass(kind):
+        said = f"a map from {', '.join(term.name for term in fields(kind))} to numbers, 0 or more"
+    if low is not None:
+        said += f" from {_number(low)}" if high is not None else f", {_number(low)} or more"
+    if high is not None:
+        said += f" to {_number(high)}"
+    return said + (", or null" if type(None) in kinds else "")
+
+
+def _bound(field: FieldInfo, *names: str) -> Any:
+    said = (getattr(constraint, name, None) for constraint in field.metadata for name in names)
+    return next((bound for bound in said if bound is not None), None)
+
+
+def _number(value: Any) -> str:
+    return "2^31 - 1" if value == MOST else f"{value:.15g}"

@@ -1,0 +1,57 @@
+"""Affinity profiles: what kind of request each worker has taken of late."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.activation import grown
+
+_MEMORY = 32  # requests; what came before counts for a third
+
+
+class AffinityProfiles:
+    """A worker's affinity profile: the mean activation deviation of what was placed there, older ones fading.
+
+    A request's activation deviation is the unit vector of its activation minus the recent mean. Nothing is
+    fitted: workers specialise online, and follow the traffic when it changes.
+
+    Attributes:
+        profile: float32[W, C], zeros where nothing was placed yet; C cells, in any order.
+    """
+
+    def __init__(self) -> None:
+        self.profile = np.zeros((0, 0), np.float32)
+        self._length = np.zeros(0, np.float32)
+
+    def grow(self, workers: int, cells: int) -> None:
+        """There are at least so many workers."""
+        if workers > len(self.profile):
+            self.profile = grown(self.profile, workers, cells)
+            self._length = grown(self._length, workers)
+
+    def learn(self, worker: int, deviation: NDArray[np.float32]) -> None:
+        """A request of that activation deviation, float32[C], was placed there."""
+        self.grow(worker + 1, len(deviation))
+        profile = self.profile[worker]
+        profile += (deviation - profile) / np.float32(_MEMORY)
+        self._length[worker] = np.linalg.norm(profile)
+
+    def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:
+        """float64[n], of the profiles with a deviation; 0 where nothing was placed yet.
+
+        Args:
+            along: float32[n], profile @ deviation of each worker.
+        """
+        length = self._length[workers]
+        return np.divide(along, length, out=np.zeros(len(workers)), where=length > 0)
+
+
+def deviation_of(p: NDArray[np.float32], mean: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    """float32[C] of length 1; None where the request is like the mean."""
+    difference = p - mean
+    length = np.linalg.norm(difference)
+    if not length:
+        return None
+    difference /= length
+    return difference

@@ -1,0 +1,201 @@
+"""What authors of policies are offered: import paths, checks, refusals, and tables made from declarations."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import Field
+from test_router_state import ask, make
+
+from eldr_serve.routing import (
+    Decision,
+    Loads,
+    MarginalCost,
+    PlacementRequest,
+    Policy,
+    PolicyError,
+    QueuedPolicy,
+    Survival,
+    check_policy,
+    make_policy,
+    policy_names,
+    reads_counts,
+)
+from eldr_serve.routing.describe import filled
+from eldr_serve.routing.registry import policy_class
+from eldr_serve.serving.config import RouterOptions
+
+PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
+STRANGER = """
+import numpy as np
+from pydantic import Field
+from eldr_serve.routing import Decision, NoWorkerError, Policy, Survival
+
+class Nearest(Policy):
+    reads_counts = True
+
+    class Parameters(Policy.Parameters):
+        start: int = Field(default=0, ge=0, le=9, description="the worker to begin with")
+
+    def select(self, request, loads, rng):
+        workers = loads.workers
+        if not len(workers):
+            raise NoWorkerError("none")
+        return Decision(int(workers[self.parameters.start % len(workers)]), 1, None, "nearest")
+
+class Late(Survival):
+    pass
+
+class Fails(Policy):
+    def __init__(self):
+        raise RuntimeError("not today")
+    def select(self, request, loads, rng): ...
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module outside the repository."""
+    (tmp_path / "their_rules.py").write_text(STRANGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "their_rules"
+    sys.modules.pop("their_rules", None)
+
+
+def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
+    name = f"{stranger}:Nearest"
+    policy = make_policy(name, start=2)
+    assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
+    state = make(policy=name, parameters={"start": 1})
+    lease = ask(state, "x")
+    assert lease is not None
+    assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
+    assert RouterOptions(policy=name, parameters={"start": 3}).policy == name
+    predicts: Any = make_policy("balance-route-horizon", predictor=f"{stranger}:Late")
+    assert isinstance(predicts.predictor, Survival)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "sentence"),
+    [
+        ("their_rules:Nearest", {"start": 10}, "start is 10, it must be a whole number from 0 to 9"),
+        ("their_rules:Nearest", {"end": 1}, "has no parameter 'end'; it takes start"),
+        ("their_rules:Nobody", {}, "'their_rules:Nobody' cannot be imported (AttributeError: "),
+        ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
+        ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.routing.Policy"),
+        ("their_rules:Fails", {}, "cannot be made: RuntimeError('not today')"),
+        ("locality-balance", {}, "was removed: it had 17 to 24 % less throughput than shortest-queue; use "),
+        ("marginal-cost", {"home": 0.1}, "'home' of policy 'marginal-cost' is called 'affinity' now"),
+        ("balance-route", {"patience": 9}, "called 'max_overtakes' now"),
+        ("balance-route", {"reach": 9}, "called 'lookahead' now"),
+        ("balance-route", {"window": 9}, "called 'candidates' now"),
+        ("balance-band", {"pool": False}, "called 'queue' now"),
+        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X', which cannot be imported ("),
+        ("balance-band", {"predictor": "json:dumps"}, "which is no class with `predict` and `learn`"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_sentence(
+    stranger: str, name: str, parameters: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(PolicyError, match=re.escape(sentence)) as refused:
+        make_policy(name, **parameters)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        RouterOptions(policy=name, parameters=parameters)
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_our_policies_break_nothing(name: str) -> None:
+    assert check_policy(policy_class(name)) == []
+
+
+class _First(Policy):
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(0, 1, None, "first")
+
+
+class _Greedy(_First):
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        worker = int(np.flatnonzero(loads.available)[0])
+        loads.in_flight[worker] += 1
+        return Decision(worker, 1, None, "greedy")
+
+
+class _Moody(Policy):
+    _rng = np.random.default_rng()
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(self._rng.choice(loads.workers)), 1, None, "moody")
+
+
+class _Fixed(MarginalCost):
+    """Knows the requests and workers that it has seen first, and no others."""
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        assert request.signature is not None
+        return super().select(request, loads, rng)
+
+    def on_finished(self, request_id: str) -> None:
+        del self.active.held[request_id]
+
+
+class _Hoards(QueuedPolicy):
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(loads.workers[0]), 1, None, "now")
+
+    def dispatch(self, waiting: Any, loads: Loads, rng: np.random.Generator) -> list[tuple[int, Decision]]:
+        return []
+
+
+class _Twice(_Hoards):
+    def dispatch(self, waiting: Any, loads: Loads, rng: np.random.Generator) -> list[tuple[int, Decision]]:
+        return [(0, self.select(waiting[0], loads, rng))] * 2 if waiting else []
+
+
+class _Secret(_Hoards):
+    class Parameters(QueuedPolicy.Parameters):
+        start: Any = Field(default_factory=object)
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [
+        (_First, "it chose a worker that is not available"),
+        (_First, "select must raise NoWorkerError where no worker is available"),
+        (_Greedy, "select changed the loads, which belong to the caller"),
+        (_Moody, "two runs of the same seed chose other workers: draw from `rng` alone"),
+        (_Fixed, "requests without a usable signature: it raised AssertionError"),
+        (_Fixed, "what it is told: it raised KeyError('nobody')"),
+        (_Hoards, "dispatch left requests waiting though no worker runs any"),
+        (_Twice, "dispatch must give each index into `waiting` at most once, and no other"),
+        (_Secret, "parameters: it raised PydanticSerializationError"),
+    ],
+)
+def test_an_author_is_told_what_his_class_breaks(broken: type[Policy], sentence: str) -> None:
+    assert any(sentence in found for found in check_policy(broken))
+
+
+def test_the_policy_that_the_page_shows_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "from_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = make_policy("from_the_page:Packed", slots=4)
+    assert check_policy(type(policy), slots=4) == []
+    assert (
+        policy.select(PlacementRequest("r", None, 5, 5), Loads.of([1, 3, 4]), np.random.default_rng()).worker
+        == 1
+    )
+
+
+def test_the_page_has_the_parameters_as_declared() -> None:
+    page = PAGE.read_text()
+    assert page.count("<!-- parameters ") >= 5
+    assert filled(page) == page, "run: python -m eldr_serve.routing.describe --write docs/placement.md"
