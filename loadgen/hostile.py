@@ -130,7 +130,7 @@ def remains(url: str) -> list[str]:
     held = {
         "requests in flight": status["ingress"]["in_flight"],
         "leases": status["leases"] + status["ingress"]["leases"],
-        "requests in the pool": status["pool"]["size"],
+        "requests in the decode queue": status["decode_queue"]["size"],
         "requests on decode workers": sum(worker["in_flight"] for worker in status["workers"]),
         "KV tokens on decode workers": sum(worker["kv_tokens"] for worker in status["workers"]),
         "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),

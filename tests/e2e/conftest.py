@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,21 @@ from service import POOL_TTL_S, ROOT, Demo, Service, submit_job, wait_for
 
 PROMPTS = ROOT / "demo_model" / "prompts"
 PORT = 8231
+# A policy of somebody else, outside the repository.
+STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
+_POLICY = """
+from eldr_serve.routing import Decision, Policy
+from pydantic import Field
+
+class LastWorker(Policy):
+    class Parameters(Policy.Parameters):
+        at_most: int = Field(default=4, ge=1, description="requests in flight on the last worker")
+
+    def select(self, request, loads, rng):
+        workers = loads.workers
+        room = workers[loads.in_flight[workers] < self.parameters.at_most]
+        return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
+"""
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
 ENGINE_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -54,7 +70,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     said = out / "said.txt"
     os.environ |= {"RAY_metrics_report_interval_ms": "1000"}  # or each test of a metric waits for 10 s
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    STRANGER.parent.mkdir(exist_ok=True)
+    STRANGER.write_text(_POLICY)
+    paths = [str(ROOT), str(STRANGER.parent), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with said.open("w") as file:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
@@ -159,7 +178,7 @@ def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
         running: Service = request.getfixturevalue("service")
         wait_for(
             lambda: (
-                running.status()["leases"] == running.status()["pool"]["size"] == 0
+                running.status()["leases"] == running.status()["decode_queue"]["size"] == 0
                 and all(w["in_flight"] == w["kv_tokens"] == 0 for w in running.status()["workers"])
             ),
             "all leases are released",

@@ -15,7 +15,7 @@ LONG = {"model": "eldr-demo", "max_tokens": 1500, "stream": True, "ignore_eos": 
 
 
 def pool_size(service: Service) -> int:
-    size: int = service.status()["pool"]["size"]
+    size: int = service.status()["decode_queue"]["size"]
     return size
 
 
@@ -67,7 +67,7 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
     single_engine: dict[str, list[str]],
 ) -> None:
     service.set_policy(policy, **parameters)
-    before = service.status()["counters"].get("pooled", 0)
+    before = service.status()["counters"].get("queued", 0)
     client, options = service.async_client, {"model": "eldr-demo", "max_tokens": 24, "temperature": 0}
     most = 0
 
@@ -96,7 +96,7 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
     watching.cancel()
     assert completions == single_engine["completions"]
     assert chats == single_engine["chats"]
-    assert (service.status()["counters"].get("pooled", 0) > before) == pools
+    assert (service.status()["counters"].get("queued", 0) > before) == pools
     if pools:
         assert 1 <= most <= parameters["slots"]
 
@@ -120,7 +120,7 @@ async def test_a_client_that_leaves_the_pool_gives_its_prompts_blocks_back(servi
 
 
 async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(service: Service) -> None:
-    before = service.status()["counters"].get("pool_expired", 0)
+    before = service.status()["counters"].get("queue_expired", 0)
     async with crowd(service, 14) as clients:
         started = asyncio.get_running_loop().time()
         done: set[asyncio.Task[httpx.Response]] = set()
@@ -129,7 +129,7 @@ async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(servic
         assert asyncio.get_running_loop().time() - started >= POOL_TTL_S
         assert refused[0].status_code == 503
         assert int(refused[0].headers["retry-after"]) >= 1
-        await until(lambda: service.status()["counters"].get("pool_expired", 0) > before)
+        await until(lambda: service.status()["counters"].get("queue_expired", 0) > before)
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     # Who leaves in the very moment of being given a worker may hold blocks until their lease ends; what an
     # engine held longer would be held for good.
@@ -156,5 +156,5 @@ async def test_the_router_may_die_while_requests_wait(service: Service) -> None:
 
 
 def test_the_pool_is_in_the_metrics(service: Service) -> None:
-    wait_for(lambda: service.metric("eldr_pool_wait_seconds_count") > 0, "waits are exported", 40)
-    assert "ray_eldr_pool_size{" in service.metrics()
+    wait_for(lambda: service.metric("eldr_decode_queue_wait_seconds_count") > 0, "waits are exported", 40)
+    assert "ray_eldr_decode_queue_size{" in service.metrics()
