@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from benchmarks.rig.capture import TASKS, captured
-from benchmarks.rig.options import (
+from benchmarks.harness.capture import TASKS, captured
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -25,9 +25,9 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from offline.cli import run
-from offline.plots import save
-from offline.results import publish
+from tools.cli import run
+from tools.plots import save
+from tools.results import publish
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 

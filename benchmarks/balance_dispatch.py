@@ -21,8 +21,8 @@ import numpy as np
 import typer
 
 from eldr_serve.routing import Loads, PlacementRequest, PooledPolicy, make_policy
-from offline.cli import run
-from offline.results import publish, time_calls
+from tools.cli import run
+from tools.results import publish, time_calls
 
 OUTPUT_TOKENS = 250  # mean, geometric
 

@@ -20,8 +20,8 @@ import yaml
 
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.engine.signature_cache import MAX_BLOCK_SIZE, SignatureCache
-from offline.cli import BadInput, run
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.results import publish
 
 GOAL_PCT = 0.5
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -28,14 +28,15 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
-from benchmarks.rig.engines import ENGINE_ENV
+from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
+from benchmarks.harness.engines import ENGINE_ENV
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.engine.capture import ExpertCapture
 from eldr_serve.routing import Loads, PlacementRequest, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
-from offline.cli import BadInput, run
-from offline.results import median_ci, publish
+from tools.cli import BadInput, run
+from tools.results import publish
+from tools.stats import median_ci
 
 L, E, K_TOP, WORKERS = 48, 128, 8, 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
@@ -146,7 +147,7 @@ class _Engine:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         env = {"PYTHONPATH": str(ROOT), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rig.prefill_engine", json.dumps(job)],
+            [sys.executable, "-m", "benchmarks.harness.prefill_engine", json.dumps(job)],
             env=os.environ | ENGINE_ENV | env, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
         )  # fmt: skip

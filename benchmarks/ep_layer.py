@@ -19,9 +19,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.rig.capture import Captured, captured
-from benchmarks.rig.ep_ranks import device, on_ranks
-from benchmarks.rig.ep_timing import (
+from benchmarks.harness.capture import Captured, captured
+from benchmarks.harness.ep_ranks import device, on_ranks
+from benchmarks.harness.ep_timing import (
     STAGES,
     Arm,
     Plan,
@@ -30,7 +30,7 @@ from benchmarks.rig.ep_timing import (
     rank_alone,
     shares_alone,
 )
-from benchmarks.rig.options import (
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -40,17 +40,17 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.replay import widened
+from benchmarks.harness.replay import widened
 from eldr_serve.experts import eplb_placement
 from eldr_serve.experts.cost import LayerCost, LayerFit, LayerWork
-from offline.cli import BadInput, run
-from offline.plots import lines
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.plots import lines
+from tools.results import publish
+from tools.stats import paired_change_percent
 
 Floats = NDArray[np.float64]
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
-_DRAWS = 2000  # of the bootstrap
 
 
 def ep_layer(
@@ -207,8 +207,6 @@ def _with_messages(compute: LayerCost, moved: list[dict[str, Any]]) -> LayerCost
 def _rows(
     how: str, plan: Plan, timed: dict[Arm, dict[str, Floats]], compute: LayerCost, seed: int
 ) -> list[dict[str, Any]]:
-    batches = len(plan.routes)
-    draws = np.random.default_rng(seed).integers(batches, size=(_DRAWS, batches))
     by_batch = {
         arm: {stage: 1e3 * s.mean(axis=1) for stage, s in stages.items()} for arm, stages in timed.items()
     }
@@ -223,11 +221,10 @@ def _rows(
             "predicted_experts_ms": 1e3 * float(_predicted(compute, plan, arm).mean()),
         }  # fmt: skip
         for stage in ("experts", "layer"):
-            change: list[float | None] = [None] * 3
+            change: Sequence[float | None] = [None] * 3
             if stage in stages:
                 mine, base = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
-                drawn = np.percentile(mine[draws].mean(axis=1) / base[draws].mean(axis=1), [2.5, 97.5])
-                change = [100 * (float(r) - 1) for r in (mine.mean() / base.mean(), *drawn)]
+                change = paired_change_percent(mine, base, np.mean, seed=seed)
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
             row |= {
                 f"{stage}_{end}pct": value

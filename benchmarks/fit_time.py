@@ -16,8 +16,8 @@ import typer
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
-from offline.cli import run
-from offline.results import publish
+from tools.cli import run
+from tools.results import publish
 
 L, E, TOP_K = 48, 128, 8
 

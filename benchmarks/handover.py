@@ -30,25 +30,21 @@ import httpx
 import numpy as np
 import typer
 
-from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, session
-from benchmarks.rig.cluster import local_ray, wait_ready
-from benchmarks.rig.engines import our_arguments
-from benchmarks.rig.prompts import MODEL, bodies
+from benchmarks.harness.client import Answer, allow_open_files, closed_loop, complete, session
+from benchmarks.harness.cluster import local_ray, wait_ready
+from benchmarks.harness.engines import our_arguments
+from benchmarks.harness.prompts import MODEL, bodies
 from eldr_serve.serving.stages import WINDOW
-from offline.cli import run
-from offline.results import publish
+from tools.cli import run
+from tools.prometheus import total
+from tools.results import publish
 
 _KV_PULL = "ray_vllm_nixl_xfer_time_seconds"
 
 
 def kv_pull_totals(text: str) -> tuple[float, float]:
     """(seconds, transfers) so far over all engines, from a Prometheus page; only decode engines pull."""
-    totals = {"sum": 0.0, "count": 0.0}
-    for line in text.splitlines():
-        name = line.partition("{")[0]
-        if name in (f"{_KV_PULL}_sum", f"{_KV_PULL}_count"):
-            totals[name.rpartition("_")[2]] += float(line.rpartition(" ")[2])
-    return totals["sum"], totals["count"]
+    return total(text, f"{_KV_PULL}_sum"), total(text, f"{_KV_PULL}_count")
 
 
 def _settled(url: str) -> tuple[float, float]:
@@ -105,7 +101,7 @@ def handover(
     with local_ray(http_port=port, metrics_port=port + 1):
         from ray import serve
 
-        from benchmarks.rig.timed_decode import TimedDecodeServer
+        from benchmarks.harness.timed_decode import TimedDecodeServer
         from eldr_serve.serving.app import build_app
 
         with patch("eldr_serve.serving.app.DecodeServer", TimedDecodeServer):

@@ -22,9 +22,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.rig.capture import captured, groups_of
-from benchmarks.rig.cluster import unwind_on_sigterm
-from benchmarks.rig.live import (
+from benchmarks.harness.capture import captured, groups_of
+from benchmarks.harness.cluster import unwind_on_sigterm
+from benchmarks.harness.live import (
     BurnInOption,
     DeploymentOption,
     InFlightOption,
@@ -40,7 +40,7 @@ from benchmarks.rig.live import (
     wide_arguments,
     workers_of,
 )
-from benchmarks.rig.options import (
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -52,13 +52,13 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.replay import widened
+from benchmarks.harness.replay import widened
 from eldr_serve.fitting import fit_table
 from loadgen.figures import BASELINES
 from loadgen.workload import write_prompts
-from offline.cli import run
-from offline.plots import bars
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars
+from tools.results import publish
 
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
@@ -70,7 +70,7 @@ def live(
     in_flight: InFlightOption = 64,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 2,
-    block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 40,
+    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 40,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 45,
     burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo_4d.yaml"),
@@ -90,7 +90,7 @@ def live(
     options = {
         "policies": policies, "rounds": rounds, "seed": seed,
         **({"rate": rate} if rate else {"in-flight": in_flight}),
-        "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
+        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {

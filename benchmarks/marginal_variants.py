@@ -17,8 +17,8 @@ import typer
 from numpy.typing import NDArray
 from sklearn.linear_model import RidgeCV
 
-from benchmarks.rig.capture import Captured, captured
-from benchmarks.rig.options import (
+from benchmarks.harness.capture import Captured, captured
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -29,7 +29,7 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.replay import Load, loads_of
+from benchmarks.harness.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, make_policy
@@ -39,9 +39,9 @@ from eldr_serve.routing.policies import worker_similarity
 from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
-from offline.cli import run
-from offline.plots import bars
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars
+from tools.results import publish
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
 COST = Cost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.rig.options import OutOption, SeedOption
+from benchmarks.harness.options import OutOption, SeedOption
 from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
 from eldr_serve.experts.metro_torch import TorchMetro
-from offline.cli import run
-from offline.results import publish, time_calls
+from tools.cli import run
+from tools.results import publish, time_calls
 
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
 LAYERS = 48

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.rig.options import OutOption, SeedOption
-from offline.cli import BadInput, run
-from offline.plots import lines
-from offline.results import publish
+from benchmarks.harness.options import OutOption, SeedOption
+from tools.cli import BadInput, run
+from tools.plots import lines
+from tools.results import publish
 
 SHAPES = {  # hidden size, intermediate size, experts, top-k
     "demo-wide": (160, 1024, 64, 4),

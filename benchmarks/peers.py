@@ -33,18 +33,19 @@ import aiohttp
 import numpy as np
 import typer
 
-from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
-from benchmarks.rig.cluster import local_ray, unwind_on_sigterm, wait_ready
-from benchmarks.rig.engines import (
+from benchmarks.harness.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
+from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.harness.engines import (
     our_arguments,
     process,
     ray_pd_arguments,
     vllm_servers,
     wait_http,
 )
-from benchmarks.rig.prompts import bodies
-from offline.cli import BadInput, run
-from offline.results import median_ci, publish
+from benchmarks.harness.prompts import bodies
+from tools.cli import BadInput, run
+from tools.results import publish
+from tools.stats import median_ci
 
 RAY_SYSTEMS = ("eldr", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")

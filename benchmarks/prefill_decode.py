@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import pearsonr, spearmanr
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.options import (
+from benchmarks.harness.capture import captured
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -23,9 +23,9 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from eldr_serve.signature import fit_signature, signature_quality
-from offline.cli import run
-from offline.plots import save
-from offline.results import publish
+from tools.cli import run
+from tools.plots import save
+from tools.results import publish
 
 
 def prefill_decode(

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.cluster import unwind_on_sigterm
-from benchmarks.rig.live import (
+from benchmarks.harness.capture import captured
+from benchmarks.harness.cluster import unwind_on_sigterm
+from benchmarks.harness.live import (
     BurnInOption,
     DeploymentOption,
     InFlightOption,
@@ -32,7 +32,7 @@ from benchmarks.rig.live import (
     wide_arguments,
     workers_of,
 )
-from benchmarks.rig.options import (
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -43,12 +43,12 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from benchmarks.rig.replay import widened
+from benchmarks.harness.replay import widened
 from eldr_serve.fitting import fit_table
 from loadgen.workload import balanced_sample, write_prompts
-from offline.cli import run
-from offline.plots import bars
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars
+from tools.results import publish
 
 
 def prefix_cache(
@@ -59,7 +59,7 @@ def prefix_cache(
     ] = "round-robin,locality-band,marginal-cost",
     in_flight: InFlightOption = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy and cache state.")] = 3,
-    block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 25,
+    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 25,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 15,
     burn_in_seconds: BurnInOption = 120,
     deployment: DeploymentOption = Path("deployments/cpu_demo.yaml"),
@@ -78,7 +78,7 @@ def prefix_cache(
     folders = {state: work / f"prefix_cache_{state}" for state in ("on", "off")}
     options = {
         "policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed,
-        "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
+        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {

@@ -21,8 +21,8 @@ import typer
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import Loads, PlacementRequest, Policy, WorkerLoad, make_policy
 from eldr_serve.signature import SignatureSpec
-from offline.cli import run
-from offline.results import publish, time_calls
+from tools.cli import run
+from tools.results import publish, time_calls
 
 L, E, K_TOP = 48, 128, 8
 

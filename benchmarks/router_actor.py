@@ -19,11 +19,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.rig.cluster import local_ray
+from benchmarks.harness.cluster import local_ray
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.signature import SignatureSpec
-from offline.cli import run
-from offline.results import median_ci, publish
+from tools.cli import run
+from tools.results import publish
+from tools.stats import median_ci
 
 L, E, K_TOP = 48, 128, 8  # Qwen3-30B-A3B
 _PROMPTS = 32

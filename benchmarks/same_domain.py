@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.options import (
+from benchmarks.harness.capture import captured
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -24,9 +24,9 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from eldr_serve.simulation.requests import expert_bits
-from offline.cli import run
-from offline.plots import lines
-from offline.results import publish
+from tools.cli import run
+from tools.plots import lines
+from tools.results import publish
 
 SIZES = (4, 8, 16, 32, 64, 128)
 

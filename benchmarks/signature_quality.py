@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.gates import gate_scores
-from benchmarks.rig.options import (
+from benchmarks.harness.capture import captured
+from benchmarks.harness.gates import gate_scores
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -23,9 +23,9 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from eldr_serve.fitting import compare_transforms
-from offline.cli import run
-from offline.plots import bars, lines
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars, lines
+from tools.results import publish
 
 
 def signature_quality(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.options import (
+from benchmarks.harness.capture import captured
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     CapturedOption,
@@ -24,9 +24,9 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from eldr_serve.fitting import fit_table
-from offline.cli import run
-from offline.plots import save, signature_space_figure
-from offline.results import publish
+from tools.cli import run
+from tools.plots import save, signature_space as draw
+from tools.results import publish
 
 
 def signature_space(
@@ -55,7 +55,7 @@ def signature_space(
             }
             for c in range(clusters)
         ]
-        figures[workload] = signature_space_figure(trace, table)
+        figures[workload] = draw(trace, table)
     path = publish(
         "signature_space", rows, inputs={"captured": requests, "clusters": clusters}, seed=seed, out=out,
         notes="balanced K-means over count-idf signatures with the greedy layer mask",

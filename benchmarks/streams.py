@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.rig.client import Answer, allow_open_files, complete, errors, most_open, session, summary
-from benchmarks.rig.cluster import local_ray, wait_ready
-from offline.cli import BadInput, run
-from offline.results import publish
+from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
+from benchmarks.harness.cluster import local_ray, wait_ready
+from tools.cli import BadInput, run
+from tools.results import publish
 
 MODES = {
     "default": {},
@@ -54,7 +54,7 @@ def _measure(
     with local_ray(http_port=port):
         from ray import serve
 
-        from benchmarks.rig.fakes import MODEL, fake_application
+        from benchmarks.harness.fakes import MODEL, fake_application
 
         application = fake_application(
             decode_replicas=decode_replicas, prefill_s=prefill_s, gap_s=gap_s, seed=seed

@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from eldr_serve.files import write_whole
-from offline.cli import BadInput, run
+from tools.cli import BadInput, run
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")
 _QUESTION = re.compile(r"<\|user\|>(.*?)\s*<\|assistant\|>", re.DOTALL)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
-from loadgen.stats import Slo
+from tools.stats import Slo
 from loadgen.traces import read_trace, replay
 from loadgen.workload import WorkloadError, read_prompts
 

@@ -31,7 +31,7 @@ from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
-from loadgen.sse import StreamError, StreamTiming, read_stream
+from tools.sse import StreamError, StreamTiming, read_stream
 from loadgen.workload import WorkloadError
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")

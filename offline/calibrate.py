@@ -29,8 +29,8 @@ from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
-from offline.cli import BadInput, run
-from offline.progress import progress_bar
+from tools.cli import BadInput, run
+from tools.progress import progress_bar
 
 _FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor

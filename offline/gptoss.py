@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.cli import BadInput
+from tools.cli import BadInput
 
 LAYERS, EXPERTS, TOP_K = 24, 32, 4
 _VALUE = np.full(256, 255, np.uint8)

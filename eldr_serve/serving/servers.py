@@ -126,7 +126,7 @@ class PrefillServer(EngineServer):
 
     async def release_kv(self, release: ReleaseKv) -> None:
         """Free the prompt's blocks, now or, while it is still computed, when it ends."""
-        await self.collective_rpc("eldr_give_up", args=([release.request_id],))
+        await self.collective_rpc("eldr_abandon", args=([release.request_id],))
 
 
 class DecodeServer(EngineServer):

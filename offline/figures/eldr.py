@@ -20,9 +20,9 @@ from eldr_serve.simulation.cluster import Cluster, Cost, Decode, Prefill
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import Change, simulate
-from offline.cli import BadInput
+from tools.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
-from offline.plots import bars, lines
+from tools.plots import bars, lines
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
 
 TASKS = ("code", "math", "medical", "legal")

@@ -18,7 +18,7 @@ def compare(service: Service, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable, "-m", "loadgen.compare", "--host", service.url, "--policies", ",".join(POLICIES),
-            "--rate", "3", "--block-seconds", "5", "--warm-up-seconds", "1", "--rounds", "1",
+            "--rate", "3", "--trial-seconds", "5", "--warm-up-seconds", "1", "--rounds", "1",
             "--max-tokens", "12", "--out", str(out),
         ],
         stdout=subprocess.PIPE,

@@ -17,11 +17,11 @@ from benchmarks.__main__ import NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
 from benchmarks.handover import kv_pull_totals
 from benchmarks.peers import _rows
-from benchmarks.rig import tables
-from benchmarks.rig.client import Answer, most_open, summary
-from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
-from offline.cli import BadInput, run
-from offline.results import publish
+from benchmarks.harness import tables
+from benchmarks.harness.client import Answer, most_open, summary
+from benchmarks.harness.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
+from tools.cli import BadInput, run
+from tools.results import publish
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +143,7 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
     for page in tables.PAGES:
         text = page.read_text()
         assert "<!-- end -->" in text
-        assert tables.filled(text) == text, f"run python -m benchmarks.rig.tables: {page.name} is older"
+        assert tables.filled(text) == text, f"run python -m benchmarks.harness.tables: {page.name} is older"
 
 
 def test_the_summary_hides_no_rule_that_beats_one_that_it_shows() -> None:

@@ -11,7 +11,7 @@ import pytest
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.signature import pack_counts
 from offline.calibrate import _Journal, build_trace, decode_settings
-from offline.cli import BadInput
+from tools.cli import BadInput
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.cli import BadInput
+from tools.cli import BadInput
 from offline.figures import director, shifting
 from offline.figures.common import Options
 

@@ -45,7 +45,7 @@ from eldr_serve.experts.grouping import (
 )
 from eldr_serve.experts.locality import local_rule, weighted_rule
 from eldr_serve.experts.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
-from offline.cli import bad_input_exits
+from tools.cli import bad_input_exits
 from offline.figures import grace
 from offline.figures.common import Options
 from offline.reproduce import reproduce

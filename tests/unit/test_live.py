@@ -11,13 +11,13 @@ import httpx
 import pytest
 from traces import synthetic_trace
 
-from benchmarks.rig import live
+from benchmarks.harness import live
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
-from loadgen.block import Block
+from loadgen.trial import Trial
 from loadgen.figures import rows_of
-from loadgen.plan import Folder, order, read_blocks
-from loadgen.stats import Slo
+from loadgen.plan import Folder, order, read_trials
+from tools.stats import Slo
 
 URL = "http://127.0.0.1:1"
 
@@ -100,13 +100,13 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
             for n in range(5)
         ]  # fmt: skip
         engines = {"seconds": 20.0 if slow else 10.0, "batch": 100.0, "steps": 10.0, "active": 50.0}
-        folder.save(Block(step.policy, 0, requests, engines), step)
-    wall = rows_of(policies, read_blocks(folder.path), warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
+        folder.save(Trial(step.policy, 0, requests, engines), step)
+    wall = rows_of(policies, read_trials(folder.path), warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
     result = {"inputs": shape | {"policies": policies}, "rows": wall}
-    pace = tmp_path / "pace"
-    pace.mkdir()
+    cpu_speed = tmp_path / "cpu_speed"
+    cpu_speed.mkdir()
     lines = [json.dumps([t, 1e-3 if t < 50 else 2e-3, 0, 100 * t]) for t in range(101)]
-    (pace / "pace_0.jsonl").write_text("\n".join(lines) + "\n")
+    (cpu_speed / "cpu_speed_0.jsonl").write_text("\n".join(lines) + "\n")
     rows = {(r["clock"], r["policy"]): r for r in live.by_both_clocks(result, tmp_path)}
     assert len(rows) == 4
     assert rows["wall", "marginal-cost"]["tpot_p50_ms_change_pct"] == pytest.approx(100.0)
@@ -115,4 +115,4 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
     assert rows["even", "marginal-cost"]["engine_ms_per_token_change_pct"] == pytest.approx(0.0, abs=1.0)
     assert rows["even", "random"]["active_experts"] == rows["wall", "random"]["active_experts"] == 5.0
     live.finish(tmp_path)
-    assert not pace.exists()
+    assert not cpu_speed.exists()

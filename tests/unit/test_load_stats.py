@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from scipy.stats import mstats
 
-from loadgen.stats import (
+from tools.stats import (
     Sample,
     Slo,
     interval,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.sse import StreamError, read_stream
+from tools.sse import StreamError, read_stream
 from loadgen.workload import Prompt, WorkloadError, balanced_sample, read_prompts, write_prompts
 
 

@@ -15,9 +15,9 @@ import pytest
 import requests
 from fake_service import REPLICAS, FakeService, fake_service
 
-from benchmarks.rig.replay_engine import free_port
+from benchmarks.harness.replay_engine import free_port
 from loadgen.arrivals import poisson
-from loadgen.sse import read_stream
+from tools.sse import read_stream
 
 ROOT = Path(__file__).parents[2]
 BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]

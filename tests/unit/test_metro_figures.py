@@ -11,7 +11,7 @@ import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.cost import LayerWork
-from offline.cli import BadInput
+from tools.cli import BadInput
 from offline.figures import metro
 from offline.figures.common import Options
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.cli import bad_input_exits
+from tools.cli import bad_input_exits
 from offline.figures import balanceroute, eldr, eldr_parallel
 from offline.figures.common import Options
 from offline.reproduce import reproduce

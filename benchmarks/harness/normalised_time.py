@@ -1,4 +1,4 @@
-"""A clock that goes as fast as the cores do, and what loadgen measured by it."""
+"""Times normalised for CPU speed, and what loadgen measured in them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.block import Block
-from offline.cli import BadInput
+from loadgen.trial import Trial
+from tools.cli import BadInput
 
-_WINDOW_S = 5.0  # pace is taken as even within
+_WINDOW_S = 5.0  # speed is taken as even within
 _SPARE_BLOCKS = 4  # beyond one a policy, to fit a slope
 
 
-class EvenClock:
+class NormalisedTime:
     """Tells time by the work that the cores could do in it.
 
     Args:
@@ -38,26 +38,26 @@ class EvenClock:
         self._done = np.concatenate([[0.0], np.cumsum(work / np.mean(work) * np.diff(edges))])
 
     @classmethod
-    def read(cls, folder: Path) -> EvenClock:
+    def read(cls, folder: Path) -> NormalisedTime:
         """From what `probed` noted.
 
         Raises:
             BadInput: nothing was.
         """
-        files = sorted(folder.glob("pace_*.jsonl"))
+        files = sorted(folder.glob("cpu_speed_*.jsonl"))
         notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(notes):
-            raise BadInput(f"{folder} holds no notes of the cores' pace")
+            raise BadInput(f"{folder} holds no notes of the cores' speed")
         return cls([np.array(of_core, float) for of_core in notes if of_core])
 
-    def as_felt(self, felt: float) -> EvenClock:
-        """Of the same notes, for work that feels so much of the pace."""
-        return EvenClock(self._notes, felt)
+    def as_felt(self, felt: float) -> NormalisedTime:
+        """Of the same notes, for work that feels so much of the probe."""
+        return NormalisedTime(self._notes, felt)
 
     def seconds(self, start: float, end: float) -> float:
-        """Even time from one Unix time to another."""
+        """Normalised time from one Unix time to another."""
         if start < self._edges[0] - _WINDOW_S or end > self._edges[-1] + _WINDOW_S:
-            raise BadInput("the cores' pace was not noted all the time")
+            raise BadInput("the cores' speed was not noted all the time")
         return float(np.interp(end, self._edges, self._done) - np.interp(start, self._edges, self._done))
 
     def slowdown(self, start: float, end: float) -> float:
@@ -66,20 +66,20 @@ class EvenClock:
         return float(np.mean(self._slowdown[inside]))
 
 
-def felt_by_engines(blocks: Sequence[Block], clock: EvenClock, alike: Collection[str]) -> float:
+def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
     """How much of the product's slowdown a decode step feels: 0 nothing, 1 as much, 2 its square.
 
     The slope, by least squares, of the logarithm of engine time a token over that of the slowdown, from
-    block to block of a policy; the policies `alike` count as one. Too few blocks to tell: 1.
+    trial to trial of a policy; the policies `alike` count as one. Too few trials to tell: 1.
 
     Args:
         clock: of `felt` 1.
     """
     groups, found = [], []
-    for block in blocks:
-        if block.requests and block.engines and block.engines["batch"]:
-            groups.append("" if block.policy in alike else block.policy)
-            found.append((clock.slowdown(*_span(block)), block.engines["seconds"] / block.engines["batch"]))
+    for trial in trials:
+        if trial.requests and trial.engines and trial.engines["batch"]:
+            groups.append("" if trial.policy in alike else trial.policy)
+            found.append((clock.slowdown(*_span(trial)), trial.engines["seconds"] / trial.engines["batch"]))
     if len(groups) - len(set(groups)) < _SPARE_BLOCKS:
         return 1.0
     points = np.log(found)
@@ -92,25 +92,25 @@ def felt_by_engines(blocks: Sequence[Block], clock: EvenClock, alike: Collection
     return float(np.clip(slowdown @ seconds / (slowdown @ slowdown), 0.0, 2.0))
 
 
-def evened(block: Block, clock: EvenClock) -> Block:
-    """The block with all times by the clock; each request still ends when it did.
+def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
+    """The trial with all times by the clock; each request still ends when it did.
 
     The gaps between tokens and the hand-over, whose own begin is not known, go with the whole request.
     """
-    requests = [_evened(record, clock) for record in block.requests]
-    engines = block.engines
+    requests = [_normalised(record, clock) for record in trial.requests]
+    engines = trial.engines
     if engines is not None and requests:
-        engines = engines | {"seconds": engines["seconds"] / clock.slowdown(*_span(block))}
-    return replace(block, requests=requests, engines=engines)
+        engines = engines | {"seconds": engines["seconds"] / clock.slowdown(*_span(trial))}
+    return replace(trial, requests=requests, engines=engines)
 
 
-def _span(block: Block) -> tuple[float, float]:
+def _span(trial: Trial) -> tuple[float, float]:
     """Unix times of the first request's sending and the last one's end."""
-    ends = [r["sent_unix_s"] + (r.get("end_s") or 0.0) for r in block.requests]
-    return min(r["sent_unix_s"] for r in block.requests), max(ends)
+    ends = [r["sent_unix_s"] + (r.get("end_s") or 0.0) for r in trial.requests]
+    return min(r["sent_unix_s"] for r in trial.requests), max(ends)
 
 
-def _evened(record: dict[str, Any], clock: EvenClock) -> dict[str, Any]:
+def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]:
     if record.get("ttft_s") is None or record.get("end_s") is None:
         return record
     sent, end_s = record["sent_unix_s"], record["end_s"]
@@ -118,7 +118,7 @@ def _evened(record: dict[str, Any], clock: EvenClock) -> dict[str, Any]:
     rate = whole_s / end_s
     decode_s = end_s - record["ttft_s"]
     decode_rate = (whole_s - ttft_s) / decode_s if decode_s else 1.0
-    even = {
+    changed = {
         "sent_s": record["sent_s"] + end_s - whole_s,
         "ttft_s": ttft_s,
         "end_s": whole_s,
@@ -126,7 +126,7 @@ def _evened(record: dict[str, Any], clock: EvenClock) -> dict[str, Any]:
         "itl_s": [rate * gap for gap in record["itl_s"]],
         "handover_s": None if record["handover_s"] is None else rate * record["handover_s"],
     }
-    return record | even
+    return record | changed
 
 
 def _speed(notes: np.ndarray, edges: np.ndarray, felt: float) -> tuple[np.ndarray, np.ndarray]:

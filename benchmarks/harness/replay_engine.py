@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rig import engines
-from benchmarks.rig.pace import Pace
+from benchmarks.harness import engines
+from benchmarks.harness.cpu_speed import CpuSpeed
 
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 TEMPERATURE = 0.8  # of sampling, in captures and replays
 BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
-# Where the product of Pace takes x times as long, a step takes about x**_FELT times: measured, means of 100
+# Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of 100
 # steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
 _FELT = 0.75
 
@@ -112,7 +112,7 @@ class ReplayEngine:
         # Where torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)
-        self.pace = Pace()
+        self.cpu_speed = CpuSpeed()
 
     def warm(self, prompts: Sequence[list[int]]) -> None:
         """Bring the prompts' KV blocks into the prefix cache."""
@@ -126,10 +126,10 @@ class ReplayEngine:
             self._engine.step()
         self._records.clear()
 
-    def run(self, arrivals: Sequence[Arrival], pace_s: float) -> tuple[dict[str, np.ndarray], Steps]:
+    def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
 
-        The clock is the sum of the steps' CPU times, as they would be where Pace takes `pace_s`. An engine
+        The clock is the sum of the steps' CPU times, as they would be where CpuSpeed takes `probe_s`. An engine
         here is one thread that never sleeps, so that is what a step takes on a core of its own; neither
         that others ran on the core is in it, nor that the core was slow for a while.
 
@@ -155,7 +155,7 @@ class ReplayEngine:
                 )
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             self._records.clear()
-            slowdown = (self.pace.seconds() / pace_s) ** _FELT
+            slowdown = (self.cpu_speed.seconds() / probe_s) ** _FELT
             start = thread_time()
             outputs = self._engine.step()
             seconds = (thread_time() - start) / slowdown

@@ -1,6 +1,6 @@
 """Which experts the demo model really used for real prompts: the input of most benchmarks.
 
-    python -m benchmarks.rig.capture --prompts DIR
+    python -m benchmarks.harness.capture --prompts DIR
 
 Runs the prompts on one real engine, once, and keeps the result in the work folder. Prompts are filled
 up to whole KV blocks and one token (see replay_engine), so that a replay meets the same tokens.
@@ -22,13 +22,13 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from benchmarks.rig.engines import WEIGHTS, weights_name
-from benchmarks.rig.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
+from benchmarks.harness.engines import WEIGHTS, weights_name
+from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from loadgen.workload import WorkloadError, balanced_sample, read_prompts
 from offline.calibrate import EngineActor, build_trace, prompt_tokens
-from offline.cli import BadInput, run
+from tools.cli import BadInput, run
 
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")
@@ -79,7 +79,7 @@ def captured(prompts: Path, work: Path, *, requests: int, output_tokens: int = 6
         arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
         arguments += ["--output-tokens", output_tokens, "--seed", seed]
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.rig.capture", *map(str, arguments)],
+            [sys.executable, "-m", "benchmarks.harness.capture", *map(str, arguments)],
             env=os.environ | ENGINE_ENV,
             check=False,
         )

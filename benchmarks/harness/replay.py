@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.rig.capture import Captured, captured, groups_of
-from benchmarks.rig.engines import WEIGHTS, weights_name
-from benchmarks.rig.gates import gate_scores
-from benchmarks.rig.journal import Journal
-from benchmarks.rig.lanes import Replays
-from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival, Steps
+from benchmarks.harness.capture import Captured, captured, groups_of
+from benchmarks.harness.engines import WEIGHTS, weights_name
+from benchmarks.harness.gates import gate_scores
+from tools.journal import Journal
+from benchmarks.harness.engine_pool import Replays
+from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import balanced_kmeans, kmeans
 from eldr_serve.fitting import fit_table
@@ -51,10 +51,10 @@ from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
-from offline.cli import BadInput
-from offline.progress import progress_bar
+from tools.cli import BadInput
+from tools.progress import progress_bar
+from tools.stats import paired_change_percent
 
-_DRAWS = 2000  # of the bootstrap
 LAYERS = 6  # MoE layers of the demo model
 
 
@@ -67,7 +67,7 @@ class Arm:
     parameters: dict[str, Any] = field(default_factory=dict)
     true_decode: bool = False  # told the decode activations that the request will really have
     balanced: bool = True  # clusters of equal size
-    transform: str = "count-idf"  # or a name of rig.gates
+    transform: str = "count-idf"  # or a name of harness.gates
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Bench:
         self,
         prompts: Path,
         *,
-        lanes: Replays,
+        engine_pool: Replays,
         requests: int,
         output_tokens: int,
         intermediate: int,
@@ -164,7 +164,7 @@ class Bench:
         journal: Journal,
     ) -> None:
         self._journal = journal
-        self._lanes = lanes
+        self._engine_pool = engine_pool
         self.data: Captured = captured(
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
@@ -173,10 +173,10 @@ class Bench:
         self._made: dict[bool, Experts] = {}
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        if (pace_s := journal.get("pace_s")) is None:
-            pace_s = lanes.pace_s()
-            journal.put("pace_s", pace_s)
-        self._pace_s: float = pace_s
+        if (probe_s := journal.get("probe_s")) is None:
+            probe_s = engine_pool.probe_s()
+            journal.put("probe_s", probe_s)
+        self._probe_s: float = probe_s
         self._fitted_on = self._fitting_steps()
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
@@ -202,7 +202,7 @@ class Bench:
             for n in self._rng.permutation(len(arms))
         ]
         asked = {
-            replay.key: self._lanes.replay(self._arrivals(replay), self._pace_s)
+            replay.key: self._engine_pool.replay(self._arrivals(replay), self._probe_s)
             for replay in schedule
             if self._journal.get(replay.key) is None
         }
@@ -277,7 +277,7 @@ class Bench:
                     Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
                 ]
-                asked.append(self._lanes.replay(arrivals, self._pace_s))
+                asked.append(self._engine_pool.replay(arrivals, self._probe_s))
         for future in asked:
             seen.extend(future.result()[1])
         self._journal.put("fitting steps", vars(seen))
@@ -423,13 +423,11 @@ def widened(intermediate: int, work: Path) -> Path:
     return path
 
 
-def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
+def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
     """One row an arm; changes are against the best of the baselines at that percentile, 95 % intervals.
 
-    Of several baselines that are alike the best is the luckiest; `pooled` is against all their requests.
+    The best of several equivalent baselines is biased low; `pooled` is against all their requests.
     """
-    n = len(case.requests)
-    draws = np.random.default_rng(seed).integers(n, size=(_DRAWS, n))
     rows = []
     measured, first = case.tpot_s, case.first_s
     pool = np.concatenate([measured[b] for b in baselines])
@@ -442,16 +440,13 @@ def rows_of(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, A
             "arm": label,
         }
         for q in (50, 99):
-            row[f"tpot_p{q}_ms"] = 1e3 * float(np.percentile(tpot, q))
-            best = measured[min(baselines, key=lambda b: float(np.percentile(measured[b], q)))]
-            drawn = np.percentile(tpot[draws], q, axis=1) / np.percentile(best[draws], q, axis=1)
-            low, high = np.percentile(drawn, [2.5, 97.5])
-            row[f"p{q}_change_pct"] = 100 * float(np.percentile(tpot, q) / np.percentile(best, q) - 1)
-            row[f"p{q}_low_pct"], row[f"p{q}_high_pct"] = 100 * float(low - 1), 100 * float(high - 1)
+            of_q = partial(np.percentile, q=q)
+            row[f"tpot_p{q}_ms"] = 1e3 * float(of_q(tpot))
+            best = min((measured[b] for b in baselines), key=of_q)
+            change = paired_change_percent(tpot, best, of_q, seed=seed)
+            row |= zip((f"p{q}_change_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
             if len(baselines) > 1:
-                row[f"p{q}_pooled_change_pct"] = 100 * float(
-                    np.percentile(tpot, q) / np.percentile(pool, q) - 1
-                )
+                row[f"p{q}_pooled_change_pct"] = 100 * float(of_q(tpot) / of_q(pool) - 1)
         rows.append(
             row
             | {

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rig.journal import Journal
-from benchmarks.rig.lanes import Lanes
-from benchmarks.rig.options import (
+from tools.journal import Journal
+from benchmarks.harness.engine_pool import EnginePool
+from benchmarks.harness.options import (
     PROMPTS,
     WORK,
     BatchOption,
@@ -29,10 +29,10 @@ from benchmarks.rig.options import (
     WorkersOption,
     WorkOption,
 )
-from benchmarks.rig.replay import Arm, Bench, Case, loads_of, rows_of, widened
+from benchmarks.harness.replay import Arm, Bench, Case, loads_of, arm_rows, widened
 from eldr_serve.files import write_whole
-from offline.plots import bars
-from offline.results import environment, publish
+from tools.plots import bars
+from tools.results import environment, publish
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def against(
     """The report of changes against the best of `baselines`; `note` adds a remark on the rows."""
 
     def report(run: Replayed) -> None:
-        rows = [row for case in run.cases for row in rows_of(case, baselines, run.seed)]
+        rows = [row for case in run.cases for row in arm_rows(case, baselines, run.seed)]
         notes = (
             "placed in simulation, steps measured on real engines, each on its own core; changes against "
             f"the best of {', '.join(baselines)} at that percentile, 95 % intervals by bootstrap"
@@ -116,10 +116,10 @@ def replay_command(
             "intermediate": intermediate, "repeats": repeats, "engines": engines, "seed": seed,
         }  # fmt: skip
         journal = Journal(work / f"{name}.jsonl", asked | environment())
-        with Lanes(widened(intermediate, work), engines) as lanes:
+        with EnginePool(widened(intermediate, work), engines) as engine_pool:
             bench = Bench(
                 prompts,
-                lanes=lanes,
+                engine_pool=engine_pool,
                 requests=requests,
                 output_tokens=output_tokens,
                 intermediate=intermediate,

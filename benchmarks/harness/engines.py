@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import yaml
 
-from benchmarks.rig.cluster import ROOT
-from benchmarks.rig.prompts import MODEL
+from benchmarks.harness.cluster import ROOT
+from benchmarks.harness.prompts import MODEL
 from eldr_serve.engine.config import engine_kwargs
-from offline.cli import BadInput
+from tools.cli import BadInput
 
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",

@@ -12,7 +12,9 @@ import sys
 import time
 from typing import Any
 
-from prometheus_client import REGISTRY
+from prometheus_client import generate_latest
+
+from tools.prometheus import total
 
 
 def main(job: dict[str, Any], answer: Any) -> None:
@@ -29,7 +31,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
             kwargs.pop(name)
         kwargs["kv_transfer_config"] |= {
             "kv_connector": "PolledNixlConnector",
-            "kv_connector_module_path": "benchmarks.rig.polled_nixl",
+            "kv_connector_module_path": "benchmarks.harness.polled_nixl",
         }
     llm = LLM(
         model=job["model"], dtype="float32", max_model_len=2048, max_num_seqs=8,
@@ -49,14 +51,8 @@ def main(job: dict[str, Any], answer: Any) -> None:
         signature = "eldr_signature" in (output.kv_transfer_params or {})
         if signature != job["capture"]:
             raise RuntimeError(f"capture is {job['capture']}, but a signature came: {signature}")
-        before, counted = counted, _total()
+        before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
         print(json.dumps([seconds, counted - before]), file=answer, flush=True)
-
-
-def _total() -> float:
-    """Time that the connector has spent counting, s."""
-    samples = (s for family in REGISTRY.collect() for s in family.samples)
-    return sum(s.value for s in samples if s.name == "eldr_capture_seconds_sum")
 
 
 if __name__ == "__main__":

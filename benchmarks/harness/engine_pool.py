@@ -13,23 +13,23 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.rig.replay_engine import Arrival, ReplayEngine, Steps
-from offline.cli import BadInput
+from benchmarks.harness.replay_engine import Arrival, ReplayEngine, Steps
+from tools.cli import BadInput
 
 Served = tuple[dict[str, np.ndarray], Steps]
 
 
 class Replays(Protocol):
-    """What serves arrivals: Lanes, or a stand-in without engines."""
+    """What serves arrivals: EnginePool, or a stand-in without engines."""
 
-    def pace_s(self) -> float:
-        """What Pace takes now, s."""
+    def probe_s(self) -> float:
+        """What CpuSpeed takes now, s."""
 
-    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
+    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
         """Token times, s, by request, and the steps; in the order asked for."""
 
 
-class Lanes:
+class EnginePool:
     """As many engines as `engines`, with the model at `model`; a context.
 
     Raises:
@@ -48,15 +48,15 @@ class Lanes:
             engines, mp_context=context, initializer=_start, initargs=(str(model), free)
         )
 
-    def pace_s(self) -> float:
-        """What Pace takes on a core of the engines, s."""
-        return self._pool.submit(_pace).result()
+    def probe_s(self) -> float:
+        """What CpuSpeed takes on a core of the engines, s."""
+        return self._pool.submit(_probe).result()
 
-    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
+    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
         """Serve the arrivals on the next engine that is free, by the clock of ReplayEngine.run."""
-        return self._pool.submit(_replay, arrivals, pace_s)
+        return self._pool.submit(_replay, arrivals, probe_s)
 
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> EnginePool:
         return self
 
     def __exit__(
@@ -78,10 +78,10 @@ def _start(model: str, free: SimpleQueue[int]) -> None:
     _engine = ReplayEngine(model)
 
 
-def _pace() -> float:
-    return _engine.pace.typical()
+def _probe() -> float:
+    return _engine.cpu_speed.typical()
 
 
-def _replay(arrivals: list[Arrival], pace_s: float) -> Served:
+def _replay(arrivals: list[Arrival], probe_s: float) -> Served:
     _engine.warm([arrival.tokens for arrival in arrivals])
-    return _engine.run(arrivals, pace_s)
+    return _engine.run(arrivals, probe_s)

@@ -1,7 +1,7 @@
 """Policies compared live: the application serves, tables are swapped in, loadgen.compare drives the load.
 
-Shared machines are faster in one block than in the next. So there are two rows of each policy: `clock`
-wall, and even, where time is told by the work that the cores could do in it (benchmarks/rig/even_clock.py).
+Shared machines are faster in one trial than in the next. So there are two rows of each policy: `clock`
+wall, and even, where time is told by the work that the cores could do in it (benchmarks/harness/normalised_time.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.rig.cluster import local_ray, wait_ready
-from benchmarks.rig.engines import WEIGHTS, our_arguments
-from benchmarks.rig.even_clock import EvenClock, evened, felt_by_engines
-from benchmarks.rig.pace import probed
+from benchmarks.harness.cluster import local_ray, wait_ready
+from benchmarks.harness.engines import WEIGHTS, our_arguments
+from benchmarks.harness.normalised_time import NormalisedTime, normalised, felt_by_engines
+from benchmarks.harness.cpu_speed import probed
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.files import write_whole
-from loadgen.figures import BASELINES, rows_of
-from loadgen.plan import read_blocks
-from loadgen.stats import Slo
+from loadgen.figures import BASELINES, policy_rows
+from loadgen.trial import read_trials
+from tools.stats import Slo
 from loadgen.workload import Prompt, read_prompts
 from offline.calibrate import prompt_tokens
-from offline.cli import BadInput
+from tools.cli import BadInput
 
 _KEY = "live"
 _KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
@@ -100,7 +100,7 @@ def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder:
     answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
     answer.raise_for_status()
     options |= {"host": url, "out": comparison}
-    with probed(folder / "pace"):
+    with probed(folder / "cpu_speed"):
         done = subprocess.run(
             [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
             env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
@@ -143,26 +143,26 @@ def result_of(folder: Path) -> dict[str, Any] | None:
 
 def by_both_clocks(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Rows of the folder's `result_of` by the wall's clock, and by one that goes as fast as the cores."""
-    asked, blocks = result["inputs"], read_blocks(folder / "comparison")
-    pace = EvenClock.read(folder / "pace")
-    felt = felt_by_engines(blocks, pace, BASELINES)
-    clock = pace.as_felt(felt)
-    even = rows_of(
+    asked, trials = result["inputs"], read_trials(folder / "comparison")
+    notes = NormalisedTime.read(folder / "cpu_speed")
+    felt = felt_by_engines(trials, notes, BASELINES)
+    clock = notes.as_felt(felt)
+    rows = policy_rows(
         asked["policies"],
-        [evened(block, clock) for block in blocks],
+        [normalised(trial, clock) for trial in trials],
         warm_up_s=asked["warm_up_s"],
         seconds=asked["seconds"],
         slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
         seed=asked["seed"],
     )
     return [{"clock": "wall", **row} for row in result["rows"]] + [
-        {"clock": "even", **row, "pace_felt": felt} for row in even
+        {"clock": "even", **row, "pace_felt": felt} for row in rows
     ]
 
 
 def finish(folder: Path) -> None:
     """The comparison's figures are published: the next run is another. Its report stays."""
-    shutil.rmtree(folder / "pace", ignore_errors=True)
+    shutil.rmtree(folder / "cpu_speed", ignore_errors=True)
     shutil.rmtree(folder / "published", ignore_errors=True)
     (folder / "asked.json").unlink(missing_ok=True)
     (folder / "comparison").rename(folder / "published")

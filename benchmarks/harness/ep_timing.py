@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.rig.ep_ranks import device, read_experts, read_gate
+from benchmarks.harness.ep_ranks import device, read_experts, read_gate
 from eldr_serve.experts import MetroPlan, hosts_of
 from eldr_serve.experts.parallel_layer import (
     ParallelLayer,

@@ -7,12 +7,14 @@ which also holds what differs from round to round but not from request to reques
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
 DRAWS = 2000
@@ -46,36 +48,52 @@ class Slo(NamedTuple):
 def median_ci(
     values: Sequence[float], *, confidence: float = CONFIDENCE, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Median and its bootstrap confidence interval."""
-    return quantile_ci(values, 0.5, confidence=confidence, draws=draws, seed=seed)
+    """Median of independent values and its bootstrap confidence interval; NaN without values."""
+    if len(values) < 2:
+        return Interval(*[float(values[0]) if len(values) else math.nan] * 3)
+    return _bootstrap(float(np.median(values)), (values,), np.median, confidence, draws, seed)
 
 
-def quantile_ci(
-    values: Sequence[float], q: float, *, confidence: float = CONFIDENCE, draws: int = DRAWS, seed: int = 0
+def paired_change_percent(
+    values: Floats, base: Floats, statistic: Callable[..., Any], *, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Quantile q of independent values and its bootstrap confidence interval; NaN without values."""
-    sample = Sample(np.asarray(values, float), np.arange(len(values)))
-    counts = resampled_counts(np.zeros(len(values), int), draws=draws, seed=seed, whole_rounds=False)
-    return interval(sample.quantile(q), sample.resampled(counts, [q])[:, 0], confidence)
+    """Change of a statistic of values against a base, %; values and base of a unit are drawn together.
+
+    Args:
+        statistic: statistic(array, axis=...), as np.mean.
+    """
+
+    def change(mine: Floats, its: Floats, axis: int = -1) -> Any:
+        return 100 * (statistic(mine, axis=axis) / statistic(its, axis=axis) - 1)
+
+    return _bootstrap(float(change(values, base)), (values, base), change, CONFIDENCE, draws, seed)
 
 
-def interval(value: float, draws: Floats, confidence: float = CONFIDENCE) -> Interval:
+def _bootstrap(
+    value: float, samples: Sequence[Any], statistic: Callable[..., Any], confidence: float, draws: int, seed: int
+) -> Interval:
+    found = bootstrap(
+        samples, statistic, paired=len(samples) > 1, n_resamples=draws, confidence_level=confidence,
+        method="percentile", rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Interval(value, float(found.low), float(found.high))
+
+
+def interval(value: float, draws: Floats) -> Interval:
     """A value with the percentile interval of its bootstrap draws."""
     known = draws[np.isfinite(draws)]
     if not len(known):
-        return Interval(float(value), float("nan"), float("nan"))
-    low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
+        return Interval(float(value), math.nan, math.nan)
+    low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(float(value), float(low), float(high))
 
 
-def relative_percent(
-    value: float, base: float, draws: Floats, base_draws: Floats, confidence: float = CONFIDENCE
-) -> Interval:
+def relative_percent(value: float, base: float, draws: Floats, base_draws: Floats) -> Interval:
     """Difference to a base in % of it; draws of both by the same resamples."""
     with np.errstate(divide="ignore", invalid="ignore"):
         changes = 100 * (draws / base_draws - 1)
         change = 100 * (np.float64(value) / np.float64(base) - 1)
-    return interval(float(change), changes, confidence)
+    return interval(float(change), changes)
 
 
 def resampled_counts(
@@ -128,16 +146,3 @@ class Sample:
             upper = values[np.searchsorted(ends, np.minimum(below + 1, ends[-1] - 1), side="right")]
             found[row] = lower + (places - below) * (upper - lower)
         return found
-
-
-def summary(
-    records: Iterable[dict[str, Any]], keys: Sequence[str], quantiles: Sequence[float] = (0.5, 0.99)
-) -> dict[str, float]:
-    """Quantiles in ms of times that records hold in s: {"tpot_p50_ms": ...}; failed requests are out."""
-    good = [record for record in records if "error" not in record]
-    found = {}
-    for key in keys:
-        sample = np.array([1000 * r[f"{key}_s"] for r in good if r.get(f"{key}_s") is not None])
-        for q in quantiles:
-            found[f"{key}_p{100 * q:.0f}_ms"] = float(np.quantile(sample, q)) if len(sample) else float("nan")
-    return found

@@ -1,6 +1,6 @@
 """The tables of README.md and of pages in docs, made from benchmarks/results.
 
-    python -m benchmarks.rig.tables
+    python -m benchmarks.harness.tables
 
 A table stands between `<!-- table NAME column, column ... [where key=value] -->` and `<!-- end -->`; this
 fills it in from NAME.json. `<!-- summary -->` is the table of README.md: a line for each claim.
@@ -8,14 +8,13 @@ fills it in from NAME.json. `<!-- summary -->` is the table of README.md: a line
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eldr_serve.files import write_whole
-from offline.results import RESULTS
+from tools.results import read_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -24,12 +23,6 @@ PAGES = (
 )
 _BLOCK = re.compile(r"(<!-- (table|summary) ?(.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
-
-
-def rows_of(name: str) -> Rows:
-    """The rows of a committed result."""
-    rows: Rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return rows
 
 
 def filled(page: str) -> str:
@@ -45,7 +38,7 @@ def filled(page: str) -> str:
 def _table(arguments: str) -> str:
     name, _, rest = arguments.partition(" ")
     columns, _, condition = rest.partition(" where ")
-    rows = rows_of(name)
+    rows = read_rows(name)
     if condition:
         key, _, value = condition.partition("=")
         rows = [row for row in rows if str(row[key]) == value]
@@ -88,7 +81,7 @@ class Claim:
 
     def measured(self) -> str:
         """The rows in words."""
-        rows = [row for row in rows_of(self.name) if all(self._fits(row[key], key) for key in self.where)]
+        rows = [row for row in read_rows(self.name) if all(self._fits(row[key], key) for key in self.where)]
         return "; ".join(self.form.format(**row) for row in rows)
 
     def _fits(self, value: Any, key: str) -> bool:

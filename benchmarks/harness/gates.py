@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 from safetensors.numpy import load_file, save
 
-from benchmarks.rig.engines import WEIGHTS, weights_name
+from benchmarks.harness.engines import WEIGHTS, weights_name
 from eldr_serve.files import write_whole
 
 

@@ -1,9 +1,10 @@
-"""One block: a stretch of load under one policy, on engines that keep running."""
+"""One trial of a comparison: a stretch of load under one policy, on engines that keep running."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
 import threading
@@ -11,21 +12,24 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from loadgen.service import Service
-from offline.cli import BadInput
+from tools.cli import BadInput
+from tools.journal import Journal
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+JOURNAL = "journal.jsonl"  # in the folder of a comparison
+RESTORE = "restore"  # its key of the policy that the server had; None once that is set again
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is sent in every block."""
+    """What is sent in every trial."""
 
     prompts: str
     model: str
@@ -54,7 +58,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 @dataclass
-class Block:
+class Trial:
     """What came of it."""
 
     policy: str
@@ -79,24 +83,55 @@ class Block:
                 found.append(record)
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """As read back by Block(**...)."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Step:
+    """One trial to run."""
+
+    number: int
+    round: int
+    policy: str
+    seed: int  # the same for all policies of a round, which so meet the same requests
+
+    @property
+    def key(self) -> str:
+        """In the journal."""
+        return f"trial {self.number:04d}, {self.policy}"
+
+
+def order(policies: list[str], rounds: int, seed: int) -> list[Step]:
+    """Randomised trials: each round has every policy once, in an order of its own."""
+    rng = random.Random(f"{seed}/order")
+    steps: list[Step] = []
+    for number in range(rounds):
+        for policy in rng.sample(policies, len(policies)):
+            steps.append(Step(len(steps), number, policy, 1000 * seed + number))
+    return steps
+
+
+def read_trials(folder: Path) -> list[Trial]:
+    """The finished trials of the comparison in a folder.
+
+    Raises:
+        BadInput: it holds none.
+    """
+    known = Journal.read(folder / JOURNAL)
+    return [Trial(**known[key]) for key in sorted(known) if key != RESTORE]
 
 
 def drive(
     service: Service,
-    block: Block,
+    trial: Trial,
     shape: Shape,
     *,
     seed: int,
     scratch: Path,
     tick: Callable[[float], None] = lambda elapsed_s: None,
 ) -> None:
-    """Set the policy, send the load, wait until all is answered, and fill the block.
+    """Set the policy, send the load, wait until all is answered, and fill the trial.
 
     Args:
-        block: its policy is one that parse_policy takes.
+        trial: its policy is one that parse_policy takes.
         seed: of prompts and arrivals; the same seed sends the same requests at the same times.
         scratch: folder for locust's log and its record.
         tick: told the seconds since the load began, about twice a second.
@@ -104,19 +139,19 @@ def drive(
     Raises:
         BadInput: the server refused the policy, or locust could not run.
     """
-    service.set_policy(*parse_policy(block.policy))
+    service.set_policy(*parse_policy(trial.policy))
     service.wait_idle()
     before, counters = service.settled_totals(at_rest=True), service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
-    with _watched(service, block):
+    with _watched(service, trial):
         _run_locust(_command(service.url, shape, seed, record), log, tick)
     service.wait_idle()
     after, now = service.settled_totals(), service.status().get("counters", {})
-    block.requests = [json.loads(line) for line in record.read_text().splitlines()]
+    trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
-    block.placed, block.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
+    trial.placed, trial.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
     if before is not None and after is not None and after["steps"] >= before["steps"]:  # the same router
-        block.engines = {key: after[key] - before[key] for key in after}
+        trial.engines = {key: after[key] - before[key] for key in after}
 
 
 def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
@@ -132,7 +167,7 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--min-tokens": shape.min_tokens,
         "--temperature": shape.temperature,
         "--record": record,
-        # Other blocks sent the same prompts: with their prefixes cached the first one would pay for all.
+        # Other trials sent the same prompts: with their prefixes cached the first one would pay for all.
         "--cache-salt": uuid.uuid4().hex,
         "--seed": seed,
     }
@@ -160,7 +195,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Service, block: Block) -> Iterator[None]:
+def _watched(service: Service, trial: Trial) -> Iterator[None]:
     """Note each worker's requests in flight twice a second."""
     stop = threading.Event()
     start = time.perf_counter()
@@ -171,7 +206,7 @@ def _watched(service: Service, block: Block) -> Iterator[None]:
                 workers = httpx.get(f"{service.url}/eldr/status", timeout=30).json().get("workers", [])
             except (httpx.HTTPError, ValueError):
                 continue  # a gap in a picture
-            block.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
+            trial.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

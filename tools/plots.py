@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def save(figure: Figure, path: Path) -> None:
     write_whole(path, content.getvalue())
 
 
-def panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     """The rows of each workload (and number of workers, where there are several)."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -36,29 +36,31 @@ def panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
-    """Horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
-    groups = panels(rows)
+def _by_panel(rows: Rows, width: float, height: float) -> Iterator[tuple[Figure, Any, Any]]:
+    """The figure, and the axes and rows of each panel; inches of one panel."""
+    groups = _panels(rows)
     columns = min(3, len(groups))
     lines_ = -(-len(groups) // columns)
-    height = 1 + 0.3 * max(map(len, groups.values()))
-    figure = Figure(figsize=(5 * columns, height * lines_), layout="constrained")
-    for axes, (name, members) in zip(
-        figure.subplots(lines_, columns, squeeze=False).flat, groups.items(), strict=False
-    ):
-        names = [str(row[label]) for row in members]
+    figure = Figure(figsize=(width * columns, height * lines_), layout="constrained")
+    grid = figure.subplots(lines_, columns, squeeze=False).flat
+    for axes, (name, members) in zip(grid, groups.items(), strict=False):
+        axes.set_title(name)
+        yield figure, axes, members
+
+
+def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
+    """Horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
+    longest = max(map(len, _panels(rows).values()))
+    for figure, axes, members in _by_panel(rows, 5, 1 + 0.3 * longest):
         values = [row[value] for row in members]
-        error = None
-        if interval is not None:
-            low, high = interval
-            error = [
-                [max(0.0, v - row[low]) for v, row in zip(values, members, strict=True)],
-                [max(0.0, row[high] - v) for v, row in zip(values, members, strict=True)],
-            ]
-        axes.barh(names, values, xerr=error, color="C0", alpha=0.8)
+        error = interval and [
+            [max(0.0, sign * (row[end] - row[value])) for row in members]
+            for sign, end in zip((-1, 1), interval, strict=True)
+        ]
+        axes.barh([str(row[label]) for row in members], values, xerr=error, color="C0", alpha=0.8)
         axes.invert_yaxis()
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set(title=name, xlabel=value.replace("_", " "))
+        axes.set(xlabel=value.replace("_", " "))
     save(figure, path)
 
 
@@ -66,13 +68,7 @@ def lines(
     rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
 ) -> None:
     """Curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
-    groups = panels(rows)
-    columns = min(3, len(groups))
-    lines_ = -(-len(groups) // columns)
-    figure = Figure(figsize=(5 * columns, 3.4 * lines_), layout="constrained")
-    for axes, (name, members) in zip(
-        figure.subplots(lines_, columns, squeeze=False).flat, groups.items(), strict=False
-    ):
+    for figure, axes, members in _by_panel(rows, 5, 3.4):
         for value in values:
             for kind in dict.fromkeys(row[by] for row in members) if by else [None]:
                 points = [
@@ -82,21 +78,15 @@ def lines(
                 ]
                 if points:
                     axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=str(kind or value))
-        axes.set(title=name, xlabel=xlabel or x.replace("_", " "))
+        axes.set(xlabel=xlabel or x.replace("_", " "))
         if len(values) == 1:
             axes.set_ylabel(values[0].replace("_", " "))
         axes.legend(fontsize=7)
     save(figure, path)
 
 
-def signature_space(trace: CalibrationTrace, table: RoutingTable, path: Path) -> None:
+def signature_space(trace: CalibrationTrace, table: RoutingTable) -> Figure:
     """Signatures on their first two principal components by domain, with the centroids (Fig. 9)."""
-    figure = signature_space_figure(trace, table)
-    save(figure, path)
-
-
-def signature_space_figure(trace: CalibrationTrace, table: RoutingTable) -> Figure:
-    """The same as a matplotlib figure."""
     points = table.spec.encode(trace.prefill_counts)
     mean = points.mean(axis=0)
     axes_ = np.linalg.svd(points - mean, full_matrices=False)[2][:2]

@@ -2,9 +2,9 @@
 
 Cores of shared machines are slower by up to a third for seconds or minutes: by their frequency, by their
 neighbours, by what the hypervisor takes away. Where that is as large as what is measured, time is told by
-the work that the cores could do in it (benchmarks/rig/even_clock.py).
+the work that the cores could do in it (benchmarks/harness/normalised_time.py).
 
-    python -m benchmarks.rig.pace CORE FILE     notes the pace of a core until its parent is gone (`probed`)
+    python -m benchmarks.harness.cpu_speed CORE FILE     notes the speed of a core until its parent is gone (`probed`)
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.rig.engines import process
+from benchmarks.harness.engines import process
 
 _EVERY_S = 0.25  # a note
 
 
-class Pace:
+class CpuSpeed:
     """How fast this core computes now, by a matrix product that stays in its cache."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Pace:
 
 @contextmanager
 def probed(folder: Path) -> Iterator[None]:
-    """Note the pace of every core of this process, some times a second, into pace_CORE.jsonl of `folder`.
+    """Note the speed of every core of this process, some times a second, into cpu_speed_CORE.jsonl of `folder`.
 
     A line is [Unix time, s, CPU time of the product, s, ticks so far that were stolen, all ticks so far].
     """
@@ -66,11 +66,11 @@ def probed(folder: Path) -> Iterator[None]:
             command = [
                 sys.executable,
                 "-m",
-                "benchmarks.rig.pace",
+                "benchmarks.harness.cpu_speed",
                 str(core),
-                str(folder / f"pace_{core}.jsonl"),
+                str(folder / f"cpu_speed_{core}.jsonl"),
             ]
-            probes.enter_context(process(command, env={}, log=folder / f"pace_{core}.log"))
+            probes.enter_context(process(command, env={}, log=folder / f"cpu_speed_{core}.log"))
         yield
 
 
@@ -87,10 +87,10 @@ def _note(core: int, file: Path) -> None:
 
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {core})
-    pace, parent = Pace(), os.getppid()
+    probe, parent = CpuSpeed(), os.getppid()
     with file.open("a", buffering=1) as out:
         while os.getppid() == parent:
-            out.write(json.dumps([time.time(), pace.once(), *_ticks(core)]) + "\n")
+            out.write(json.dumps([time.time(), probe.once(), *_ticks(core)]) + "\n")
             time.sleep(_EVERY_S)
 
 

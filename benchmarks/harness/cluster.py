@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from offline.cli import BadInput
+from tools.cli import BadInput
 
 ROOT = Path(__file__).parents[2]
 

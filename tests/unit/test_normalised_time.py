@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.rig.even_clock import EvenClock, evened, felt_by_engines
-from benchmarks.rig.pace import probed
-from loadgen.block import Block
-from offline.cli import BadInput
+from benchmarks.harness.normalised_time import NormalisedTime, normalised, felt_by_engines
+from benchmarks.harness.cpu_speed import probed
+from loadgen.trial import Trial
+from tools.cli import BadInput
 
 HALF_AT = 50.0  # from here on the cores of `notes` do half as much
 
@@ -27,7 +27,7 @@ def notes(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> 
 
 @pytest.mark.parametrize("cores", [[notes()], [notes(), notes()], [notes(slow=1.0, stolen=0.5)]])
 def test_a_second_on_cores_at_half_their_speed_is_half_of_one_before(cores: list[np.ndarray]) -> None:
-    clock = EvenClock(cores)
+    clock = NormalisedTime(cores)
     fast, slow = clock.seconds(10.0, 40.0), clock.seconds(60.0, 90.0)
     assert slow == pytest.approx(fast / 2, rel=0.01)
     assert clock.seconds(0.0, 100.0) == pytest.approx(100.0)  # at the mean speed it is the wall's
@@ -35,7 +35,7 @@ def test_a_second_on_cores_at_half_their_speed_is_half_of_one_before(cores: list
 
 
 def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen() -> None:
-    slow, stolen = EvenClock([notes()]), EvenClock([notes(slow=1.0, stolen=0.5)])
+    slow, stolen = NormalisedTime([notes()]), NormalisedTime([notes(slow=1.0, stolen=0.5)])
     assert slow.slowdown(60.0, 90.0) == pytest.approx(2 * slow.slowdown(10.0, 40.0))
     assert stolen.slowdown(60.0, 90.0) == pytest.approx(stolen.slowdown(10.0, 40.0)) == pytest.approx(1.0)
 
@@ -44,21 +44,21 @@ def test_a_few_interrupted_notes_change_little_and_a_gap_is_bridged() -> None:
     even = notes(slow=1.0)
     interrupted = np.random.default_rng(0).choice(len(even), 40, replace=False)
     even[interrupted, 1] *= np.repeat([0.0, 5.0], 20)
-    assert EvenClock([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
+    assert NormalisedTime([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
     even[(even[:, 0] > 30.0) & (even[:, 0] < 36.0), 1] = 0.0
-    assert EvenClock([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
+    assert NormalisedTime([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
     gap = notes()
     gap = gap[(gap[:, 0] < 60.0) | (gap[:, 0] > 80.0)]
-    assert EvenClock([gap]).seconds(60.0, 80.0) == pytest.approx(
-        EvenClock([notes()]).seconds(60.0, 80.0), rel=0.02
+    assert NormalisedTime([gap]).seconds(60.0, 80.0) == pytest.approx(
+        NormalisedTime([notes()]).seconds(60.0, 80.0), rel=0.02
     )
 
 
 def test_times_that_were_not_noted_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not noted"):
-        EvenClock([notes()]).seconds(90.0, 120.0)
+        NormalisedTime([notes()]).seconds(90.0, 120.0)
     with pytest.raises(BadInput, match="no notes"):
-        EvenClock.read(tmp_path)
+        NormalisedTime.read(tmp_path)
 
 
 def record(sent_s: float, **times: Any) -> dict[str, Any]:
@@ -71,59 +71,59 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     slow = {k: [2 * gap for gap in v] if isinstance(v, list) else 2 * v for k, v in quick.items()}
     failed = record(70.0, error="HTTP 500")
     engines = {"seconds": 6.0, "batch": 10.0}
-    block = Block("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
-    even = evened(block, EvenClock([notes()]))
+    trial = Trial("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
+    even = normalised(trial, NormalisedTime([notes()]))
     first, second, unknown = even.requests
     for key in quick:
         assert second[key] == pytest.approx(first[key], rel=0.01), key
     assert first["tpot_s"] == pytest.approx(0.1 / 0.75, rel=0.02)  # the mean speed is 3/4 of the first half's
-    for before, after in zip(block.requests[:2], even.requests[:2], strict=True):
+    for before, after in zip(trial.requests[:2], even.requests[:2], strict=True):
         assert after["sent_s"] + after["end_s"] == pytest.approx(before["sent_s"] + before["end_s"])
     assert unknown == failed
     assert even.engines is not None
     assert even.engines["batch"] == 10.0
     assert 3.0 < even.engines["seconds"] < 6.0
-    assert block.engines == {"seconds": 6.0, "batch": 10.0}
+    assert trial.engines == {"seconds": 6.0, "batch": 10.0}
 
 
 @pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
-def test_what_steps_feel_of_the_pace_is_learned_from_blocks_of_a_policy(felt: float) -> None:
+def test_what_steps_feel_of_the_probe_is_learned_from_blocks_of_a_policy(felt: float) -> None:
     """Two balancers that are alike and a policy whose steps take half as long, on restless cores."""
-    pace = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
+    slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
     at = np.arange(0.0, 800.0, 0.25)
-    of_core = np.column_stack([at, 1e-3 * pace[(at // 100).astype(int)], 0 * at, 100 * at])
+    of_core = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
     policies = ["random", "round-robin", "marginal-cost", "random", "round-robin", "marginal-cost"] + 2 * [
         "random"
     ]
-    blocks = [
-        Block(
+    trials = [
+        Trial(
             policy,
             0,
             [record(100.0 * n + 10.0, ttft_s=10.0, tpot_s=0.1, end_s=80.0, itl_s=[], handover_s=None)],
-            {"seconds": (5.0 if policy == "marginal-cost" else 10.0) * pace[n] ** felt, "batch": 100.0},
+            {"seconds": (5.0 if policy == "marginal-cost" else 10.0) * slowdown[n] ** felt, "batch": 100.0},
         )
         for n, policy in enumerate(policies)
     ]
     alike = ("random", "round-robin")
-    clock = EvenClock([of_core])
-    assert felt_by_engines(blocks, clock, alike) == pytest.approx(felt, abs=0.02)
-    assert felt_by_engines(blocks[:5], clock, alike) == 1.0  # too few to tell
-    even = EvenClock([of_core], felt)
-    seconds = [block.engines["seconds"] for b in blocks if (block := evened(b, even)).engines]
+    clock = NormalisedTime([of_core])
+    assert felt_by_engines(trials, clock, alike) == pytest.approx(felt, abs=0.02)
+    assert felt_by_engines(trials[:5], clock, alike) == 1.0  # too few to tell
+    even = NormalisedTime([of_core], felt)
+    seconds = [trial.engines["seconds"] for b in trials if (trial := normalised(b, even)).engines]
     for policy in (alike, ("marginal-cost",)):
         assert np.ptp([s for s, name in zip(seconds, policies, strict=True) if name in policy]) < 0.2
 
 
-def test_the_pace_of_every_core_is_noted_until_the_end(tmp_path: Path) -> None:
+def test_the_speed_of_every_core_is_noted_until_the_end(tmp_path: Path) -> None:
     began = time.time()
     with probed(tmp_path):
         deadline = time.monotonic() + 120
-        files = [tmp_path / f"pace_{core}.jsonl" for core in os.sched_getaffinity(0)]
+        files = [tmp_path / f"cpu_speed_{core}.jsonl" for core in os.sched_getaffinity(0)]
         while not all(f.exists() and len(f.read_text().splitlines()) > 8 for f in files):
             assert time.monotonic() < deadline
             time.sleep(0.2)
     ended, lines = time.time(), [f.read_text() for f in files]
-    clock = EvenClock.read(tmp_path)
+    clock = NormalisedTime.read(tmp_path)
     assert clock.seconds(ended - 2.0, ended) > 0.0
     with pytest.raises(BadInput):
         clock.seconds(began - 10.0, ended)

@@ -6,18 +6,17 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from eldr_serve.files import write_whole
-from loadgen.stats import median_ci
-
-__all__ = ["RESULTS", "environment", "median_ci", "print_table", "publish", "time_calls", "write_result"]
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -44,22 +43,41 @@ def publish(
     return path
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    """The rows on the terminal, as wide as they are; a column that a row lacks is empty there."""
-    table = Table(title=title)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+def read_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of a committed result."""
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return rows
+
+
+def print_table(
+    title: str, rows: list[dict[str, Any]], *, columns: Sequence[str] = (), lines: bool = False
+) -> None:
+    """The rows on the terminal, as wide as they are; a column that a row lacks is empty there.
+
+    Args:
+        columns: these alone, in this order; none: all that a row has.
+        lines: a line between rows, whose cells may have several.
+    """
+    table = Table(title=title, show_lines=lines)
+    columns = list(columns or dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         table.add_column(column, no_wrap=True)
-    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
     for line in cells:
-        table.add_row(*line)
+        table.add_row(*map(escape, line))
     # Rows are wide, and a terminal's 80 columns would cut them short.
-    needed = 1 + sum(3 + max(map(len, column)) for column in zip(columns, *cells, strict=True))
+    needed = 1 + sum(
+        3 + max(len(part) for text in column for part in text.splitlines() or [""])
+        for column in zip(columns, *cells, strict=True)
+    )
     Console(width=max(Console().width, needed)).print(table)
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def cell(value: Any, form: str = ".4g") -> str:
+    """A figure as a person reads it, floats in this format; a dash where there is none."""
+    if value is None:
+        return "–"  # noqa: RUF001
+    return format(value, form) if isinstance(value, float) else str(value)
 
 
 def write_result(
@@ -72,8 +90,6 @@ def write_result(
 
 def time_calls(call: Callable[[int], object], *, calls: int, warm_up: int = 50) -> list[float]:
     """Seconds of each of `calls` calls, after a warm-up."""
-    from time import perf_counter
-
     for number in range(warm_up):
         call(number)
     seconds = []
