@@ -15,16 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from benchmarks.harness import options
 from benchmarks.harness.capture import TASKS, captured
-from benchmarks.harness.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
 from tools.cli import run
 from tools.plots import save
 from tools.results import publish
@@ -33,11 +25,11 @@ LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 
 
 def activation_by_domain(
-    prompts: PromptsOption = PROMPTS,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    prompts: options.Prompts = options.PROMPTS,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Measure decode activation of experts by domain."""
     trace = captured(prompts, work, requests=requests, seed=seed).trace

@@ -19,6 +19,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from benchmarks.harness import options
 from benchmarks.harness.capture import Captured, captured
 from benchmarks.harness.ep_ranks import device, on_ranks
 from benchmarks.harness.ep_timing import (
@@ -29,16 +30,6 @@ from benchmarks.harness.ep_timing import (
     messages,
     rank_alone,
     shares_alone,
-)
-from benchmarks.harness.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    IntermediateOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
 )
 from benchmarks.harness.replay import widened
 from eldr_serve.experts import eplb_placement
@@ -54,18 +45,18 @@ ARMS = (("even", "all-gather"), ("metro", "all-gather"))
 
 
 def ep_layer(
-    prompts: PromptsOption = PROMPTS,
+    prompts: options.Prompts = options.PROMPTS,
     batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, two ranks together.")] = 32,
     many_ranks: Annotated[int, typer.Option(min=2, help="Ranks that are timed one by one.")] = 8,
     many_batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, all those together.")] = 64,
     batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
-    intermediate: IntermediateOption = 1024,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
+    intermediate: options.Intermediate = 1024,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
     cost_out: Annotated[Path | None, typer.Option(help="JSON of the fitted layer cost to write.")] = None,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
     data = captured(prompts, work, requests=requests, seed=seed)

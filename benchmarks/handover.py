@@ -67,7 +67,7 @@ async def _load(url: str, work: list[dict[str, Any]], requests: int, in_flight: 
 def _row(
     in_flight: int, stages: dict[str, dict[str, float]], kv_pull_ms: float, answers: list[Answer]
 ) -> dict[str, Any]:
-    good = [1000 * a.ttft_s for a in answers if a.error is None and a.ttft_s is not None]
+    good = [1000 * a.timing.token_times_s[0] for a in answers if a.error is None]
     ttft = float(np.mean(good))
     before_step = stages["handover"]["mean_ms"] - stages["step"]["mean_ms"] - kv_pull_ms
     row: dict[str, Any] = {"in_flight": in_flight, "failures": len(answers) - len(good), "ttft_mean_ms": ttft}

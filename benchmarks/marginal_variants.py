@@ -17,18 +17,8 @@ import typer
 from numpy.typing import NDArray
 from sklearn.linear_model import RidgeCV
 
+from benchmarks.harness import options
 from benchmarks.harness.capture import Captured, captured
-from benchmarks.harness.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    GroupsOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkersOption,
-    WorkOption,
-)
 from benchmarks.harness.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
@@ -145,15 +135,15 @@ def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
 
 
 def marginal_variants(
-    prompts: PromptsOption = PROMPTS,
-    workers: WorkersOption = "4,8,16",
-    groups: GroupsOption = "all,language,task",
+    prompts: options.Prompts = options.PROMPTS,
+    workers: options.Workers = "4,8,16",
+    groups: options.Groups = "all,language,task",
     per_worker: Annotated[int, typer.Option(min=10, help="Requests a worker.")] = 100,
     seeds: Annotated[int, typer.Option(min=2, help="Repetitions with other prompts and arrivals.")] = 4,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Compare variants of marginal-cost in simulation."""
     data = captured(prompts, work, requests=requests, seed=seed)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.harness.options import OutOption, SeedOption
+from benchmarks.harness import options
 from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
 from eldr_serve.experts.metro_torch import TorchMetro
 from tools.cli import run
@@ -32,8 +32,8 @@ LAYERS = 48
 
 def metro_decide(
     calls: Annotated[int, typer.Option(min=20, help="Decisions timed for each row.")] = 400,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time METRO's decision in each form that this machine can run."""
     torch.set_num_threads(1)

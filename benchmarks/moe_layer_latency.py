@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.harness.options import OutOption, SeedOption
+from benchmarks.harness import options
 from tools.cli import BadInput, run
 from tools.plots import lines
 from tools.results import publish
@@ -34,8 +34,8 @@ def moe_layer_latency(
     active: Annotated[str, typer.Option(help="Active experts, with commas.")] = "8,16,32,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls for each point.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time one MoE layer by batch size and number of active experts."""
     if shape not in SHAPES:

@@ -13,16 +13,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks.harness import options
 from benchmarks.harness.capture import captured
-from benchmarks.harness.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
 from eldr_serve.simulation.requests import expert_bits
 from tools.cli import run
 from tools.plots import lines
@@ -32,12 +24,12 @@ SIZES = (4, 8, 16, 32, 64, 128)
 
 
 def same_domain(
-    prompts: PromptsOption = PROMPTS,
+    prompts: options.Prompts = options.PROMPTS,
     draws: Annotated[int, typer.Option(min=10, help="Batches drawn for each size and kind.")] = 1000,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Count active experts of same-domain and of mixed batches."""
     data = captured(prompts, work, requests=requests, seed=seed)

@@ -11,17 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.harness import options
 from benchmarks.harness.capture import captured
 from benchmarks.harness.gates import gate_scores
-from benchmarks.harness.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
 from eldr_serve.fitting import compare_transforms
 from tools.cli import run
 from tools.plots import bars, lines
@@ -29,11 +21,11 @@ from tools.results import publish
 
 
 def signature_quality(
-    prompts: PromptsOption = PROMPTS,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    prompts: options.Prompts = options.PROMPTS,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Measure rho by transform and by layers kept."""
     data = captured(prompts, work, requests=requests, seed=seed)

@@ -41,8 +41,8 @@ def policy_rows(
     """One row a policy, in the order of `policies`; None where there is no figure.
 
     The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
-    several equivalent ones is biased low; `*_pooled_change_pct` is against the requests of all of them together,
-    where there are several.
+    several equivalent ones is biased low; `*_pooled_change_pct` is against the requests of all of
+    them together, where there are several.
     """
     records = {
         p: [(b.round, r) for b in trials if b.policy == p for r in b.measured(warm_up_s, seconds)]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
-from tools.stats import Slo
 from loadgen.traces import read_trace, replay
 from loadgen.workload import WorkloadError, read_prompts
+from tools.stats import Slo
 
 LATE_S = 0.1  # a p99 of lateness above this means that users ran out: the load was not what was asked for
 

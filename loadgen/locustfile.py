@@ -31,8 +31,8 @@ from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
-from tools.sse import StreamError, StreamTiming, read_stream
 from loadgen.workload import WorkloadError
+from tools.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
 _TIMEOUT_S = 300  # without a byte

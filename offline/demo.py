@@ -8,7 +8,6 @@ With --keep the service goes on after the report, until Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -257,7 +256,9 @@ def demo(
                     tell(sent if elapsed_s < seconds else "waiting for the last answers and the counters")
 
                 drive(service, trial, shape, seed=1 + trial.round, scratch=out, tick=tick)
-        rows = policy_rows(list(policies), trials, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed)
+        rows = policy_rows(
+            list(policies), trials, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed
+        )
         print_table("the same prompts under three policies", rows, columns=_COLUMNS)
         inputs = {
             "prompts": prompts.name,

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from eldr_serve.simulation.calibration import FittedCost
-from tools.cli import BadInput, run
 from offline.figures import balanceroute, director, eldr, eldr_parallel, grace, metro, together
 from offline.figures.common import Figure, Options
+from tools.cli import BadInput, run
 from tools.results import publish
 
 PAPERS = {

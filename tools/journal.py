@@ -29,9 +29,7 @@ class Journal:
         wanted = json.loads(json.dumps(settings, default=str))
         found, self._known = _read(path) if path.exists() else ({}, {})
         if self._known and (other := [k for k in {**found, **wanted} if found.get(k) != wanted.get(k)]):
-            raise BadInput(
-                f"{path} holds a run with another {', '.join(other)}: give the same, another place, or remove it"
-            )
+            raise BadInput(f"{path} holds a run with another {', '.join(other)}: give the same, or remove it")
         self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
 
     @staticmethod

@@ -36,8 +36,8 @@ def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _by_panel(rows: Rows, width: float, height: float) -> Iterator[tuple[Figure, Any, Any]]:
-    """The figure, and the axes and rows of each panel; inches of one panel."""
+def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
+    """Axes and rows of each panel, so many inches each; at the end the figure is saved."""
     groups = _panels(rows)
     columns = min(3, len(groups))
     lines_ = -(-len(groups) // columns)
@@ -45,13 +45,14 @@ def _by_panel(rows: Rows, width: float, height: float) -> Iterator[tuple[Figure,
     grid = figure.subplots(lines_, columns, squeeze=False).flat
     for axes, (name, members) in zip(grid, groups.items(), strict=False):
         axes.set_title(name)
-        yield figure, axes, members
+        yield axes, members
+    save(figure, path)
 
 
 def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
     """Horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
     longest = max(map(len, _panels(rows).values()))
-    for figure, axes, members in _by_panel(rows, 5, 1 + 0.3 * longest):
+    for axes, members in _by_panel(rows, path, 5, 1 + 0.3 * longest):
         values = [row[value] for row in members]
         error = interval and [
             [max(0.0, sign * (row[end] - row[value])) for row in members]
@@ -61,14 +62,13 @@ def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str,
         axes.invert_yaxis()
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set(xlabel=value.replace("_", " "))
-    save(figure, path)
 
 
 def lines(
     rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
 ) -> None:
     """Curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
-    for figure, axes, members in _by_panel(rows, 5, 3.4):
+    for axes, members in _by_panel(rows, path, 5, 3.4):
         for value in values:
             for kind in dict.fromkeys(row[by] for row in members) if by else [None]:
                 points = [
@@ -82,7 +82,6 @@ def lines(
         if len(values) == 1:
             axes.set_ylabel(values[0].replace("_", " "))
         axes.legend(fontsize=7)
-    save(figure, path)
 
 
 def signature_space(trace: CalibrationTrace, table: RoutingTable) -> Figure:

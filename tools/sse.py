@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,43 @@ class StreamTiming:
         """Time to the last token."""
         return self.token_times_s[-1] if self.token_times_s else None
 
+    def take(self, raw: bytes | str, now_s: Callable[[], float]) -> bool:
+        """Read one line of the body; whether the stream has ended with it.
+
+        Args:
+            now_s: time since the sending, asked for once an event.
+
+        Raises:
+            StreamError: an error event, or one that is not JSON.
+        """
+        line = raw.decode() if isinstance(raw, bytes) else raw
+        if not line.startswith("data:"):
+            return False
+        data = line[len("data:") :].strip()
+        if data == "[DONE]":
+            return True
+        try:
+            event: dict[str, Any] = json.loads(data)
+        except ValueError as error:
+            raise StreamError(f"an event is not JSON: {data[:80]!r}") from error
+        if "error" in event:
+            raise StreamError(str(event["error"].get("message", event["error"])))
+        self._take(event, now_s())
+        return False
+
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
+        if usage := event.get("usage"):
+            self.completion_tokens = usage.get("completion_tokens")
+            self.prompt_tokens = usage.get("prompt_tokens")
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or {}
+            piece = choice.get("text") or delta.get("content")
+            self.text += piece or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            # A token may be half a character, and then carries no text; a role alone is no token.
+            if piece or choice.get("text") is not None or (delta and "role" not in delta):
+                self.token_times_s.append(now_s)
+
 
 def read_stream(
     lines: Iterable[bytes | str], start_s: float, clock: Callable[[], float] = time.perf_counter
@@ -58,35 +95,18 @@ def read_stream(
         start_s: clock() when the request was sent.
 
     Raises:
-        StreamError: an error event, an event that is not JSON, or an end without [DONE].
+        StreamError: as StreamTiming.take, or an end without [DONE].
     """
     timing = StreamTiming()
-    for raw in lines:
-        line = raw.decode() if isinstance(raw, bytes) else raw
-        if not line.startswith("data:"):
-            continue
-        data = line[len("data:") :].strip()
-        if data == "[DONE]":
-            return timing
-        try:
-            event: dict[str, Any] = json.loads(data)
-        except ValueError as error:
-            raise StreamError(f"an event is not JSON: {data[:80]!r}") from error
-        if "error" in event:
-            raise StreamError(str(event["error"].get("message", event["error"])))
-        _take(event, timing, clock() - start_s)
+    if any(timing.take(line, lambda: clock() - start_s) for line in lines):
+        return timing
     raise StreamError("the stream ended without [DONE]")
 
 
-def _take(event: dict[str, Any], timing: StreamTiming, now_s: float) -> None:
-    if usage := event.get("usage"):
-        timing.completion_tokens = usage.get("completion_tokens")
-        timing.prompt_tokens = usage.get("prompt_tokens")
-    for choice in event.get("choices") or []:
-        delta = choice.get("delta") or {}
-        piece = choice.get("text") or delta.get("content")
-        timing.text += piece or ""
-        timing.finish_reason = choice.get("finish_reason") or timing.finish_reason
-        # A token may be half a character, and then carries no text; a role alone is no token.
-        if piece or choice.get("text") is not None or (delta and "role" not in delta):
-            timing.token_times_s.append(now_s)
+async def read_stream_async(lines: AsyncIterable[bytes], start_s: float) -> StreamTiming:
+    """The same of lines that come asynchronously; `start_s` by time.perf_counter."""
+    timing = StreamTiming()
+    async for line in lines:
+        if timing.take(line, lambda: time.perf_counter() - start_s):
+            return timing
+    raise StreamError("the stream ended without [DONE]")

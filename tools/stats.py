@@ -70,7 +70,12 @@ def paired_change_percent(
 
 
 def _bootstrap(
-    value: float, samples: Sequence[Any], statistic: Callable[..., Any], confidence: float, draws: int, seed: int
+    value: float,
+    samples: Sequence[Any],
+    statistic: Callable[..., Any],
+    confidence: float,
+    draws: int,
+    seed: int,
 ) -> Interval:
     found = bootstrap(
         samples, statistic, paired=len(samples) > 1, n_resamples=draws, confidence_level=confidence,

@@ -7,30 +7,23 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from tools.sse import StreamError, StreamTiming, read_stream_async
+
 
 @dataclass
 class Answer:
-    """One streamed answer; times in s. `start` and `end` are time.perf_counter()."""
+    """One streamed answer; `start` and `end` are time.perf_counter()."""
 
     start: float
     end: float = 0.0
-    ttft_s: float | None = None
-    chunks: int = 0  # events with content; one token each where the server does not batch
-    last_s: float = 0.0
+    timing: StreamTiming = field(default_factory=StreamTiming)
     error: str | None = None
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Time per chunk after the first."""
-        if self.ttft_s is None or self.chunks < 2:
-            return None
-        return (self.last_s - self.ttft_s) / (self.chunks - 1)
 
 
 def allow_open_files(wanted: int) -> None:
@@ -47,37 +40,23 @@ def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
     )
 
 
-async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
-    """Send one streaming completion; failures of any kind are in `error`."""
-    answer = Answer(time.perf_counter())
+async def complete(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], start: float | None = None
+) -> Answer:
+    """Send one streaming completion, timed from `start` or now; failures of any kind are in `error`."""
+    answer = Answer(time.perf_counter() if start is None else start)
     try:
         async with http.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
             else:
-                await _read(response, answer)
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                answer.timing = await read_stream_async(response.content, answer.start)
+                if not answer.timing.token_times_s:
+                    answer.error = "the stream held no token"
+    except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.end = time.perf_counter()
     return answer
-
-
-async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    done = False
-    async for line in response.content:
-        if not line.startswith(b"data: "):
-            continue
-        if line.startswith(b"data: [DONE]"):
-            done = True
-        elif line.startswith(b'data: {"error"'):
-            answer.error = line.decode(errors="replace")[:200]
-        else:
-            answer.last_s = time.perf_counter() - answer.start
-            answer.chunks += 1
-            if answer.ttft_s is None:
-                answer.ttft_s = answer.last_s
-    if answer.error is None and not (done and answer.chunks):
-        answer.error = "the stream ended early"
 
 
 async def closed_loop(
@@ -103,15 +82,15 @@ def most_open(answers: list[Answer]) -> int:
 
 def summary(answers: list[Answer]) -> dict[str, Any]:
     """Failures, TTFT and TPOT in ms, requests/s and tokens/s of one stretch of load."""
-    good = [a for a in answers if a.error is None]
+    good = [a.timing for a in answers if a.error is None]
     span = max(a.end for a in answers) - min(a.start for a in answers)
     row: dict[str, Any] = {"requests": len(answers), "failures": len(answers) - len(good)}
-    for name, values in (("ttft", [a.ttft_s for a in good]), ("tpot", [a.tpot_s for a in good])):
+    for name, values in (("ttft", [t.ttft_s for t in good]), ("tpot", [t.tpot_s for t in good])):
         known = [1000 * v for v in values if v is not None]
         for q in (50, 99):
             row[f"{name}_p{q}_ms"] = float(np.percentile(known, q)) if known else float("nan")
     row["requests_per_s"] = len(good) / span
-    row["tokens_per_s"] = sum(a.chunks for a in good) / span
+    row["tokens_per_s"] = sum(len(t.token_times_s) for t in good) / span
     return row
 
 

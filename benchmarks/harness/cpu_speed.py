@@ -1,10 +1,12 @@
 """How fast the cores compute.
 
 Cores of shared machines are slower by up to a third for seconds or minutes: by their frequency, by their
-neighbours, by what the hypervisor takes away. Where that is as large as what is measured, time is told by
-the work that the cores could do in it (benchmarks/harness/normalised_time.py).
+neighbours, by what the hypervisor takes away. Where that is as large as what is measured, times are
+normalised for it (benchmarks/harness/normalised_time.py).
 
-    python -m benchmarks.harness.cpu_speed CORE FILE     notes the speed of a core until its parent is gone (`probed`)
+    python -m benchmarks.harness.cpu_speed CORE FILE
+
+notes the speed of a core until its parent is gone (`probed`).
 """
 
 from __future__ import annotations
@@ -56,21 +58,16 @@ class CpuSpeed:
 
 @contextmanager
 def probed(folder: Path) -> Iterator[None]:
-    """Note the speed of every core of this process, some times a second, into cpu_speed_CORE.jsonl of `folder`.
+    """Note the speed of every core of this process, some times a second, into `folder`/cpu_speed_CORE.jsonl.
 
     A line is [Unix time, s, CPU time of the product, s, ticks so far that were stolen, all ticks so far].
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as probes:
         for core in sorted(os.sched_getaffinity(0)):
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.harness.cpu_speed",
-                str(core),
-                str(folder / f"cpu_speed_{core}.jsonl"),
-            ]
-            probes.enter_context(process(command, env={}, log=folder / f"cpu_speed_{core}.log"))
+            file = folder / f"cpu_speed_{core}.jsonl"
+            command = [sys.executable, "-m", "benchmarks.harness.cpu_speed", str(core), str(file)]
+            probes.enter_context(process(command, env={}, log=file.with_suffix(".log")))
         yield
 
 

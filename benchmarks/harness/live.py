@@ -1,7 +1,7 @@
 """Policies compared live: the application serves, tables are swapped in, loadgen.compare drives the load.
 
-Shared machines are faster in one trial than in the next. So there are two rows of each policy: `clock`
-wall, and even, where time is told by the work that the cores could do in it (benchmarks/harness/normalised_time.py).
+Shared machines are faster in one trial than in the next. So there are two rows of each policy: `clock` wall,
+and even, whose times are normalised for CPU speed (benchmarks/harness/normalised_time.py).
 """
 
 from __future__ import annotations
@@ -14,33 +14,25 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 
 from benchmarks.harness.cluster import local_ray, wait_ready
-from benchmarks.harness.engines import WEIGHTS, our_arguments
-from benchmarks.harness.normalised_time import NormalisedTime, normalised, felt_by_engines
 from benchmarks.harness.cpu_speed import probed
+from benchmarks.harness.engines import WEIGHTS, our_arguments
+from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.files import write_whole
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.trial import read_trials
-from tools.stats import Slo
 from loadgen.workload import Prompt, read_prompts
 from offline.calibrate import prompt_tokens
 from tools.cli import BadInput
+from tools.journal import Journal
+from tools.stats import Slo
 
 _KEY = "live"
 _KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
-InFlightOption = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
-DeploymentOption = Annotated[Path, typer.Option(help="Deployment YAML.")]
-IntervalOption = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
-BurnInOption = Annotated[
-    int, typer.Option(min=0, help="Load on engines that have just started, in no figure, s.")
-]
-LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
 
 
 def lengths(mean: int) -> dict[str, int]:
@@ -91,78 +83,68 @@ def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
         yield
 
 
-def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path) -> dict[str, Any]:
-    """Swap the table into what serves there; what loadgen.compare then says. One in the folder goes on."""
-    url = f"http://127.0.0.1:{port}"
-    table_file, comparison = folder / "table.safetensors", folder / "comparison"
-    table.save(table_file)
-    key = {"authorization": f"Bearer {_KEY}"}
-    answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
-    answer.raise_for_status()
-    options |= {"host": url, "out": comparison}
-    with probed(folder / "cpu_speed"):
-        done = subprocess.run(
-            [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-            env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
-            check=False,
-        )
-    if done.returncode:
-        (comparison / "compare.json").unlink(missing_ok=True)
-        raise BadInput(f"the comparison ended with status {done.returncode}; see {comparison}")
-    result = result_of(folder)
-    assert result is not None
-    return result
+class Comparison:
+    """A comparison in a folder, which until `finish` is for nothing but what was asked first.
 
-
-def claimed(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`result_of`, if a run for what is asked has ended. Until `finish` the folder is for nothing else.
+    Args:
+        asked: everything that its figures depend on.
 
     Raises:
-        BadInput: it holds one of something else.
+        BadInput: the folder holds a comparison of something else.
     """
-    file, wanted = folder / "asked.json", json.loads(json.dumps(asked, default=str))
-    if file.exists() and (folder / "comparison").exists():
-        found = json.loads(file.read_text())
-        if other := [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]:
-            raise BadInput(
-                f"{folder} holds a comparison with another {', '.join(other)}: give the same or remove it"
+
+    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._journal = Journal(folder / "asked.jsonl", asked)
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What loadgen.compare said; None if it has not ended."""
+        result: dict[str, Any] | None = self._journal.get("result")
+        return result
+
+    def measure(self, table: RoutingTable, load: dict[str, Any], *, port: int) -> None:
+        """Swap the table into what serves there, and run loadgen.compare; one that was stopped goes on."""
+        self._journal.put("begun", True)
+        url = f"http://127.0.0.1:{port}"
+        table_file, out = self.folder / "table.safetensors", self.folder / "comparison"
+        table.save(table_file)
+        key = {"authorization": f"Bearer {_KEY}"}
+        answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
+        answer.raise_for_status()
+        options = load | {"host": url, "out": out}
+        with probed(self.folder / "cpu_speed"):
+            done = subprocess.run(
+                [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
+                env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
+                check=False,
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(wanted, indent=1) + "\n")
-    return result_of(folder)
+        if done.returncode:
+            raise BadInput(f"the comparison ended with status {done.returncode}; see {out}")
+        self._journal.put("result", json.loads((out / "compare.json").read_text()))
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Its rows, of time as it was (`clock` wall) and normalised for CPU speed (`clock` even)."""
+        assert self.result is not None
+        asked, trials = self.result["inputs"], read_trials(self.folder / "comparison")
+        notes = NormalisedTime.read(self.folder / "cpu_speed")
+        felt = felt_by_engines(trials, notes, BASELINES)
+        clock = notes.as_felt(felt)
+        rows = policy_rows(
+            asked["policies"],
+            [normalised(trial, clock) for trial in trials],
+            warm_up_s=asked["warm_up_s"],
+            seconds=asked["seconds"],
+            slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
+            seed=asked["seed"],
+        )
+        return [{"clock": "wall", **row} for row in self.result["rows"]] + [
+            {"clock": "even", **row, "pace_felt": felt} for row in rows
+        ]
 
-def result_of(folder: Path) -> dict[str, Any] | None:
-    """What the comparison in the folder said, until `finish`; None if it has not ended."""
-    file = folder / "comparison" / "compare.json"
-    if not file.exists():
-        return None
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
-
-
-def by_both_clocks(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Rows of the folder's `result_of` by the wall's clock, and by one that goes as fast as the cores."""
-    asked, trials = result["inputs"], read_trials(folder / "comparison")
-    notes = NormalisedTime.read(folder / "cpu_speed")
-    felt = felt_by_engines(trials, notes, BASELINES)
-    clock = notes.as_felt(felt)
-    rows = policy_rows(
-        asked["policies"],
-        [normalised(trial, clock) for trial in trials],
-        warm_up_s=asked["warm_up_s"],
-        seconds=asked["seconds"],
-        slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
-        seed=asked["seed"],
-    )
-    return [{"clock": "wall", **row} for row in result["rows"]] + [
-        {"clock": "even", **row, "pace_felt": felt} for row in rows
-    ]
-
-
-def finish(folder: Path) -> None:
-    """The comparison's figures are published: the next run is another. Its report stays."""
-    shutil.rmtree(folder / "cpu_speed", ignore_errors=True)
-    shutil.rmtree(folder / "published", ignore_errors=True)
-    (folder / "asked.json").unlink(missing_ok=True)
-    (folder / "comparison").rename(folder / "published")
+    def finish(self) -> None:
+        """Its figures are published: the next run is another. Its report stays."""
+        for name in ("cpu_speed", "published"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / "comparison").rename(self.folder / "published")
+        self._journal.remove()

@@ -27,10 +27,9 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.harness.capture import Captured, captured, groups_of
+from benchmarks.harness.engine_pool import Replays
 from benchmarks.harness.engines import WEIGHTS, weights_name
 from benchmarks.harness.gates import gate_scores
-from tools.journal import Journal
-from benchmarks.harness.engine_pool import Replays
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.clustering import balanced_kmeans, kmeans
@@ -52,6 +51,7 @@ from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
 from tools.cli import BadInput
+from tools.journal import Journal
 from tools.progress import progress_bar
 from tools.stats import paired_change_percent
 

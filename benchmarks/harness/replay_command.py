@@ -9,28 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tools.journal import Journal
+from benchmarks.harness import options
 from benchmarks.harness.engine_pool import EnginePool
-from benchmarks.harness.options import (
-    PROMPTS,
-    WORK,
-    BatchOption,
-    CapturedOption,
-    EnginesOption,
-    GroupsOption,
-    IntermediateOption,
-    OutOption,
-    OutputOption,
-    PerWorkerOption,
-    PromptsOption,
-    RepeatsOption,
-    SeedOption,
-    StepsOutOption,
-    WorkersOption,
-    WorkOption,
-)
-from benchmarks.harness.replay import Arm, Bench, Case, loads_of, arm_rows, widened
+from benchmarks.harness.replay import Arm, Bench, Case, arm_rows, loads_of, widened
 from eldr_serve.files import write_whole
+from tools.journal import Journal
 from tools.plots import bars
 from tools.results import environment, publish
 
@@ -89,20 +72,20 @@ def replay_command(
     """The command `name`: `arms` on each load, and `report` on what came of it."""
 
     def command(
-        prompts: PromptsOption = PROMPTS,
-        workers: WorkersOption = default_workers,
-        groups: GroupsOption = default_groups,
-        per_worker: PerWorkerOption = default_per_worker,
-        batch: BatchOption = default_batch,
-        output_tokens: OutputOption = 64,
-        intermediate: IntermediateOption = default_intermediate,
-        requests: CapturedOption = 2400,
-        work: WorkOption = WORK,
-        repeats: RepeatsOption = default_repeats,
-        engines: EnginesOption = 1,
-        seed: SeedOption = 0,
-        steps_out: StepsOutOption = None,
-        out: OutOption = None,
+        prompts: options.Prompts = options.PROMPTS,
+        workers: options.Workers = default_workers,
+        groups: options.Groups = default_groups,
+        per_worker: options.PerWorker = default_per_worker,
+        batch: options.Batch = default_batch,
+        output_tokens: options.Output = 64,
+        intermediate: options.Intermediate = default_intermediate,
+        requests: options.Captured = 2400,
+        work: options.Work = options.WORK,
+        repeats: options.Repeats = default_repeats,
+        engines: options.Engines = 1,
+        seed: options.Seed = 0,
+        steps_out: options.StepsOut = None,
+        out: options.Out = None,
     ) -> None:
         """Place requests in each arm and replay every worker's schedule on one engine.
 

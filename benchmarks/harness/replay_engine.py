@@ -24,8 +24,8 @@ from benchmarks.harness.cpu_speed import CpuSpeed
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 TEMPERATURE = 0.8  # of sampling, in captures and replays
 BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
-# Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of 100
-# steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
+# Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of
+# 100 steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
 _FELT = 0.75
 
 
@@ -129,9 +129,9 @@ class ReplayEngine:
     def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
 
-        The clock is the sum of the steps' CPU times, as they would be where CpuSpeed takes `probe_s`. An engine
-        here is one thread that never sleeps, so that is what a step takes on a core of its own; neither
-        that others ran on the core is in it, nor that the core was slow for a while.
+        The clock is the sum of the steps' CPU times, as they would be where CpuSpeed takes `probe_s`. An
+        engine here is one thread that never sleeps, so that is what a step takes on a core of its own;
+        neither that others ran on the core is in it, nor that the core was slow for a while.
 
         Raises:
             RuntimeError: another thread of the process shared the work, so that the clock is wrong.

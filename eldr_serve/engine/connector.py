@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.compat import (
     CHECKED,
@@ -46,7 +47,6 @@ from eldr_serve.engine.compat import (
 from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.stats import EldrPromMetrics, EldrStats
-from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.signature import pack_counts
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.sse import StreamError, read_stream
 from loadgen.workload import Prompt, WorkloadError, balanced_sample, read_prompts, write_prompts
+from tools.sse import StreamError, read_stream
 
 
 class Clock:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.normalised_time import NormalisedTime, normalised, felt_by_engines
 from benchmarks.harness.cpu_speed import probed
+from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
 from loadgen.trial import Trial
 from tools.cli import BadInput
 

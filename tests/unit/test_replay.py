@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import synthetic_trace
 
-from benchmarks.moe_layer_latency import routes
 from benchmarks.harness import replay
 from benchmarks.harness.capture import Captured
-from tools.journal import Journal
 from benchmarks.harness.engine_pool import EnginePool, Served
 from benchmarks.harness.replay import LAYERS, Arm, Bench, Case, Load, loads_of
 from benchmarks.harness.replay_engine import BLOCK, Arrival, Steps, aligned
+from benchmarks.moe_layer_latency import routes
 from tools.cli import BadInput
+from tools.journal import Journal
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200))
@@ -106,13 +106,13 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
     data = Captured(trace, [[1, 2, 3]] * len(trace.ids))
     monkeypatch.setattr(replay, "captured", lambda *_, **__: data)
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
-    engine_pool: list[_EnginePool] = []
+    pools: list[_EnginePool] = []
 
     def compared(runs: int) -> list[Case]:
-        engine_pool.append(_EnginePool(runs))
+        pools.append(_EnginePool(runs))
         bench = Bench(
-            tmp_path, engine_pool=engine_pool[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path, seed=0,
-            journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
+            tmp_path, engine_pool=pools[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path,
+            seed=0, journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
         )  # fmt: skip
         return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
             compared(runs)
     # The fit was stopped within and begun again; what came after it was kept.
     (done,) = compared(100)
-    assert [lane.runs for lane in engine_pool] == [7, 20, needed - 20]
+    assert [pool.runs for pool in pools] == [7, 20, needed - 20]
     assert all((times > 0).all() for times in done.replayed_tpot_s.values())
     (read,) = compared(0)
     for label in done.steps:
@@ -144,6 +144,10 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     assert (again.get("a"), again.get("b")) == ([1.5], None)
     again.put("b", [2.5])
     assert Journal(path, {"seed": 0}).get("b") == [2.5]
-    assert Journal(path, {"seed": 1}).get("a") is None
+    with pytest.raises(BadInput, match="another seed"):
+        Journal(path, {"seed": 1})
+    path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
+    with pytest.raises(BadInput, match="no journal"):
+        Journal(path.with_name("old"), {"seed": 0})
     again.remove()
     assert not path.exists()

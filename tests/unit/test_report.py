@@ -9,9 +9,9 @@ import pytest
 from browser import chromium, rendered
 from PIL import Image
 
-from loadgen.trial import Trial
-from loadgen.figures import rows_of
+from loadgen.figures import policy_rows
 from loadgen.report import html_report
+from loadgen.trial import Trial
 from tools.stats import Slo
 
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
@@ -39,11 +39,11 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
 
 def write(path: Path, engines: dict[str, float] | None) -> Path:
     made = trials(engines)
-    rows = rows_of(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
+    rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     path.write_text(
         html_report(
             rows, made, verdict="240 requests, 6 FAILED", bad=True, notes="<b>not markup</b>",
-            inputs={"rate": 4.0}, machine={"commit": "abc"}, warm_up_s=2, seconds=8,
+            settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
         )
     )  # fmt: skip
     return path

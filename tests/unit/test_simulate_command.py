@@ -17,10 +17,10 @@ from eldr_serve.routing import StepCost
 from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
 from eldr_serve.simulation.cluster import Cost
 from eldr_serve.simulation.requests import SimulationError
-from tools.cli import BadInput, bad_input_exits
 from offline.gptoss import LAYERS, TOP_K, read_gptoss
 from offline.scenario import Work, read_scenario
 from offline.simulate import one_run, simulate
+from tools.cli import BadInput, bad_input_exits
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
