@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any
 
+from eldr_serve.serving.compat import engine_client
 from eldr_serve.serving.servers import DecodeServer
 from eldr_serve.serving.stages import Stages
 
@@ -23,7 +24,7 @@ class TimedDecodeServer(DecodeServer):
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         self._stages = Stages()
         await super().__init__(*args, **kwargs)
-        client = self.engine._engine_client  # no public way to it in Ray 2.60
+        client = engine_client(self.engine)
         self._generate = client.generate
         client.generate = self._stamped
 

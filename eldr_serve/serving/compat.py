@@ -70,6 +70,7 @@ __all__ = [
     "canonical_request_id",
     "check_ray",
     "create_error_response",
+    "engine_client",
     "openai_application",
     "openai_serving",
     "picklable_chat",
@@ -150,6 +151,11 @@ def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
             f"it was checked on ray {_CHECKED}"
         )
     return serving, create
+
+
+def engine_client(engine: Any) -> Any:
+    """vLLM's own client of its engine core in Ray's VLLMEngine."""
+    return engine._engine_client
 
 
 def check_ray() -> None:

@@ -139,7 +139,7 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     path = tmp_path / "made" / "run.jsonl"
     Journal(path, {"seed": 0}).put("a", [1.5])
     with path.open("a") as file:
-        file.write('["b", [2')  # the run died while it wrote
+        file.write('\n["b", [2')  # the run died while it wrote
     again = Journal(path, {"seed": 0})
     assert (again.get("a"), again.get("b")) == ([1.5], None)
     again.put("b", [2.5])
