@@ -188,7 +188,11 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
         finally:
             if process.poll() is None:
                 process.terminate()
-                process.wait()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
     if process.returncode not in (0, 1):  # 1: requests failed; their records say which
         said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
         raise BadInput(f"locust ended with {process.returncode}: {said[-1]} (all of it in {log})")
@@ -214,4 +218,4 @@ def _watched(service: Service, trial: Trial) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        watcher.join()
+        watcher.join(2)  # it may be waiting for an answer
