@@ -175,7 +175,7 @@ def messages(root: Path) -> Iterator[Text]:
         for path in sorted(root.glob(f"usr/share/locale/{language}/LC_MESSAGES/*.mo")):
             with path.open("rb") as file:
                 catalogue = gettext.GNUTranslations(file)
-            lines = [clean(str(v)) for v in catalogue._catalog.values() if isinstance(v, str)]  # type: ignore[attr-defined]
+            lines = [clean(str(v)) for v in catalogue._catalog.values() if isinstance(v, str)]  # type: ignore[attr-defined]  # noqa: SLF001
             lines = [line for line in lines if 25 <= len(line) <= 600 and is_language(line, language)]
             for start in range(0, len(lines), 6):
                 yield Text(language, f"{path.name}:{language}:{start}", "\n\n".join(lines[start : start + 6]))
