@@ -30,15 +30,15 @@ import typer
 
 from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
 from benchmarks.harness.engines import ENGINE_ENV
-from eldr_serve.artifacts import RoutingTable
+from benchmarks.harness.synthetic import TOP_K, E, L, random_spec, table_near
 from eldr_serve.engine.capture import ExpertCapture
 from eldr_serve.routing import Loads, PlacementRequest, WorkerLoad, make_policy
-from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
+from eldr_serve.signature import pack_counts, unpack_counts
 from tools.cli import BadInput, run
 from tools.results import publish
 from tools.stats import median_ci
 
-L, E, K_TOP, WORKERS = 48, 128, 8, 16
+WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
 _WARM_UP = 8  # prompts
 
@@ -46,7 +46,7 @@ _WARM_UP = 8  # prompts
 class _Router:
     """A BaseRouter's part of the hook."""
 
-    top_k, global_num_experts = K_TOP, E
+    top_k, global_num_experts = TOP_K, E
     capture_fn: Callable[[torch.Tensor], None]
 
     def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
@@ -81,7 +81,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
     )  # fmt: skip
     scores = rng.gumbel(size=(L, tokens, E)) + 2 * rng.normal(size=(L, 1, E))
-    chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :K_TOP].astype(np.int32), device=device)
+    chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :TOP_K].astype(np.int32), device=device)
     ids = torch.tensor(rng.permutation(4 * blocks)[:blocks], device=device)
     positions = torch.arange(tokens, device=device)
     slots = ids[positions // block_size] * block_size + positions % block_size
@@ -98,9 +98,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     packed = pack_counts(counts)
     answer = {"eldr_signature": packed, "remote_block_ids": ids.tolist()}
 
-    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    near = counts[None] + rng.integers(0, tokens // 4, (WORKERS, L, E), dtype=np.uint32)
-    table = RoutingTable("m", spec, spec.encode(near), np.ones(WORKERS, np.int64), [""] * WORKERS)
+    table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
     policy = make_policy("locality-band").with_table(table)
     loads = Loads.of([WorkerLoad(int(n), 0) for n in rng.integers(0, 20, WORKERS)])
 
@@ -230,7 +228,7 @@ def capture_overhead(
         rows += _engines(model, requests, engine_tokens, port, np.random.default_rng(seed))
     publish(
         "capture_overhead", rows,
-        inputs={"L": L, "E": E, "top_k": K_TOP, "workers": WORKERS, "tokens": tokens, "device": device,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
                 "block_size": block_size, "calls": calls, "requests": requests,
                 "engine_tokens": engine_tokens},
         seed=seed, out=out,

@@ -14,12 +14,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from benchmarks.harness.synthetic import TOP_K, E, L
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from tools.cli import run
 from tools.results import publish
-
-L, E, TOP_K = 48, 128, 8
 
 
 def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:

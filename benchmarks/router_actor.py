@@ -20,13 +20,12 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.harness.cluster import local_ray
+from benchmarks.harness.synthetic import E, L, prompt_counts, random_spec, table_near
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.signature import SignatureSpec
 from tools.cli import run
 from tools.results import publish
 from tools.stats import median_ci
 
-L, E, K_TOP = 48, 128, 8  # Qwen3-30B-A3B
 _PROMPTS = 32
 
 
@@ -118,25 +117,13 @@ async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:
     return found
 
 
-def _inputs(workers: int, rng: np.random.Generator) -> tuple[bytes, NDArray[np.uint32]]:
-    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    prompts = np.stack(
-        [
-            rng.multinomial(300 * K_TOP, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
-            for _ in range(_PROMPTS)
-        ]
-    )
-    near = prompts[np.arange(workers) % _PROMPTS] + rng.integers(0, 3, (workers, L, E), dtype=np.uint32)
-    table = RoutingTable("m", spec, spec.encode(near), np.ones(workers, np.int64), [""] * workers)
-    return table.to_bytes(), prompts
-
-
 def _measure(
     workers: int, calls: int, rounds: int, seconds: float, many: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
     import ray
 
-    table, prompts = _inputs(workers, rng)
+    spec, prompts = random_spec(rng), prompt_counts(_PROMPTS, rng)
+    table = table_near(prompts, workers, rng, spec=spec).to_bytes()
     name = f"decode-router:bench-{workers}"
     bare = ray.remote(Bare).options(num_cpus=0, max_concurrency=1000).remote()
     caller = (

@@ -31,7 +31,7 @@ from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
-from loadgen.workload import WorkloadError
+from tools.cli import BadInput
 from tools.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
@@ -121,7 +121,7 @@ def _init(environment: Environment, **_: Any) -> None:
     try:
         # Reads everything, so that bad input ends the command before a request is sent.
         Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
-    except WorkloadError as error:
+    except BadInput as error:
         print(f"locust: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if options.headless:
@@ -146,7 +146,7 @@ def _begin(environment: Environment, **_: Any) -> None:
         _session.load = Load(
             options, index=_session.index, workers=_session.workers, horizon_s=_session.horizon_s
         )
-    except WorkloadError as error:
+    except BadInput as error:
         print(f"locust: {error}", file=sys.stderr)
         environment.process_exit_code = 2
         runner.quit()

@@ -26,7 +26,7 @@ from benchmarks.harness.engines import WEIGHTS, weights_name
 from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
-from loadgen.workload import WorkloadError, balanced_sample, read_prompts
+from loadgen.workload import balanced_sample, read_prompts
 from offline.calibrate import EngineActor, build_trace, prompt_tokens
 from tools.cli import BadInput, run
 
@@ -102,10 +102,7 @@ def capture(
 
     from eldr_serve.engine.config import engine_kwargs
 
-    try:
-        everything = read_prompts([prompts])
-    except WorkloadError as error:
-        raise BadInput(str(error)) from error
+    everything = read_prompts([prompts])
     chosen = [
         prompt
         for wanted in (True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.ingress import make_fastapi_ingress
 
-from eldr_serve.artifacts import RoutingTable
+from benchmarks.harness.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.compat import to_model_metadata
@@ -28,10 +28,9 @@ from eldr_serve.serving.ingress import (
 )
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.servers import ReleaseKv
-from eldr_serve.signature import SignatureSpec, pack_counts
+from eldr_serve.signature import pack_counts
 
 MODEL = "fake"
-L, E, K_TOP = 48, 128, 8  # Qwen3-30B-A3B
 _MANY = 1_000_000  # as Ray Serve LLM sets it for its engines: they queue inside
 
 
@@ -54,7 +53,7 @@ class FakePrefill:
     def __init__(self, seconds: float, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self._seconds = seconds
-        self._packed = [pack_counts(counts) for counts in _counts(32, rng)]
+        self._packed = [pack_counts(counts) for counts in prompt_counts(32, rng)]
         self._number = 0
 
     async def completions(self, request: Any, raw_info: Any = None) -> AsyncGenerator[Any, None]:
@@ -114,6 +113,8 @@ def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, se
         ),
         **options,
     ).bind(gap_s)
+    rng = np.random.default_rng(seed)
+    table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
     limits = IngressOptions()
     ingress = serve.deployment(
         make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS, app=application()),
@@ -125,23 +126,7 @@ def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, se
         model_cards={MODEL: to_model_metadata(MODEL, LLMConfig(model_loading_config={"model_id": MODEL}))},
         prefill=prefill,
         application=name,
-        router=RouterSpec(model_id=MODEL, table=_table(decode_replicas, seed)),
+        router=RouterSpec(model_id=MODEL, table=replace(table, model=MODEL).to_bytes()),
         options=limits,
         path_options=PathOptions(),
     )
-
-
-def _counts(n: int, rng: np.random.Generator) -> np.ndarray:
-    return np.stack(
-        [
-            rng.multinomial(300 * K_TOP, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
-            for _ in range(n)
-        ]
-    )
-
-
-def _table(workers: int, seed: int) -> bytes:
-    rng = np.random.default_rng(seed)
-    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    centroids = spec.encode(_counts(workers, rng))
-    return RoutingTable(MODEL, spec, centroids, np.ones(workers, np.int64), [""] * workers).to_bytes()
