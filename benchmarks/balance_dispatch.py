@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
@@ -20,6 +19,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
+from benchmarks.harness import options
 from eldr_serve.routing import Loads, PlacementRequest, PooledPolicy, make_policy
 from tools.cli import run
 from tools.results import publish, time_calls
@@ -31,8 +31,8 @@ def balance_dispatch(
     calls: Annotated[int, typer.Option(min=20, help="Dispatches timed a row.")] = 1000,
     slots: Annotated[int, typer.Option(min=1, help="Requests that a worker runs at once.")] = 64,
     pool: Annotated[int, typer.Option(min=1, help="Requests that wait.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of lengths.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 workers, all but full."""
     rng = np.random.default_rng(seed)

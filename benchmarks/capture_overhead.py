@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.harness import options
 from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
 from benchmarks.harness.engines import ENGINE_ENV
 from benchmarks.harness.synthetic import TOP_K, E, L, random_spec, table_near
@@ -218,8 +219,8 @@ def capture_overhead(
     engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
     model: Annotated[Path, typer.Option(help="Folder of the engines' model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="First of two ports of the engines' NIXL side channels.")] = 8340,
-    seed: Annotated[int, typer.Option(help="Seed of counts and prompts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()

@@ -30,6 +30,7 @@ import httpx
 import numpy as np
 import typer
 
+from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, closed_loop, complete, session
 from benchmarks.harness.cluster import local_ray, wait_ready
 from benchmarks.harness.engines import our_arguments
@@ -85,14 +86,12 @@ def handover(
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; one row each.")] = "1,16",
     requests: Annotated[int, typer.Option(min=WINDOW, help="Requests of each row.")] = 400,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo.yaml"),
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
-    prompts: Annotated[Path, typer.Option(help="Prompts, JSONL file or folder.")] = Path(
-        "demo_model/prompts"
-    ),
+    prompts: options.Prompts = options.PROMPTS,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8320,
-    seed: Annotated[int, typer.Option(help="Seed of the order of prompts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time the hand-over's parts on real engines, idle and at load."""
     allow_open_files(8192)

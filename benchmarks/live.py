@@ -67,13 +67,10 @@ def live(
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {
-        "prompts": prompts.name,
-        "captured": requests,
-        "deployment": deployment.stem,
-        "intermediate": intermediate,
-        "stream_interval": stream_interval,
+        "prompts": prompts.name, "captured": requests, "deployment": deployment.stem,
+        "intermediate": intermediate, "stream_interval": stream_interval,
         "max_prompt_tokens": max_prompt_tokens,
-    }
+    }  # fmt: skip
     asked = load | about | {"prompts": prompts.resolve()}
     comparisons = {group: Comparison(work / f"live_{group}", asked) for group in groups_of(groups)}
     data = captured(prompts, work, requests=requests, seed=seed)

@@ -32,6 +32,7 @@ import aiohttp
 import numpy as np
 import typer
 
+from benchmarks.harness import options
 from benchmarks.harness.client import (
     Answer,
     allow_open_files,
@@ -165,21 +166,17 @@ def peers(
     ] = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML whose engines are used.")] = Path(
-        "deployments/cpu_demo.yaml"
-    ),
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
-    prompts: Annotated[Path, typer.Option(help="Prompts, JSONL file or folder.")] = Path(
-        "demo_model/prompts"
-    ),
+    prompts: options.Prompts = options.PROMPTS,
     vllm_router_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and of the order of trials.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
     unwind_on_sigterm()

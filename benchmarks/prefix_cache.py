@@ -56,14 +56,10 @@ def prefix_cache(
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {
-        "prompts": prompts.name,
-        "captured": requests,
-        "distinct": distinct,
-        "deployment": deployment.stem,
-        "intermediate": intermediate,
-        "stream_interval": stream_interval,
+        "prompts": prompts.name, "captured": requests, "distinct": distinct, "deployment": deployment.stem,
+        "intermediate": intermediate, "stream_interval": stream_interval,
         "max_prompt_tokens": max_prompt_tokens,
-    }
+    }  # fmt: skip
     asked = load | about | {"prompts": prompts.resolve()}
     comparisons = {state: Comparison(work / f"prefix_cache_{state}", asked) for state in ("on", "off")}
     data = captured(prompts, work, requests=requests, seed=seed)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
@@ -18,6 +17,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
+from benchmarks.harness import options
 from benchmarks.harness.synthetic import TOP_K, E, L, prompt_counts, random_spec, table_near
 from eldr_serve.routing import Loads, PlacementRequest, Policy, WorkerLoad, make_policy
 from tools.cli import run
@@ -26,8 +26,8 @@ from tools.results import publish, time_calls
 
 def route_decision(
     calls: Annotated[int, typer.Option(min=100, help="Decisions timed.")] = 5000,
-    seed: Annotated[int, typer.Option(help="Seed of counts and centroids.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time decisions of shortest-queue, locality-band and marginal-cost for K = 4 ... 1024 workers."""
     rng = np.random.default_rng(seed)

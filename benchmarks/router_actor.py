@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from benchmarks.harness import options
 from benchmarks.harness.cluster import local_ray
 from benchmarks.harness.synthetic import E, L, prompt_counts, random_spec, table_near
 from eldr_serve.artifacts import RoutingTable
@@ -168,8 +168,8 @@ def router_actor(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of bare calls and placements, in turn.")] = 7,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a throughput round, s.")] = 2.0,
     many: Annotated[int, typer.Option(min=1, help="Placements in flight for the throughput.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of counts and centroids.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time placements through the router actor for several numbers of workers, beside bare calls."""
     rng = np.random.default_rng(seed)

@@ -14,12 +14,12 @@ import asyncio
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
+from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.harness.cluster import local_ray, wait_ready
 from tools.cli import BadInput, run
@@ -90,8 +90,8 @@ def streams(
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8310,
-    seed: Annotated[int, typer.Option(help="Seed of signatures and table.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Open many streams at once and report failures, TTFT and throughput."""
     rows: list[dict[str, Any]] = []

@@ -66,16 +66,21 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self.chosen: list[torch.Tensor] = []
-        for layer in model.model.layers:
-            layer.mlp.gate.register_forward_hook(
-                lambda _module, _inputs, output: self.chosen.append(output[2])
-            )
+        self._hooks = [
+            layer.mlp.gate.register_forward_hook(lambda _module, _inputs, out: self.chosen.append(out[2]))
+            for layer in model.model.layers
+        ]
 
     def take(self, batch: int) -> np.ndarray:
         """Expert ids uint8 [batch, tokens, L, k] of the last pass."""
         stacked = torch.stack(self.chosen, 1)
         self.chosen.clear()
         return stacked.view(batch, -1, *stacked.shape[1:]).to(torch.uint8).numpy()
+
+    def remove(self) -> None:
+        """Collect no more."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list[tuple[str, list[int]]]:
@@ -282,6 +287,10 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, floa
     return found, loads
 
 
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def evaluate(
     corpus: Annotated[Path, typer.Option(help="directory written by demo_model.corpus (held-out documents)")],
     out: Annotated[Path, typer.Option(help="JSON file to write")],
@@ -342,7 +351,7 @@ def evaluate(
     write_result(
         out, "demo_model", rows, seed=seed,
         inputs={
-            "model_sha256": hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest(),
+            "model_sha256": checksum(model / "model.safetensors"),
             "prompts_per_domain": number, "new_tokens": new_tokens, "temperature": temperature,
             "prompt_files": sorted(p.name for p in prompts.iterdir()) if prompts else [],
         },

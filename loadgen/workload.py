@@ -39,7 +39,7 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """A file that read_prompts reads, whole or not at all."""
     records = ({"id": p.id, "domain": p.domain, "prompt": p.text} for p in prompts)
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:

@@ -41,16 +41,9 @@ console = Console()
 _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _COLUMNS = (
-    "policy",
-    "requests",
-    "failures",
-    "ttft_p50_ms",
-    "tpot_p50_ms",
-    "tpot_p99_ms",
-    "active_experts",
-    "batch_size",
-    "best_worker_share",
-)
+    "policy", "requests", "failures", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "active_experts",
+    "batch_size", "best_worker_share",
+)  # fmt: skip
 
 
 @contextmanager
@@ -74,18 +67,18 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
-def _command(*arguments: str, log: Path) -> None:
+def _command(module: str, *arguments: object, log: Path) -> None:
     """Run a command of ours, its progress on the terminal; BadInput with its last line if it fails."""
     with log.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-m", module, *map(str, arguments)],
             stderr=file,
             env=os.environ | {"RAY_ADDRESS": "auto"},
             check=False,
         )
     if done.returncode:
         last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-        raise BadInput(f"{arguments[0]} failed: {last} (all of it in {log})")
+        raise BadInput(f"{module} failed: {last} (all of it in {log})")
 
 
 @contextmanager
@@ -213,14 +206,8 @@ def demo(
         with _step(f"widening the experts from 32 to {intermediate} neurons"):
             wide = (out / f"model_{intermediate}").resolve()
             if not (wide / "config.json").exists():
-                _command(
-                    "demo_model.widen",
-                    "--intermediate",
-                    str(intermediate),
-                    "--out",
-                    str(wide),
-                    log=out / "widen.log",
-                )
+                size = ("--intermediate", intermediate)
+                _command("demo_model.widen", *size, "--out", wide, log=out / "widen.log")
             model = wide
     trace, fitted = out / "trace.safetensors", out / "table.safetensors"
     policies = ("shortest-queue", "locality-band", "marginal-cost")
@@ -229,25 +216,11 @@ def demo(
     with _application(deployment, model, port, keep) as service:
         console.print("calibrating: which experts do the prompts use?")
         _command(
-            "offline.calibrate",
-            "--deployment",
-            str(deployment),
-            "--prompts",
-            str(prompts),
-            "--out",
-            str(trace),
-            "--limit",
-            str(calibration),
-            "--max-tokens",
-            "32",
-            "--seed",
-            str(seed),
-            log=out / "calibrate.log",
-        )
+            "offline.calibrate", "--deployment", deployment, "--prompts", prompts, "--out", trace,
+            "--limit", calibration, "--max-tokens", 32, "--seed", seed, log=out / "calibrate.log",
+        )  # fmt: skip
         console.print("fitting one cluster a decode worker, and swapping the table in")
-        _command(
-            "offline.refit", "--trace", str(trace), "--swap", "--out", str(fitted), log=out / "refit.log"
-        )
+        _command("offline.refit", "--trace", trace, "--swap", "--out", fitted, log=out / "refit.log")
         for number, trial in enumerate(trials):
             with _step(f"load under {trial.policy} ({number + 1} of {len(trials)})") as tell:
 
@@ -261,13 +234,9 @@ def demo(
         )
         print_table("the same prompts under three policies", rows, columns=_COLUMNS)
         inputs = {
-            "prompts": prompts.name,
-            "rate": rate,
-            "users": users,
-            "seconds": seconds,
-            "rounds": rounds,
+            "prompts": prompts.name, "rate": rate, "users": users, "seconds": seconds, "rounds": rounds,
             "intermediate": intermediate,
-        }
+        }  # fmt: skip
         notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
         write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
         report = _report(out, rows, trials, trace, fitted, seconds)

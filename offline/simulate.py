@@ -11,6 +11,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,25 +129,12 @@ def _in_parallel(
         ray.init(**where, log_to_driver=False, logging_level="warning")
     task = ray.remote(num_cpus=1)(one_run)
     todo = [(choice, seed) for seed in scenario.seeds for choice in scenario.policies]
-    rows: dict[int, dict[str, Any]] = {}
-    running: dict[Any, int] = {}
-    for number, (choice, seed) in enumerate(todo):
-        if len(running) == processes:
-            _take_one(running, rows)
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(processes) as waiting:
+        for row in waiting.map(lambda job: ray.get(task.remote(scenario, *job)), todo):
+            rows.append(row)
             on_row(len(todo))
-        running[task.remote(scenario, choice, seed)] = number
-    while running:
-        _take_one(running, rows)
-        on_row(len(todo))
-    return [rows[number] for number in range(len(todo))]
-
-
-def _take_one(running: dict[Any, int], rows: dict[int, dict[str, Any]]) -> None:
-    """Wait for one task and keep its row."""
-    import ray
-
-    (done,), _ = ray.wait(list(running))
-    rows[running.pop(done)] = ray.get(done)
+    return rows
 
 
 def _calibrate(source: str, out: Path) -> None:
