@@ -18,7 +18,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +35,7 @@ from eldr_serve.engine.capture import ExpertCapture
 from eldr_serve.routing import Loads, PlacementRequest, WorkerLoad, make_policy
 from eldr_serve.signature import pack_counts, unpack_counts
 from tools.cli import BadInput, run
-from tools.results import publish
+from tools.results import publish, time_calls
 from tools.stats import median_ci
 
 WORKERS = 16
@@ -53,23 +52,6 @@ class _Router:
     def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
         assert capture_fn is not None
         self.capture_fn = capture_fn
-
-
-def _timed(part: Callable[[], Any], calls: int, device: str) -> list[float]:
-    def settle() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(5):
-        part()
-    seconds = []
-    for _ in range(calls):
-        settle()
-        start = time.perf_counter()
-        part()
-        settle()
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> dict[str, list[float]]:
@@ -116,7 +98,11 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         "unpack": lambda: unpack_counts(packed),
         "encode and route": lambda: policy.choose(PlacementRequest("r", counts, tokens, 64), loads, rng),
     }
-    return {name: _timed(part, calls, device) for name, part in measured.items()}
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return {
+        name: time_calls(lambda _, part=part: part(), calls=calls, warm_up=5, settle=settle)  # type: ignore[misc]
+        for name, part in measured.items()
+    }
 
 
 def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from benchmarks.harness import options
 from benchmarks.harness.synthetic import TOP_K, E, L, prompt_counts, random_spec, table_near
 from eldr_serve.routing import Loads, PlacementRequest, Policy, WorkerLoad, make_policy
 from tools.cli import run
-from tools.results import publish, time_calls
+from tools.results import p50_p99_us, publish, time_calls
 
 
 def route_decision(
@@ -41,8 +41,7 @@ def route_decision(
             for i in range(4 * k):
                 policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
             seconds = time_calls(partial(_decide, policy, prompts, loads, rng), calls=calls)
-            p50, p99 = np.percentile(seconds, [50, 99])
-            rows.append({"policy": name, "workers": k, "p50_us": 1e6 * p50, "p99_us": 1e6 * p99})
+            rows.append({"policy": name, "workers": k, **p50_p99_us(seconds)})
     publish(
         "route_decision", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls}, seed=seed,
         notes="one thread, encoding of the counts included", out=out,

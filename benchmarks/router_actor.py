@@ -23,7 +23,7 @@ from benchmarks.harness.cluster import local_ray
 from benchmarks.harness.synthetic import E, L, prompt_counts, random_spec, table_near
 from eldr_serve.artifacts import RoutingTable
 from tools.cli import run
-from tools.results import publish
+from tools.results import publish, time_calls
 from tools.stats import median_ci
 
 _PROMPTS = 32
@@ -60,7 +60,9 @@ class Caller:
 
     def score(self, calls: int) -> list[float]:
         """Seconds of each scoring alone, which is part of every placement."""
-        return [_timed(lambda i=i: self._table.similarity(self._prompts[i % _PROMPTS])) for i in range(calls)]
+        return time_calls(
+            lambda i: self._table.similarity(self._prompts[i % _PROMPTS]), calls=calls, warm_up=0
+        )
 
     async def bare(self, actor: Any, calls: int, in_flight: int) -> list[float]:
         """Seconds of each call that does nothing."""
@@ -96,12 +98,6 @@ class Caller:
         request = PlacementRequest(str(self._number), None, prompt_tokens=300, max_new_tokens=64)
         await self._client.place(request, self._prompts[self._number % _PROMPTS])
         self._client.release(request.request_id)
-
-
-def _timed(call: Any) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:

@@ -50,15 +50,11 @@ class Requests:
         return share
 
     def keep(self, rows: np.ndarray) -> Requests:
-        picked = [int(i) for i in rows]
-        lists = (
-            [self.domains[i] for i in picked],
-            [self.routes[i] for i in picked],
-            [self.generated[i] for i in picked],
+        domains, routes, generated = (
+            [values[i] for i in rows] for values in (self.domains, self.routes, self.generated)
         )
-        return Requests(
-            lists[0], self.prefill[rows], self.decode[rows], self.prompt_tokens[rows], lists[1], lists[2]
-        )
+        arrays = (values[rows] for values in (self.prefill, self.decode, self.prompt_tokens))
+        return Requests(domains, *arrays, routes, generated)  # type: ignore[arg-type]
 
 
 class Recorder:

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -88,16 +89,28 @@ def write_result(
     write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
-def time_calls(call: Callable[[int], object], *, calls: int, warm_up: int = 50) -> list[float]:
-    """Seconds of each of `calls` calls, after a warm-up."""
-    for number in range(warm_up):
-        call(number)
+def time_calls(
+    call: Callable[[int], object],
+    *,
+    calls: int,
+    warm_up: int = 50,
+    settle: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Seconds of each of `calls` calls, after a warm-up; `settle` waits for what a call began."""
     seconds = []
-    for number in range(calls):
+    for number in [*range(warm_up), *range(calls)]:
+        settle()
         start = perf_counter()
         call(number)
+        settle()
         seconds.append(perf_counter() - start)
-    return seconds
+    return seconds[warm_up:]
+
+
+def p50_p99_us(seconds: Sequence[float]) -> dict[str, float]:
+    """{"p50_us", "p99_us"} of times in s."""
+    p50, p99 = np.percentile(seconds, [50, 99])
+    return {"p50_us": 1e6 * p50, "p99_us": 1e6 * p99}
 
 
 def _commit() -> str:
