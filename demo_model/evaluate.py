@@ -50,11 +50,10 @@ class Requests:
         return share
 
     def keep(self, rows: np.ndarray) -> Requests:
-        domains, routes, generated = (
-            [values[i] for i in rows] for values in (self.domains, self.routes, self.generated)
-        )
-        arrays = (values[rows] for values in (self.prefill, self.decode, self.prompt_tokens))
-        return Requests(domains, *arrays, routes, generated)  # type: ignore[arg-type]
+        return Requests(
+            [self.domains[i] for i in rows], self.prefill[rows], self.decode[rows], self.prompt_tokens[rows],
+            [self.routes[i] for i in rows], [self.generated[i] for i in rows],
+        )  # fmt: skip
 
 
 class Recorder:
