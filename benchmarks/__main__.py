@@ -39,4 +39,4 @@ if __name__ == "__main__":
             sys.exit(f"benchmarks: there is no {name!r}; there are {', '.join(NAMES)}")
         print(f"== {name}", flush=True)
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
-    subprocess.run([sys.executable, "-m", "benchmarks.rig.tables"], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.harness.tables"], check=True)

@@ -15,29 +15,21 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from benchmarks.rig.capture import TASKS, captured
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
-from offline.cli import run
-from offline.plots import save
-from offline.results import publish
+from benchmarks.harness import options
+from benchmarks.harness.capture import TASKS, captured
+from tools.cli import run
+from tools.plots import save
+from tools.results import publish
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 
 
 def activation_by_domain(
-    prompts: PromptsOption = PROMPTS,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    prompts: options.Prompts = options.PROMPTS,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Measure decode activation of experts by domain."""
     trace = captured(prompts, work, requests=requests, seed=seed).trace

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
 
 import numpy as np
 import typer
 
+from benchmarks.harness import options
 from eldr_serve.routing import Loads, PlacementRequest, QueuedPolicy, make_policy
-from offline.cli import run
-from offline.results import publish, time_calls
+from tools.cli import run
+from tools.results import p50_p99_us, publish, time_calls
 
 OUTPUT_TOKENS = 250  # mean, geometric
 
@@ -31,8 +31,8 @@ def balance_dispatch(
     calls: Annotated[int, typer.Option(min=20, help="Dispatches timed a row.")] = 1000,
     slots: Annotated[int, typer.Option(min=1, help="Requests that a worker runs at once.")] = 64,
     pool: Annotated[int, typer.Option(min=1, help="Requests that wait.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of lengths.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 workers, all but full."""
     rng = np.random.default_rng(seed)
@@ -40,7 +40,7 @@ def balance_dispatch(
         PlacementRequest(f"waiting{n}", None, int(tokens), 4096)
         for n, tokens in enumerate(rng.lognormal(6.5, 1, pool))
     ]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for workers in (8, 16, 32, 144):
         for name in ("balance-route", "balance-route-horizon"):
             policy = make_policy(name, slots=slots)
@@ -56,17 +56,10 @@ def balance_dispatch(
                 case: time_calls(partial(_dispatch, policy, waiting, state, rng), calls=calls)
                 for case, state in states.items()
             } | {"progress": time_calls(partial(_report, policy, ages), calls=min(calls, 200))}
-            for case, seconds in timed.items():
-                p50, p99 = np.percentile(seconds, [50, 99])
-                rows.append(
-                    {
-                        "policy": name,
-                        "workers": workers,
-                        "case": case,
-                        "p50_us": 1e6 * p50,
-                        "p99_us": 1e6 * p99,
-                    }
-                )
+            rows += [
+                {"policy": name, "workers": workers, "case": case, **p50_p99_us(seconds)}
+                for case, seconds in timed.items()
+            ]
     publish(
         "balance_dispatch", rows, inputs={"slots": slots, "pool": pool, "calls": calls}, seed=seed,
         notes="one thread; progress is of workers x (slots - 1) requests", out=out,

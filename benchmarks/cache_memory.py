@@ -18,10 +18,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from benchmarks.harness import options
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.engine.signature_cache import MAX_BLOCK_SIZE, SignatureCache
-from offline.cli import BadInput, run
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.results import publish
 
 GOAL_PCT = 0.5
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,7 +93,7 @@ def cache_memory(
     gpu_block_sizes: Annotated[
         str, typer.Option(help="Block sizes (tokens) shown for GPU deployments that set none.")
     ] = "16,32,64,128",
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    out: options.Out = None,
 ) -> None:
     """Compare both caches' bytes for the prefill engines of every deployment."""
     rows = []

@@ -18,7 +18,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,16 +27,18 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.rig.cluster import ROOT, unwind_on_sigterm
-from benchmarks.rig.engines import ENGINE_ENV
-from eldr_serve.artifacts import RoutingTable
+from benchmarks.harness import options
+from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
+from benchmarks.harness.engines import ENGINE_ENV
+from benchmarks.harness.synthetic import TOP_K, E, L, random_spec, table_near
 from eldr_serve.engine.capture import ExpertCapture
 from eldr_serve.routing import Loads, PlacementRequest, make_policy
-from eldr_serve.signature import SignatureSpec, pack_counts, unpack_counts
-from offline.cli import BadInput, run
-from offline.results import median_ci, publish
+from eldr_serve.signature import pack_counts, unpack_counts
+from tools.cli import BadInput, run
+from tools.results import publish, time_calls
+from tools.stats import median_ci
 
-L, E, K_TOP, WORKERS = 48, 128, 8, 16
+WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
 _WARM_UP = 8  # prompts
 
@@ -45,29 +46,12 @@ _WARM_UP = 8  # prompts
 class _Router:
     """A BaseRouter's part of the hook."""
 
-    top_k, global_num_experts = K_TOP, E
+    top_k, global_num_experts = TOP_K, E
     capture_fn: Callable[[torch.Tensor], None]
 
     def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
         assert capture_fn is not None
         self.capture_fn = capture_fn
-
-
-def _timed(part: Callable[[], Any], calls: int, device: str) -> list[float]:
-    def settle() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(5):
-        part()
-    seconds = []
-    for _ in range(calls):
-        settle()
-        start = time.perf_counter()
-        part()
-        settle()
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> dict[str, list[float]]:
@@ -80,7 +64,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
     )  # fmt: skip
     scores = rng.gumbel(size=(L, tokens, E)) + 2 * rng.normal(size=(L, 1, E))
-    chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :K_TOP].astype(np.int32), device=device)
+    chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :TOP_K].astype(np.int32), device=device)
     ids = torch.tensor(rng.permutation(4 * blocks)[:blocks], device=device)
     positions = torch.arange(tokens, device=device)
     slots = ids[positions // block_size] * block_size + positions % block_size
@@ -97,9 +81,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     packed = pack_counts(counts)
     answer = {"eldr_signature": packed, "remote_block_ids": ids.tolist()}
 
-    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    near = counts[None] + rng.integers(0, tokens // 4, (WORKERS, L, E), dtype=np.uint32)
-    table = RoutingTable("m", spec, spec.encode(near), np.ones(WORKERS, np.int64), [""] * WORKERS)
+    table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
     policy = make_policy("locality-band").with_table(table)
     loads = Loads.of(rng.integers(0, 20, WORKERS))
 
@@ -116,7 +98,11 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         "unpack": lambda: unpack_counts(packed),
         "encode and route": lambda: policy.select(PlacementRequest("r", counts, tokens, 64), loads, rng),
     }
-    return {name: _timed(part, calls, device) for name, part in measured.items()}
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return {
+        name: time_calls(lambda _, part=part: part(), calls=calls, warm_up=5, settle=settle)  # type: ignore[misc]
+        for name, part in measured.items()
+    }
 
 
 def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
@@ -146,7 +132,7 @@ class _Engine:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         env = {"PYTHONPATH": str(ROOT), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rig.prefill_engine", json.dumps(job)],
+            [sys.executable, "-m", "benchmarks.harness.prefill_engine", json.dumps(job)],
             env=os.environ | ENGINE_ENV | env, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
         )  # fmt: skip
@@ -219,8 +205,8 @@ def capture_overhead(
     engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
     model: Annotated[Path, typer.Option(help="Folder of the engines' model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="First of two ports of the engines' NIXL side channels.")] = 8340,
-    seed: Annotated[int, typer.Option(help="Seed of counts and prompts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
@@ -229,7 +215,7 @@ def capture_overhead(
         rows += _engines(model, requests, engine_tokens, port, np.random.default_rng(seed))
     publish(
         "capture_overhead", rows,
-        inputs={"L": L, "E": E, "top_k": K_TOP, "workers": WORKERS, "tokens": tokens, "device": device,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
                 "block_size": block_size, "calls": calls, "requests": requests,
                 "engine_tokens": engine_tokens},
         seed=seed, out=out,

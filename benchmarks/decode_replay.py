@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode_replay --prompts DIR
 
-What it is, and what is simulated in it: see benchmarks/rig/replay.py. `marginal-cost, true decode` is
+What it is, and what is simulated in it: see benchmarks/harness/replay.py. `marginal-cost, true decode` is
 that policy fed with the decode activations that the request will really have: what a perfect
 prediction would gain. `share_of_true_gain` in the notes compares the two. `affinity 0` weighs only the
 requests that are there.
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.rig.replay import Arm, experts_by_batch
-from benchmarks.rig.replay_command import Replayed, against, replay_command
+from benchmarks.harness.replay import Arm, experts_by_batch
+from benchmarks.harness.replay_command import Replayed, against, replay_command
 from loadgen.figures import BASELINES
-from offline.cli import run
-from offline.plots import lines
-from offline.results import publish
+from tools.cli import run
+from tools.plots import lines
+from tools.results import publish
 
 TRUE = "marginal-cost, true decode"
 ARMS = [

@@ -19,9 +19,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.rig.capture import Captured, captured
-from benchmarks.rig.ep_ranks import device, on_ranks
-from benchmarks.rig.ep_timing import (
+from benchmarks.harness import options
+from benchmarks.harness.capture import Captured, captured
+from benchmarks.harness.ep_ranks import device, on_ranks
+from benchmarks.harness.ep_timing import (
     STAGES,
     Arm,
     Plan,
@@ -30,42 +31,32 @@ from benchmarks.rig.ep_timing import (
     rank_alone,
     shares_alone,
 )
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    IntermediateOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
-from benchmarks.rig.replay import widened
+from benchmarks.harness.replay import widened
 from eldr_serve.experts import eplb_placement
 from eldr_serve.experts.cost import LayerCost, LayerFit, LayerWork
-from offline.cli import BadInput, run
-from offline.plots import lines
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.plots import lines
+from tools.results import publish
+from tools.stats import paired_change_percent
 
 Floats = NDArray[np.float64]
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
-_DRAWS = 2000  # of the bootstrap
 
 
 def ep_layer(
-    prompts: PromptsOption = PROMPTS,
+    prompts: options.Prompts = options.PROMPTS,
     batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, two ranks together.")] = 32,
     many_ranks: Annotated[int, typer.Option(min=2, help="Ranks that are timed one by one.")] = 8,
     many_batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, all those together.")] = 64,
     batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
-    intermediate: IntermediateOption = 1024,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
+    intermediate: options.Intermediate = 1024,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
     cost_out: Annotated[Path | None, typer.Option(help="JSON of the fitted layer cost to write.")] = None,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
     data = captured(prompts, work, requests=requests, seed=seed)
@@ -207,8 +198,6 @@ def _with_messages(compute: LayerCost, moved: list[dict[str, Any]]) -> LayerCost
 def _rows(
     how: str, plan: Plan, timed: dict[Arm, dict[str, Floats]], compute: LayerCost, seed: int
 ) -> list[dict[str, Any]]:
-    batches = len(plan.routes)
-    draws = np.random.default_rng(seed).integers(batches, size=(_DRAWS, batches))
     by_batch = {
         arm: {stage: 1e3 * s.mean(axis=1) for stage, s in stages.items()} for arm, stages in timed.items()
     }
@@ -223,11 +212,10 @@ def _rows(
             "predicted_experts_ms": 1e3 * float(_predicted(compute, plan, arm).mean()),
         }  # fmt: skip
         for stage in ("experts", "layer"):
-            change: list[float | None] = [None] * 3
+            change: Sequence[float | None] = [None] * 3
             if stage in stages:
                 mine, base = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
-                drawn = np.percentile(mine[draws].mean(axis=1) / base[draws].mean(axis=1), [2.5, 97.5])
-                change = [100 * (float(r) - 1) for r in (mine.mean() / base.mean(), *drawn)]
+                change = paired_change_percent(mine, base, np.mean, seed=seed)
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
             row |= {
                 f"{stage}_{end}pct": value

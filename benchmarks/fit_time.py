@@ -8,18 +8,17 @@ A refit follows every change of the number of decode workers, so it must be a ma
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from benchmarks.harness import options
+from benchmarks.harness.synthetic import TOP_K, E, L
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
-from offline.cli import run
-from offline.results import publish
-
-L, E, TOP_K = 48, 128, 8
+from tools.cli import run
+from tools.results import publish
 
 
 def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
@@ -41,8 +40,8 @@ def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
 
 def fit_time(
     rounds: Annotated[int, typer.Option(min=1, help="Fits timed for each size.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the synthetic trace.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time fits of 1,000 requests at the shape of Qwen3-30B-A3B for several numbers of workers."""
     rng = np.random.default_rng(seed)

@@ -30,25 +30,22 @@ import httpx
 import numpy as np
 import typer
 
-from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, session
-from benchmarks.rig.cluster import local_ray, wait_ready
-from benchmarks.rig.engines import our_arguments
-from benchmarks.rig.prompts import MODEL, bodies
+from benchmarks.harness import options
+from benchmarks.harness.client import Answer, allow_open_files, closed_loop, complete, session
+from benchmarks.harness.cluster import local_ray, wait_ready
+from benchmarks.harness.engines import our_arguments
+from benchmarks.harness.prompts import MODEL, bodies
 from eldr_serve.serving.stages import WINDOW
-from offline.cli import run
-from offline.results import publish
+from tools.cli import run
+from tools.prometheus import total
+from tools.results import publish
 
 _KV_PULL = "ray_vllm_nixl_xfer_time_seconds"
 
 
 def kv_pull_totals(text: str) -> tuple[float, float]:
     """(seconds, transfers) so far over all engines, from a Prometheus page; only decode engines pull."""
-    totals = {"sum": 0.0, "count": 0.0}
-    for line in text.splitlines():
-        name = line.partition("{")[0]
-        if name in (f"{_KV_PULL}_sum", f"{_KV_PULL}_count"):
-            totals[name.rpartition("_")[2]] += float(line.rpartition(" ")[2])
-    return totals["sum"], totals["count"]
+    return total(text, f"{_KV_PULL}_sum"), total(text, f"{_KV_PULL}_count")
 
 
 def _settled(url: str) -> tuple[float, float]:
@@ -71,7 +68,7 @@ async def _load(url: str, work: list[dict[str, Any]], requests: int, in_flight: 
 def _row(
     in_flight: int, stages: dict[str, dict[str, float]], kv_pull_ms: float, answers: list[Answer]
 ) -> dict[str, Any]:
-    good = [1000 * a.ttft_s for a in answers if a.error is None and a.ttft_s is not None]
+    good = [1000 * a.timing.token_times_s[0] for a in answers if a.error is None]
     ttft = float(np.mean(good))
     before_step = stages["handover"]["mean_ms"] - stages["step"]["mean_ms"] - kv_pull_ms
     row: dict[str, Any] = {"in_flight": in_flight, "failures": len(answers) - len(good), "ttft_mean_ms": ttft}
@@ -89,14 +86,12 @@ def handover(
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; one row each.")] = "1,16",
     requests: Annotated[int, typer.Option(min=WINDOW, help="Requests of each row.")] = 400,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo.yaml"),
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
-    prompts: Annotated[Path, typer.Option(help="Prompts, JSONL file or folder.")] = Path(
-        "demo_model/prompts"
-    ),
+    prompts: options.Prompts = options.PROMPTS,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8320,
-    seed: Annotated[int, typer.Option(help="Seed of the order of prompts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time the hand-over's parts on real engines, idle and at load."""
     allow_open_files(8192)
@@ -105,7 +100,7 @@ def handover(
     with local_ray(http_port=port, metrics_port=port + 1):
         from ray import serve
 
-        from benchmarks.rig.timed_decode import TimedDecodeServer
+        from benchmarks.harness.timed_decode import TimedDecodeServer
         from eldr_serve.serving.app import build_app
 
         with patch("eldr_serve.serving.app.DecodeServer", TimedDecodeServer):

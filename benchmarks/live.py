@@ -10,7 +10,7 @@ goes on where it was.
 On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
 anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
 answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what the cores do for each token
-between engine and client outweighs the experts. Each block begins with a policy that has seen nothing;
+between engine and client outweighs the experts. Each trial begins with a policy that has seen nothing;
 marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
 decode_replay for the same without contention.
 """
@@ -22,108 +22,73 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.rig.capture import captured, groups_of
-from benchmarks.rig.cluster import unwind_on_sigterm
-from benchmarks.rig.live import (
-    BurnInOption,
-    DeploymentOption,
-    InFlightOption,
-    IntervalOption,
-    LongestOption,
-    by_both_clocks,
-    claimed,
-    compared,
-    finish,
-    fitting,
-    lengths,
-    serving,
-    wide_arguments,
-    workers_of,
-)
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    GroupsOption,
-    IntermediateOption,
-    MeanOutputOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
-from benchmarks.rig.replay import widened
+from benchmarks.harness import options
+from benchmarks.harness.capture import captured, groups_of
+from benchmarks.harness.cluster import unwind_on_sigterm
+from benchmarks.harness.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
+from benchmarks.harness.replay import widened
 from eldr_serve.fitting import fit_table
 from loadgen.figures import BASELINES
 from loadgen.workload import write_prompts
-from offline.cli import run
-from offline.plots import bars
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars
+from tools.results import publish
 
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 
 def live(
-    prompts: PromptsOption = PROMPTS,
-    groups: GroupsOption = "all,language,task",
+    prompts: options.Prompts = options.PROMPTS,
+    groups: options.Groups = "all,language,task",
     policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
-    in_flight: InFlightOption = 64,
+    in_flight: options.InFlight = 64,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Blocks of each policy.")] = 2,
-    block_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a block, s.")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy.")] = 2,
+    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 40,
     warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 45,
-    burn_in_seconds: BurnInOption = 120,
-    deployment: DeploymentOption = Path("deployments/cpu_demo_4d.yaml"),
-    intermediate: IntermediateOption = 1536,
-    stream_interval: IntervalOption = 16,
-    output_tokens: MeanOutputOption = 64,
-    max_prompt_tokens: LongestOption = 256,
-    requests: CapturedOption = 2400,
+    burn_in_seconds: options.BurnIn = 120,
+    deployment: options.Deployment = Path("deployments/cpu_demo_4d.yaml"),
+    intermediate: options.Intermediate = 1536,
+    stream_interval: options.Interval = 16,
+    output_tokens: options.MeanOutput = 64,
+    max_prompt_tokens: options.Longest = 256,
+    requests: options.Captured = 2400,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8340,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Serve, fit, and compare policies under the same load."""
-    folders = {group: work / f"live_{group}" for group in groups_of(groups)}
     unwind_on_sigterm()
-    options = {
+    load = {
         "policies": policies, "rounds": rounds, "seed": seed,
         **({"rate": rate} if rate else {"in-flight": in_flight}),
-        "block-seconds": block_seconds, "warm-up-seconds": warm_up_seconds,
+        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
         "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
     }  # fmt: skip
     about = {
-        "prompts": prompts.name,
-        "captured": requests,
-        "deployment": deployment.stem,
-        "intermediate": intermediate,
-        "stream_interval": stream_interval,
+        "prompts": prompts.name, "captured": requests, "deployment": deployment.stem,
+        "intermediate": intermediate, "stream_interval": stream_interval,
         "max_prompt_tokens": max_prompt_tokens,
-    }
-    asked = options | about | {"prompts": prompts.resolve()}
-    known = {group: claimed(folder, asked) for group, folder in folders.items()}
+    }  # fmt: skip
+    asked = load | about | {"prompts": prompts.resolve()}
+    comparisons = {group: Comparison(work / f"live_{group}", asked) for group in groups_of(groups)}
     data = captured(prompts, work, requests=requests, seed=seed)
     fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
-    results = {group: result for group, result in known.items() if result is not None}
-    if missing := [group for group in folders if group not in results]:
+    if missing := {group: c for group, c in comparisons.items() if c.result is None}:
         with serving(arguments, port=port):
-            for group in missing:
+            for group, comparison in missing.items():
                 fit, rest = data.split(group, 0.4, seed)
-                held_out, load = {data.trace.ids[i] for i in rest}, folders[group] / "prompts.jsonl"
-                write_prompts(load, (p for p in fit_in if p.id in held_out))
+                held_out = {data.trace.ids[i] for i in rest}
+                sent = work / f"live_{group}_prompts.jsonl"
+                write_prompts(sent, (p for p in fit_in if p.id in held_out))
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
-                results[group] = compared(
-                    table, options | {"prompts": load}, port=port, folder=folders[group]
-                )
-    rows = [
-        {"workload": group, **row}
-        for group, folder in folders.items()
-        for row in by_both_clocks(results[group], folder)
-    ]
+                comparison.measure(table, load | {"prompts": sent}, port=port)
+    rows = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
     # Of the last workload, and alike for all but for the prompts: parts of one sample.
-    last = results[list(folders)[-1]]
+    last = list(comparisons.values())[-1].result
+    assert last is not None
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
     path = publish("live", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs | about)
     value = "tpot_p50_ms_change_pct"
@@ -131,8 +96,8 @@ def live(
     against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer
     plotted = [against_itself | row for row in rows if row["clock"] == "even"]
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
-    for folder in folders.values():
-        finish(folder)
+    for comparison in comparisons.values():
+        comparison.finish()
 
 
 if __name__ == "__main__":

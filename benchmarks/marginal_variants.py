@@ -17,19 +17,9 @@ import typer
 from numpy.typing import NDArray
 from sklearn.linear_model import RidgeCV
 
-from benchmarks.rig.capture import Captured, captured
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    GroupsOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkersOption,
-    WorkOption,
-)
-from benchmarks.rig.replay import Load, loads_of
+from benchmarks.harness import options
+from benchmarks.harness.capture import Captured, captured
+from benchmarks.harness.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, StepCost, make_policy
@@ -39,9 +29,9 @@ from eldr_serve.routing.policies import worker_similarity
 from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Experts, Requests
 from eldr_serve.simulation.run import simulate
-from offline.cli import run
-from offline.plots import bars
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars
+from tools.results import publish
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
 COST = StepCost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)
@@ -145,15 +135,15 @@ def _variants(fitted_on: CalibrationTrace) -> dict[str, Policy]:
 
 
 def marginal_variants(
-    prompts: PromptsOption = PROMPTS,
-    workers: WorkersOption = "4,8,16",
-    groups: GroupsOption = "all,language,task",
+    prompts: options.Prompts = options.PROMPTS,
+    workers: options.Workers = "4,8,16",
+    groups: options.Groups = "all,language,task",
     per_worker: Annotated[int, typer.Option(min=10, help="Requests a worker.")] = 100,
     seeds: Annotated[int, typer.Option(min=2, help="Repetitions with other prompts and arrivals.")] = 4,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Compare variants of marginal-cost in simulation."""
     data = captured(prompts, work, requests=requests, seed=seed)

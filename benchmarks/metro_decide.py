@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.rig.options import OutOption, SeedOption
+from benchmarks.harness import options
 from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
 from eldr_serve.experts.metro_torch import TorchMetro
-from offline.cli import run
-from offline.results import publish, time_calls
+from tools.cli import run
+from tools.results import p50_p99_us, publish, time_calls
 
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
 LAYERS = 48
@@ -32,8 +32,8 @@ LAYERS = 48
 
 def metro_decide(
     calls: Annotated[int, typer.Option(min=20, help="Decisions timed for each row.")] = 400,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time METRO's decision in each form that this machine can run."""
     torch.set_num_threads(1)
@@ -46,19 +46,9 @@ def metro_decide(
             hosts = hosts_of(eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks), experts, ranks)
             batches = [(rng.uniform(size=(LAYERS, experts)) < 0.6).astype(np.int32) for _ in range(16)]
             for form, layers, decide in _forms(hosts, batches):
-                us = 1e6 * np.array(time_calls(decide, calls=calls))
-                rows.append(
-                    {
-                        "form": form,
-                        "experts": experts,
-                        "ranks": ranks,
-                        "replication": slots / experts,
-                        "layers": layers,
-                        "p50_us": float(np.median(us)),
-                        "p99_us": float(np.percentile(us, 99)),
-                        "p50_us_per_layer": float(np.median(us)) / layers,
-                    }
-                )
+                found = p50_p99_us(time_calls(decide, calls=calls))
+                row = {"form": form, "experts": experts, "ranks": ranks, "replication": slots / experts}
+                rows.append(row | {"layers": layers, **found, "p50_us_per_layer": found["p50_us"] / layers})
     cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
     publish(
         "metro_decide", rows, seed=seed, out=out, inputs={"calls": calls},

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.rig.options import OutOption, SeedOption
-from offline.cli import BadInput, run
-from offline.plots import lines
-from offline.results import publish
+from benchmarks.harness import options
+from tools.cli import BadInput, run
+from tools.plots import lines
+from tools.results import publish
 
 SHAPES = {  # hidden size, intermediate size, experts, top-k
     "demo-wide": (160, 1024, 64, 4),
@@ -34,8 +34,8 @@ def moe_layer_latency(
     active: Annotated[str, typer.Option(help="Active experts, with commas.")] = "8,16,32,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls for each point.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time one MoE layer by batch size and number of active experts."""
     if shape not in SHAPES:

@@ -10,16 +10,15 @@ Systems:
     vllm-router    the Rust router in front of the same two servers
     ...-polled     the same, servers load our connector module, so that NIXL does not spin a core an engine
 
-One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Blocks are
+One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Trials are
 in random order within each round, engines are started anew in each. Rows are medians over rounds.
-`--record FILE` keeps every block; blocks that are in it already count too, so that a long comparison
+`--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
 can be made in several short runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -33,18 +32,29 @@ import aiohttp
 import numpy as np
 import typer
 
-from benchmarks.rig.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
-from benchmarks.rig.cluster import local_ray, unwind_on_sigterm, wait_ready
-from benchmarks.rig.engines import (
+from benchmarks.harness import options
+from benchmarks.harness.client import (
+    Answer,
+    allow_open_files,
+    closed_loop,
+    complete,
+    errors,
+    session,
+    summary,
+)
+from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.harness.engines import (
     our_arguments,
     process,
     ray_pd_arguments,
     vllm_servers,
     wait_http,
 )
-from benchmarks.rig.prompts import bodies
-from offline.cli import BadInput, run
-from offline.results import median_ci, publish
+from benchmarks.harness.prompts import bodies
+from tools.cli import BadInput, run
+from tools.journal import Journal
+from tools.results import publish
+from tools.stats import median_ci
 
 RAY_SYSTEMS = ("eldr", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
@@ -111,16 +121,10 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
             params = (await response.json())["kv_transfer_params"]
     except (aiohttp.ClientError, OSError) as error:
         return Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
-    before = time.perf_counter() - start
-    answer = await complete(http, urls["decode"][0], body | {"kv_transfer_params": params})
-    answer.start = start
-    if answer.ttft_s is not None:
-        answer.ttft_s += before
-        answer.last_s += before
-    return answer
+    return await complete(http, urls["decode"][0], body | {"kv_transfer_params": params}, start)
 
 
-async def _block(send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]]) -> Any:
+async def _trial(send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]]) -> Any:
     """One row for each load; a few requests first that do not count."""
     found = {}
     async with session(_TIMEOUT_S) as http:
@@ -134,10 +138,10 @@ async def _block(send: _Send, loads: list[int], per_load: int, work: list[dict[s
     return found
 
 
-def _rows(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for system in dict.fromkeys(block["system"] for block in blocks):
-        mine = [block["loads"] for block in blocks if block["system"] == system]
+    for system in dict.fromkeys(trial["system"] for trial in trials):
+        mine = [trial["loads"] for trial in trials if trial["system"] == system]
         for in_flight in dict.fromkeys(load for loads in mine for load in loads):
             measured = [loads[in_flight] for loads in mine if in_flight in loads]
             row: dict[str, Any] = {"system": system, "in_flight": int(in_flight), "blocks": len(measured)}
@@ -156,27 +160,23 @@ def _rows(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def peers(
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Blocks of each system; 0: only print --record.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="Trials of each system; 0: only print --record.")] = 3,
     requests: Annotated[
-        int, typer.Option(min=4, help="Requests of a block with 1 in flight; 4 times as many with 8.")
+        int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
     ] = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML whose engines are used.")] = Path(
-        "deployments/cpu_demo.yaml"
-    ),
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
-    prompts: Annotated[Path, typer.Option(help="Prompts, JSONL file or folder.")] = Path(
-        "demo_model/prompts"
-    ),
+    prompts: options.Prompts = options.PROMPTS,
     vllm_router_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
     ] = None,
-    record: Annotated[Path | None, typer.Option(help="JSON lines of all blocks, read and added to.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and of the order of blocks.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
     unwind_on_sigterm()
@@ -185,15 +185,18 @@ def peers(
     arguments = our_arguments(deployment, model, decode_replicas)
     work = bodies(prompts, count=512, max_tokens=max_tokens, seed=seed)
     loads = [int(load) for load in in_flight.split(",")]
-    lines = record.read_text().splitlines() if record and record.exists() else []
-    blocks: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    order = random.Random(seed + len(blocks))
+    inputs: dict[str, Any] = {
+        "requests": requests, "max_tokens": max_tokens, "decode_replicas": decode_replicas,
+        "deployment": deployment.stem, "prompts": prompts.name,
+    }  # fmt: skip
+    journal = Journal(record, inputs) if record else None
+    trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
+    order = random.Random(seed + len(trials))
 
     def keep(system: str, found: dict[str, Any]) -> None:
-        blocks.append({"system": system, "loads": found})
-        if record:
-            with record.open("a") as file:
-                file.write(json.dumps(blocks[-1]) + "\n")
+        trials.append({"system": system, "loads": found})
+        if journal:
+            journal.put(str(len(trials)), trials[-1])
 
     groups = [[s] for s in chosen if s in RAY_SYSTEMS]
     for polled in (False, True):
@@ -202,17 +205,15 @@ def peers(
         for group in order.sample([g for g in groups if g], k=sum(map(bool, groups))):
             if group[0] in RAY_SYSTEMS:
                 with _serve(group[0], arguments, port) as send:
-                    keep(group[0], asyncio.run(_block(send, loads, requests, work)))
+                    keep(group[0], asyncio.run(_trial(send, loads, requests, work)))
             else:
                 with _servers(group, arguments, port, vllm_router_venv) as sends:
                     for system in order.sample(group, k=len(group)):
-                        keep(system, asyncio.run(_block(sends[system], loads, requests, work)))
-    if not blocks:
-        raise BadInput("there is no block to report")
+                        keep(system, asyncio.run(_trial(sends[system], loads, requests, work)))
+    if not trials:
+        raise BadInput("there is no trial to report")
     publish(
-        "peers", _rows(blocks),
-        inputs={"requests": requests, "max_tokens": max_tokens, "decode_replicas": decode_replicas,
-                "deployment": deployment.stem, "prompts": prompts.name, "blocks": blocks},
+        "peers", _rows(trials), inputs=inputs | {"blocks": trials},
         seed=seed, out=out,
         notes="closed loop, greedy, one system at a time; plain NIXL spins one core an engine, which "
         "its systems share the cores with; -polled: the same servers with our connector module, which polls",

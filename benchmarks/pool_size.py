@@ -2,14 +2,14 @@
 
     python -m benchmarks.pool_size --prompts DIR
 
-What is measured and what is simulated: see benchmarks/rig/replay.py.
+What is measured and what is simulated: see benchmarks/harness/replay.py.
 """
 
 from __future__ import annotations
 
-from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import against, replay_command
-from offline.cli import run
+from benchmarks.harness.replay import Arm
+from benchmarks.harness.replay_command import against, replay_command
+from tools.cli import run
 
 ARMS = [
     Arm("round-robin", "round-robin"),

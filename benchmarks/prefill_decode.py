@@ -12,28 +12,20 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import pearsonr, spearmanr
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
+from benchmarks.harness import options
+from benchmarks.harness.capture import captured
 from eldr_serve.signature import fit_signature, signature_quality
-from offline.cli import run
-from offline.plots import save
-from offline.results import publish
+from tools.cli import run
+from tools.plots import save
+from tools.results import publish
 
 
 def prefill_decode(
-    prompts: PromptsOption = PROMPTS,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    prompts: options.Prompts = options.PROMPTS,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Correlate prefill with decode activation of experts."""
     data = captured(prompts, work, requests=requests, seed=seed)

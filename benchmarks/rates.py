@@ -3,7 +3,7 @@
     python -m benchmarks.rates --prompts DIR
 
 The rates are those at which a worker's mean batch would be `--batch` requests. What is measured and
-what is simulated: see benchmarks/rig/replay.py. There is no prefill in it: `first_token` is the time
+what is simulated: see benchmarks/harness/replay.py. There is no prefill in it: `first_token` is the time
 from the hand-over to the end of the first decode step.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.rig.replay import Arm
-from benchmarks.rig.replay_command import Rows, against, replay_command
+from benchmarks.harness.replay import Arm
+from benchmarks.harness.replay_command import Rows, against, replay_command
 from loadgen.figures import BASELINES
-from offline.cli import run
-from offline.plots import lines
+from tools.cli import run
+from tools.plots import lines
 
 ARMS = [Arm(name, name) for name in (*BASELINES, "domain", "locality-band", "marginal-cost")]
 

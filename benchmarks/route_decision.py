@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
@@ -18,50 +17,38 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a R
 import numpy as np
 import typer
 
-from eldr_serve.artifacts import RoutingTable
+from benchmarks.harness import options
+from benchmarks.harness.synthetic import TOP_K, E, L, prompt_counts, random_spec, table_near
 from eldr_serve.routing import Loads, PlacementRequest, Policy, make_policy
-from eldr_serve.signature import SignatureSpec
-from offline.cli import run
-from offline.results import publish, time_calls
-
-L, E, K_TOP = 48, 128, 8
+from tools.cli import run
+from tools.results import p50_p99_us, publish, time_calls
 
 
 def route_decision(
     calls: Annotated[int, typer.Option(min=100, help="Decisions timed.")] = 5000,
-    seed: Annotated[int, typer.Option(help="Seed of counts and centroids.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time decisions of shortest-queue, locality-band and marginal-cost for K = 4 ... 1024 workers."""
     rng = np.random.default_rng(seed)
-    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    prompts = [
-        rng.multinomial(300 * K_TOP, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
-        for _ in range(64)
-    ]
+    spec, prompts = random_spec(rng), prompt_counts(64, rng)
     rows = []
     for k in (4, 16, 64, 256, 1024):
-        centroids = spec.encode(
-            np.stack([prompts[i % 64] + rng.integers(0, 3, (L, E), dtype=np.uint32) for i in range(k)])
-        )
-        table = RoutingTable("m", spec, centroids, np.ones(k, np.int64), [""] * k)
+        table = table_near(prompts, k, rng, spec=spec)
         loads = Loads.of(rng.integers(0, 20, k))
         for name in ("shortest-queue", "locality-band", "marginal-cost"):
             policy = make_policy(name).with_table(table)
             for i in range(4 * k):
                 policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
             seconds = time_calls(partial(_decide, policy, prompts, loads, rng), calls=calls)
-            p50, p99 = np.percentile(seconds, [50, 99])
-            rows.append({"policy": name, "workers": k, "p50_us": 1e6 * p50, "p99_us": 1e6 * p99})
+            rows.append({"policy": name, "workers": k, **p50_p99_us(seconds)})
     publish(
-        "route_decision", rows, inputs={"L": L, "E": E, "top_k": K_TOP, "calls": calls}, seed=seed,
+        "route_decision", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls}, seed=seed,
         notes="one thread, encoding of the counts included", out=out,
     )  # fmt: skip
 
 
-def _decide(
-    policy: Policy, prompts: list[np.ndarray], loads: Loads, rng: np.random.Generator, call: int
-) -> None:
+def _decide(policy: Policy, prompts: np.ndarray, loads: Loads, rng: np.random.Generator, call: int) -> None:
     policy.select(PlacementRequest("r", prompts[call % len(prompts)], 300, 64), loads, rng)
 
 

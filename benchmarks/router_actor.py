@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.rig.cluster import local_ray
+from benchmarks.harness import options
+from benchmarks.harness.cluster import local_ray
+from benchmarks.harness.synthetic import E, L, prompt_counts, random_spec, table_near
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.signature import SignatureSpec
-from offline.cli import run
-from offline.results import median_ci, publish
+from tools.cli import run
+from tools.results import publish, time_calls
+from tools.stats import median_ci
 
-L, E, K_TOP = 48, 128, 8  # Qwen3-30B-A3B
 _PROMPTS = 32
 
 
@@ -60,7 +60,9 @@ class Caller:
 
     def score(self, calls: int) -> list[float]:
         """Seconds of each scoring alone, which is part of every placement."""
-        return [_timed(lambda i=i: self._table.similarity(self._prompts[i % _PROMPTS])) for i in range(calls)]
+        return time_calls(
+            lambda i: self._table.similarity(self._prompts[i % _PROMPTS]), calls=calls, warm_up=0
+        )
 
     async def bare(self, actor: Any, calls: int, in_flight: int) -> list[float]:
         """Seconds of each call that does nothing."""
@@ -98,12 +100,6 @@ class Caller:
         self._client.release(request.request_id)
 
 
-def _timed(call: Any) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:
     found: list[float] = []
 
@@ -117,25 +113,13 @@ async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:
     return found
 
 
-def _inputs(workers: int, rng: np.random.Generator) -> tuple[bytes, NDArray[np.uint32]]:
-    spec = SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
-    prompts = np.stack(
-        [
-            rng.multinomial(300 * K_TOP, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
-            for _ in range(_PROMPTS)
-        ]
-    )
-    near = prompts[np.arange(workers) % _PROMPTS] + rng.integers(0, 3, (workers, L, E), dtype=np.uint32)
-    table = RoutingTable("m", spec, spec.encode(near), np.ones(workers, np.int64), [""] * workers)
-    return table.to_bytes(), prompts
-
-
 def _measure(
     workers: int, calls: int, rounds: int, seconds: float, many: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
     import ray
 
-    table, prompts = _inputs(workers, rng)
+    spec, prompts = random_spec(rng), prompt_counts(_PROMPTS, rng)
+    table = table_near(prompts, workers, rng, spec=spec).to_bytes()
     name = f"decode-router:bench-{workers}"
     bare = ray.remote(Bare).options(num_cpus=0, max_concurrency=1000).remote()
     caller = (
@@ -180,8 +164,8 @@ def router_actor(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of bare calls and placements, in turn.")] = 7,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a throughput round, s.")] = 2.0,
     many: Annotated[int, typer.Option(min=1, help="Placements in flight for the throughput.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of counts and centroids.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Time placements through the router actor for several numbers of workers, beside bare calls."""
     rng = np.random.default_rng(seed)

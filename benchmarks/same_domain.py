@@ -13,31 +13,23 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
+from benchmarks.harness import options
+from benchmarks.harness.capture import captured
 from eldr_serve.simulation.requests import expert_bits
-from offline.cli import run
-from offline.plots import lines
-from offline.results import publish
+from tools.cli import run
+from tools.plots import lines
+from tools.results import publish
 
 SIZES = (4, 8, 16, 32, 64, 128)
 
 
 def same_domain(
-    prompts: PromptsOption = PROMPTS,
+    prompts: options.Prompts = options.PROMPTS,
     draws: Annotated[int, typer.Option(min=10, help="Batches drawn for each size and kind.")] = 1000,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Count active experts of same-domain and of mixed batches."""
     data = captured(prompts, work, requests=requests, seed=seed)

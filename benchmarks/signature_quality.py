@@ -11,29 +11,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.gates import gate_scores
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
+from benchmarks.harness import options
+from benchmarks.harness.capture import captured
+from benchmarks.harness.gates import gate_scores
 from eldr_serve.fitting import compare_transforms
-from offline.cli import run
-from offline.plots import bars, lines
-from offline.results import publish
+from tools.cli import run
+from tools.plots import bars, lines
+from tools.results import publish
 
 
 def signature_quality(
-    prompts: PromptsOption = PROMPTS,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    prompts: options.Prompts = options.PROMPTS,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Measure rho by transform and by layers kept."""
     data = captured(prompts, work, requests=requests, seed=seed)

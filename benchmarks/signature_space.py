@@ -13,29 +13,22 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.options import (
-    PROMPTS,
-    WORK,
-    CapturedOption,
-    OutOption,
-    PromptsOption,
-    SeedOption,
-    WorkOption,
-)
+from benchmarks.harness import options
+from benchmarks.harness.capture import captured
 from eldr_serve.fitting import fit_table
-from offline.cli import run
-from offline.plots import save, signature_space_figure
-from offline.results import publish
+from tools.cli import run
+from tools.plots import save
+from tools.plots import signature_space as draw
+from tools.results import publish
 
 
 def signature_space(
-    prompts: PromptsOption = PROMPTS,
+    prompts: options.Prompts = options.PROMPTS,
     clusters: Annotated[int, typer.Option(min=2, help="Clusters, one a decode worker.")] = 8,
-    requests: CapturedOption = 2400,
-    work: WorkOption = WORK,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Cluster the signatures of both workloads and plot them."""
     data = captured(prompts, work, requests=requests, seed=seed)
@@ -55,7 +48,7 @@ def signature_space(
             }
             for c in range(clusters)
         ]
-        figures[workload] = signature_space_figure(trace, table)
+        figures[workload] = draw(trace, table)
     path = publish(
         "signature_space", rows, inputs={"captured": requests, "clusters": clusters}, seed=seed, out=out,
         notes="balanced K-means over count-idf signatures with the greedy layer mask",

@@ -4,7 +4,7 @@
 
 Requests arrive at K workers by a Poisson process and are placed by a policy. The simulator runs the
 whole; the engine then serves each worker's requests at the same times, one worker after the other, and
-samples the captured text again, so that both have the same routes (see benchmarks/rig/replay.py). A
+samples the captured text again, so that both have the same routes (see benchmarks/harness/replay.py). A
 policy's step cost is fitted to the engine's steps under the other policies, whose replays take turns with
 its own, so that the machine is in the same mood. `regret` is what a decision cost against the best worker
 in hindsight: added decode time a step, with the activations that the requests really had.
@@ -22,13 +22,13 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from benchmarks.rig.replay import LAYERS, Arm, Bench, Case
-from benchmarks.rig.replay_command import Replayed, replay_command
+from benchmarks.harness.replay import LAYERS, Arm, Bench, Case
+from benchmarks.harness.replay_command import Replayed, replay_command
 from eldr_serve.routing import StepSums
 from loadgen.figures import BASELINES
-from offline.cli import BadInput, run
-from offline.plots import save
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.plots import save
+from tools.results import publish
 
 ARMS = [
     *(Arm(name, name) for name in BASELINES),
@@ -41,7 +41,7 @@ ARMS = [
 def report(run: Replayed) -> None:
     """Simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
     cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
-    rows = [row for case in cases for row in rows_of(case, run.bench.regret(case))]
+    rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
     path = publish(
         run.name, rows, seed=run.seed, out=run.out, inputs=run.inputs,
         notes="error: simulated against measured; repeats: range of the engine's own repeats; mape and "
@@ -66,7 +66,7 @@ def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
     return replace(case, outcomes=outcomes)
 
 
-def rows_of(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
+def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
     """One row a policy."""
     rows = []
     for label, measured in case.tpot_s.items():

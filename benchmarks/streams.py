@@ -14,16 +14,16 @@ import asyncio
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
-from benchmarks.rig.client import Answer, allow_open_files, complete, errors, most_open, session, summary
-from benchmarks.rig.cluster import local_ray, wait_ready
-from offline.cli import BadInput, run
-from offline.results import publish
+from benchmarks.harness import options
+from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
+from benchmarks.harness.cluster import local_ray, wait_ready
+from tools.cli import BadInput, run
+from tools.results import publish
 
 MODES = {
     "default": {},
@@ -54,7 +54,7 @@ def _measure(
     with local_ray(http_port=port):
         from ray import serve
 
-        from benchmarks.rig.fakes import MODEL, fake_application
+        from benchmarks.harness.fakes import MODEL, fake_application
 
         application = fake_application(
             decode_replicas=decode_replicas, prefill_s=prefill_s, gap_s=gap_s, seed=seed
@@ -90,8 +90,8 @@ def streams(
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8310,
-    seed: Annotated[int, typer.Option(help="Seed of signatures and table.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
 ) -> None:
     """Open many streams at once and report failures, TTFT and throughput."""
     rows: list[dict[str, Any]] = []

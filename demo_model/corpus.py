@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from demo_model import dialogues, sources
-from demo_model.sources import CorpusError
+from tools.cli import BadInput, run
 
 END, USER, ASSISTANT, SYSTEM = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"
 CHAT_TEMPLATE = (
@@ -125,7 +124,7 @@ class Library:
         names = dialogues.world(self.root, domain)
         paragraphs += names["words"] if not held else []
         if not paragraphs:
-            raise CorpusError(f"no text of the language {domain!r} was found in the source packages")
+            raise BadInput(f"no text of the language {domain!r} was found in the source packages")
         asked = map(_chat, dialogues.questions(rng, domain, names, paragraphs))
         following: Iterator[tuple[str, str]] = (
             (a, b) for t in itertools.cycle(texts) for a, b in itertools.pairwise(_pieces(t.text))
@@ -237,7 +236,7 @@ def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: in
     return manifest
 
 
-def main(
+def corpus(
     out: Annotated[Path, typer.Option(help="directory to write the corpus and the tokenizer to")],
     packages: Annotated[Path, typer.Option(help="directory for downloaded packages, kept")] = Path(
         "out/packages"
@@ -249,13 +248,9 @@ def main(
     seed: Annotated[int, typer.Option(help="seed of every random choice")] = 0,
 ) -> None:
     """Download the source packages, write training and held-out documents, train the tokenizer."""
-    try:
-        manifest = build(out, packages, megabytes, vocabulary, seed)
-    except CorpusError as error:
-        print(f"demo_model.corpus: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+    manifest = build(out, packages, megabytes, vocabulary, seed)
     print(json.dumps(manifest["splits"], indent=1))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(corpus)

@@ -1,8 +1,8 @@
 """Seeded generators of conversational prompts with answers.
 
 They let chat prompts, and not only running text, reach their domain's experts. Each generator yields
-(prompt, answer). Facts and names come from the packages of `demo_model.sources`; the sentence patterns are
-written here. The answers are meant to be *in the domain*, not to be right about medicine or law.
+(prompt, answer). Facts and names come from the packages of `demo_model.sources`; the sentence patterns
+(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to be right about medicine or law.
 """
 # ruff: noqa: E501  -- a sentence pattern stays on one line
 
@@ -16,96 +16,14 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from demo_model import sources
 
 Pair = tuple[str, str]
-_NAMES = [
-    "Liam",
-    "Olivia",
-    "Noah",
-    "Emma",
-    "Ava",
-    "Elijah",
-    "Sophia",
-    "James",
-    "Mia",
-    "Lucas",
-    "Amelia",
-    "Henry",
-    "Harper",
-    "Ethan",
-    "Ella",
-    "Daniel",
-    "Grace",
-    "Maria",
-    "Ahmed",
-    "Fatima",
-    "Wei",
-    "Ling",
-    "Carlos",
-    "Rosa",
-    "Ivan",
-    "Olga",
-    "Pierre",
-    "Claire",
-    "Kenji",
-    "Yuki",
-    "Priya",
-    "Arjun",
-    "Hannah",
-    "Samuel",
-    "Peter",
-    "Mark",
-    "Julie",
-    "Ken",
-    "Tom",
-    "Sarah",
-    "Betty",
-    "Rachel",
-    "Jack",
-    "Kate",
-    "Bill",
-    "Nancy",
-    "Frank",
-    "Alice",
-    "Bob",
-    "George",
-    "Tina",
-    "Paul",
-]
-_ITEMS = [
-    "apples",
-    "oranges",
-    "books",
-    "pencils",
-    "marbles",
-    "stickers",
-    "cookies",
-    "candies",
-    "eggs",
-    "tickets",
-    "cards",
-    "coins",
-    "balloons",
-    "flowers",
-    "bottles",
-    "shirts",
-    "toys",
-    "bricks",
-    "boxes",
-    "cupcakes",
-    "stamps",
-    "pages",
-    "shells",
-    "chairs",
-    "tomatoes",
-    "sandwiches",
-    "puzzles",
-    "crayons",
-    "beads",
-    "cans",
-]
+_HERE = Path(__file__).parent
+_QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads((_HERE / "questions.json").read_text("utf-8"))
+_PATTERNS: dict[str, Any] = json.loads((_HERE / "patterns.json").read_text("utf-8"))
 _LETTERS = "ABCDE"
 
 
@@ -125,87 +43,10 @@ def _calls(
     return "\n".join(f"assert {name}({', '.join(map(repr, a))}) == {function(*a)!r}" for a in inputs)
 
 
-_TEMPLATES: list[tuple[str, str, str]] = [
-    ("find the numbers of a list that are {op} than {n}", "xs", "    return [x for x in xs if x {sym} {n}]"),
-    (
-        "sum the squares of the {par} numbers in a list",
-        "xs",
-        "    return sum(x ** 2 for x in xs if x % 2 == {bit})",
-    ),
-    ("return the largest element of a list minus {n}", "xs", "    return max(xs) - {n}"),
-    ("reverse a list and drop its first {k} elements", "xs", "    return xs[::-1][{k}:]"),
-    (
-        "count how often each element occurs in a list",
-        "xs",
-        "    counts = {{}}\n    for x in xs:\n        counts[x] = counts.get(x, 0) + 1\n    return counts",
-    ),
-    ("multiply every element of a list by {n} and sort it", "xs", "    return sorted(x * {n} for x in xs)"),
-    (
-        "check whether a list has two equal elements",
-        "xs",
-        "    seen = set()\n    for x in xs:\n        if x in seen:\n"
-        "            return True\n        seen.add(x)\n    return False",
-    ),
-    (
-        "compute the running sum of a list",
-        "xs",
-        "    total = 0\n    result = []\n    for x in xs:\n        total += x\n"
-        "        result.append(total)\n    return result",
-    ),
-    ("remove the duplicates from a list, keeping the order", "xs", "    return list(dict.fromkeys(xs))"),
-    ("pair each element of a list with its index", "xs", "    return [(i, x) for i, x in enumerate(xs)]"),
-    ("find the second smallest element in a list", "xs", "    return sorted(xs)[1]"),
-    ("replace each '{c}' in a string with '{d}'", "s", "    return s.replace('{c}', '{d}')"),
-    ("count the vowels in a string", "s", "    return sum(ch in 'aeiou' for ch in s.lower())"),
-    ("check whether a string is a palindrome", "s", "    return s == s[::-1]"),
-    ("join the words of a string with '{c}'", "s", "    return '{c}'.join(s.split())"),
-    (
-        "return the characters of a string at every {k} steps in upper case",
-        "s",
-        "    return s[::{k}].upper()",
-    ),
-    (
-        "count the words of a string that are longer than {k} characters",
-        "s",
-        "    count = 0\n    for word in s.split():\n"
-        "        if len(word) > {k}:\n            count += 1\n    return count",
-    ),
-    ("move the last {k} characters of a string to its front", "s", "    return s[-{k}:] + s[:-{k}]"),
-    (
-        "return a dictionary from each word of a string to its length",
-        "s",
-        "    return {{w: len(w) for w in s.split()}}",
-    ),
-    (
-        "compute the {n}th multiple of a number if it is {par}",
-        "n",
-        "    if n % 2 == {bit}:\n        return n * {n}\n    return n",
-    ),
-    (
-        "check if the given number is prime",
-        "n",
-        "    if n < 2:\n        return False\n    for i in range(2, int(n ** 0.5) + 1):"
-        "\n        if n % i == 0:\n            return False\n    return True",
-    ),
-    ("find the sum of the digits of a number", "n", "    return sum(int(d) for d in str(n))"),
-    (
-        "compute the factorial of a number by a loop",
-        "n",
-        "    result = 1\n    for i in range(2, n + 1):\n        result *= i\n    return result",
-    ),
-    (
-        "convert a number to base {k}",
-        "n",
-        "    digits = ''\n    while n:\n        digits = str(n % {k}) + digits\n        n //= "
-        "{k}\n    return digits or '0'",
-    ),
-]
-
-
 def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
     """Small functions to write, to complete or to evaluate; every stated result is computed by running them."""
     while True:
-        what, argument, body = rng.choice(_TEMPLATES)
+        what, argument, body = rng.choice(_PATTERNS["functions"])
         bit = rng.randrange(2)
         values = {
             "n": rng.randint(2, 30),
@@ -307,8 +148,8 @@ def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair
 
 def _story(rng: random.Random) -> tuple[str, str, int]:
     """A word problem as (question, worked answer, result)."""
-    who, other = rng.sample(_NAMES, 2)
-    item, item2 = rng.sample(_ITEMS, 2)
+    who, other = rng.sample(_PATTERNS["names"], 2)
+    item, item2 = rng.sample(_PATTERNS["items"], 2)
     a, b, c = rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 20)
     kind = rng.randrange(10)
     if kind == 0:
@@ -501,16 +342,6 @@ def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
             )
 
 
-_FINDINGS = [
-    "Physical examination shows {s1} and {s2}.", "Laboratory studies show a hemoglobin concentration of {h} g/dL, a leukocyte count "
-    "of {l}/mm3 and a serum creatinine of {c} mg/dL.", "An x-ray of the chest shows no abnormalities.", "Cardiac examination shows "
-    "a grade {g}/6 systolic murmur at the apex.", "There is tenderness to palpation of the abdomen.", "An ECG shows sinus tachycardia.",
-    "Serum sodium is {n} mEq/L and potassium is {k} mEq/L.", "Neurologic examination shows decreased reflexes of the lower extremities.",
-    "Urinalysis shows protein and {g}+ blood.", "CT scan of the head shows no hemorrhage.", "A biopsy of the lesion is obtained.",
-    "Lungs are clear to auscultation bilaterally.", "The patient appears ill and diaphoretic.",
-]  # fmt: skip
-
-
 def medical(
     rng: random.Random, diseases: dict[str, dict[str, object]], codes: list[tuple[str, list[str]]]
 ) -> Iterator[Pair]:
@@ -537,7 +368,9 @@ def medical(
             place = rng.choice(
                 ["the physician", "the emergency department", "his primary care physician", "the clinic"]
             )
-            findings = " ".join(f.format(**values) for f in rng.sample(_FINDINGS, rng.randint(2, 5)))
+            findings = " ".join(
+                f.format(**values) for f in rng.sample(_PATTERNS["findings"], rng.randint(2, 5))
+            )
             vignette = (
                 f"A {age}-year-old {sex} {rng.choice(['comes to', 'is brought to', 'presents to'])} {place} because of "
                 f"{symptoms[0]} and {symptoms[1]} for {rng.randint(2, 9)} {rng.choice(['days', 'weeks', 'months', 'hours'])}. "
@@ -606,42 +439,12 @@ def medical(
             )
 
 
-_PARTIES = [("landlord", "tenant"), ("buyer", "seller"), ("plaintiff", "defendant"), ("owner", "contractor"), ("employer", "employee"),
-            ("testator", "beneficiary"), ("mortgagor", "bank"), ("pedestrian", "driver"), ("wholesaler", "retailer"),
-            ("homeowner", "neighbor"), ("state", "corporation"), ("developer", "purchaser"), ("lender", "borrower")]  # fmt: skip
-_FACTS = [
-    "{A} orally agreed to convey a parcel of land to {b} for ${n},000.", "{A} sued {b} for breach of contract in federal district court.",
-    "{b} was negligent in maintaining the premises, and {a} was injured.", "The written contract provided that {b} would complete the "
-    "work by {m} 1.", "{A} broke into the warehouse at night intending to steal a painting.", "{b} was charged with {crime}.",
-    "At trial, the prosecution offers into evidence a letter written by {b}.", "The statute provides that no person shall sell goods in "
-    "the state without a license.", "{A} executed a will leaving all of the property to {b}.", "The deed contained a covenant that "
-    "the land be used for residential purposes only.", "{b} refused to pay, claiming that there was no consideration for the promise.",
-    "{A} filed a motion to suppress the evidence as the fruit of an unlawful search.", "The police arrested {b} without a warrant.",
-    "{b} moved to dismiss the complaint for lack of subject matter jurisdiction.", "The jury found {b} liable for damages.",
-]  # fmt: skip
-_CRIMES = ["larceny", "burglary", "robbery", "murder", "manslaughter", "conspiracy", "embezzlement", "arson", "battery", "kidnapping",
-           "receiving stolen property", "false pretenses", "forgery", "perjury"]  # fmt: skip
-_CLAIMS = [
-    "because the agreement was not in writing as the Statute of Frauds requires", "because {b} owed a duty of care to {a}",
-    "because the evidence is hearsay not within any exception", "because the restriction violates the Equal Protection Clause",
-    "because the covenant runs with the land", "because there was no valid acceptance of the offer",
-    "because the contract was supported by consideration", "because {b} lacked the specific intent to commit {crime}",
-    "because the statute is a valid exercise of the commerce power", "because the defendant assumed the risk of injury",
-    "because {a} is a bona fide purchaser for value without notice", "because the confession was voluntary",
-    "because strict liability applies to abnormally dangerous activities", "because the interest violates the Rule Against Perpetuities",
-]  # fmt: skip
-_CLAUSE_TOPICS = ["governing law", "termination for convenience", "limitation of liability", "assignment", "confidentiality", "warranty",
-                  "license grant", "indemnification", "audit rights", "non-compete", "exclusivity", "renewal term", "insurance",
-                  "intellectual property ownership", "notice period", "dispute resolution by arbitration", "patent grant",
-                  "redistribution of copies", "disclaimer of damages", "severability"]  # fmt: skip
-
-
 def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
     """Hypothetical cases with options, and questions about contract clauses (paragraphs of licences)."""
     months = ["January", "March", "June", "September", "November"]
     while True:
-        a, b = rng.choice(_PARTIES)
-        crime = rng.choice(_CRIMES)
+        a, b = rng.choice(_PATTERNS["parties"])
+        crime = rng.choice(_PATTERNS["crimes"])
         values = dict(
             a=f"the {a}", b=f"the {b}", A=f"The {a}", n=rng.randint(5, 900), m=rng.choice(months), crime=crime
         )
@@ -653,8 +456,8 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
         style = rng.randrange(5)
         if style <= 1:
             article = "An" if a[0] in "aeiou" else "A"
-            facts = " ".join(fill(f) for f in rng.sample(_FACTS, rng.randint(2, 6)))
-            claims = [c.format(**values) for c in rng.sample(_CLAIMS, 4)]
+            facts = " ".join(fill(f) for f in rng.sample(_PATTERNS["facts"], rng.randint(2, 6)))
+            claims = [c.format(**values) for c in rng.sample(_PATTERNS["claims"], 4)]
             outcomes = [f"{rng.choice(['Yes', 'No'])}, {c}" for c in claims]
             ask = rng.choice([f"Will the {a} prevail?", f"Should the court find for the {b}?", "Is the evidence admissible?",
                               f"Is the {b} guilty of {crime}?", f"If the {a} sues the {b}, what is the most likely result?"])  # fmt: skip
@@ -663,10 +466,10 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
             yield (
                 f"{start}{facts} {ask}\n{lines}",
                 f"{letter}. The court will decide that {fill(claims[0][8:])}. "
-                + " ".join(fill(f) for f in rng.sample(_FACTS, 2)),
+                + " ".join(fill(f) for f in rng.sample(_PATTERNS["facts"], 2)),
             )
             continue
-        topic, other = rng.sample(_CLAUSE_TOPICS, 2)
+        topic, other = rng.sample(_PATTERNS["clause_topics"], 2)
         clause, following = rng.sample(paragraphs, 2)
         if style == 2:
             verb = rng.choice(["specify", "provide for", "describe", "concern", "restrict"])
@@ -694,10 +497,6 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
 
 
 # ---------------------------------------------------------------- languages
-
-_QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
-    (Path(__file__).parent / "questions.json").read_text("utf-8")
-)
 
 
 def world(root: Path, language: str) -> dict[str, list[str]]:

@@ -1,20 +1,16 @@
 """Measure the demonstration model: loss, keeping to a domain, and how well prompts foretell decode experts.
 
 Two sets of prompts are measured alike: held-out documents of the corpus, and prompts of another origin
-(`--prompts`, a directory of *.jsonl.gz files with `domain` and `prompt`), whose text
-was not trained on. Routing is read from the Hugging Face implementation in float32. IDF and the layer
+(`--prompts`, a directory of JSON lines with `domain` and `prompt`), whose text was not
+trained on. Routing is read from the Hugging Face implementation in float32. IDF and the layer
 mask are fitted on one half of the requests and rho is measured on the other half.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import platform
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +18,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import transformers
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo_model import sources
 from demo_model.widen import WEIGHTS
 from eldr_serve import signature
+from loadgen.workload import read_prompts
+from tools.cli import BadInput, run
+from tools.results import write_result
 
 LANGUAGES = sources.MAIN_LANGUAGES
 GROUPS = {"task": sources.TASKS, "language": LANGUAGES, "all": sources.TASKS + LANGUAGES}
-
-
-class EvaluationError(ValueError):
-    """An input of the evaluation is missing or not what it should be."""
 
 
 @dataclass
@@ -56,15 +50,10 @@ class Requests:
         return share
 
     def keep(self, rows: np.ndarray) -> Requests:
-        picked = [int(i) for i in rows]
-        lists = (
-            [self.domains[i] for i in picked],
-            [self.routes[i] for i in picked],
-            [self.generated[i] for i in picked],
-        )
         return Requests(
-            lists[0], self.prefill[rows], self.decode[rows], self.prompt_tokens[rows], lists[1], lists[2]
-        )
+            [self.domains[i] for i in rows], self.prefill[rows], self.decode[rows], self.prompt_tokens[rows],
+            [self.routes[i] for i in rows], [self.generated[i] for i in rows],
+        )  # fmt: skip
 
 
 class Recorder:
@@ -73,9 +62,7 @@ class Recorder:
     def __init__(self, model: Any) -> None:
         self.chosen: list[torch.Tensor] = []
         self._hooks = [
-            layer.mlp.gate.register_forward_hook(
-                lambda _module, _inputs, output: self.chosen.append(output[2])
-            )
+            layer.mlp.gate.register_forward_hook(lambda _module, _inputs, out: self.chosen.append(out[2]))
             for layer in model.model.layers
         ]
 
@@ -110,21 +97,14 @@ def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list
 
 def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[str, list[int]]]:
     """(domain, token ids) of chat prompts from files; the first `number` a domain of at most 512 tokens."""
-    files = sorted(directory.glob("*.jsonl.gz"))
-    if not files:
-        raise EvaluationError(f"{directory} holds no *.jsonl.gz files of prompts")
     found: dict[str, list[list[int]]] = defaultdict(list)
-    for path in files:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                row = json.loads(line)
-                if row["domain"] not in GROUPS["all"] or len(found[row["domain"]]) == number:
-                    continue
-                chat = [{"role": "user", "content": row["prompt"]}]
-                text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                if len(ids) <= 512:
-                    found[row["domain"]].append(ids)
+    for prompt in read_prompts([directory]):
+        if prompt.domain in GROUPS["all"] and len(found[prompt.domain]) < number:
+            chat = [{"role": "user", "content": prompt.text}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) <= 512:
+                found[prompt.domain].append(ids)
     return [(d, ids) for d, prompts in found.items() for ids in prompts]
 
 
@@ -306,28 +286,10 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def commit() -> str:
-    """The repository's commit, marked if files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=-changed", "--match", "nothing"]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    ).stdout.strip()
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{name}, {torch.get_num_threads()} thread(s)"
-
-
-def main(
+def evaluate(
     corpus: Annotated[Path, typer.Option(help="directory written by demo_model.corpus (held-out documents)")],
     out: Annotated[Path, typer.Option(help="JSON file to write")],
-    prompts: Annotated[
-        Path | None, typer.Option(help="directory of *.jsonl.gz prompts of another origin")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="directory of prompts of another origin")] = None,
     model: Annotated[Path, typer.Option(help="model directory")] = WEIGHTS,
     number: Annotated[int, typer.Option(help="prompts a domain", min=16)] = 64,
     prompt_length: Annotated[
@@ -340,16 +302,12 @@ def main(
 ) -> None:
     """Write one JSON of losses, domain keeping, correlation, rho and active experts."""
     torch.set_num_threads(threads)
-    try:
-        if not (corpus / "held.jsonl").exists():
-            raise EvaluationError(f"{corpus} holds no corpus; make it with demo_model.corpus")
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        sets = {"held_out": held_prompts(tokenizer, corpus, number, prompt_length)}
-        if prompts is not None:
-            sets["other_origin"] = shared_prompts(tokenizer, prompts, number)
-    except (EvaluationError, OSError, KeyError, json.JSONDecodeError) as error:
-        print(f"demo_model.evaluate: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+    if not (corpus / "held.jsonl").exists():
+        raise BadInput(f"{corpus} holds no corpus; make it with demo_model.corpus")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sets = {"held_out": held_prompts(tokenizer, corpus, number, prompt_length)}
+    if prompts is not None:
+        sets["other_origin"] = shared_prompts(tokenizer, prompts, number)
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     recorder = Recorder(network)
     rows: list[dict[str, Any]] = []
@@ -385,33 +343,19 @@ def main(
                     "batch": batch,
                 }
                 rows.append(row | {k: round(v, 2) for k, v in counts.items()})
-    result = {
-        "name": "demo_model",
-        "commit": commit(),
-        "machine": machine(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": np.__version__,
-        },
-        "seed": seed,
-        "inputs": {
+    write_result(
+        out, "demo_model", rows, seed=seed,
+        inputs={
             "model_sha256": checksum(model / "model.safetensors"),
-            "prompts_per_domain": number,
-            "new_tokens": new_tokens,
-            "temperature": temperature,
-            "prompt_files": sorted(p.name for p in prompts.glob("*.jsonl.gz")) if prompts else [],
+            "prompts_per_domain": number, "new_tokens": new_tokens, "temperature": temperature,
+            "prompt_files": sorted(p.name for p in prompts.iterdir()) if prompts else [],
         },
-        "rows": rows,
-        "notes": "same_domain and mixed: distinct experts a layer in one decode step, mean over layers and "
+        notes="same_domain and mixed: distinct experts a layer in one decode step, mean over layers and "
         "1,200 drawn batches; a batch draws requests with replacement and a random step of each.",
-    }
-    temporary = out.with_name(out.name + ".part")
-    temporary.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    temporary.replace(out)
+    )  # fmt: skip
     for row in rows:
         print(json.dumps(row))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(evaluate)

@@ -5,7 +5,6 @@ python -m demo_model.prompts --corpus out/corpus --out demo_model/prompts
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +12,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from eldr_serve.files import write_whole
-from offline.cli import BadInput, run
+from loadgen.workload import Prompt, write_prompts
+from tools.cli import BadInput, run
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")
 _QUESTION = re.compile(r"<\|user\|>(.*?)\s*<\|assistant\|>", re.DOTALL)
@@ -38,12 +37,9 @@ def prompts(
             text = tokenizer.decode(file["tokens"])
         assert isinstance(text, str)  # one sequence was given
         found = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
-        lines = [
-            json.dumps({"id": f"{domain}-{n}", "domain": domain, "prompt": question}, ensure_ascii=False)
-            for n, question in enumerate(list(found)[:limit])
-        ]
-        write_whole(out / f"{domain}.jsonl", "\n".join(lines) + "\n")
-        typer.echo(f"{domain}: {len(lines)} questions")
+        asked = [Prompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(found)[:limit])]
+        write_prompts(out / f"{domain}.jsonl", asked)
+        typer.echo(f"{domain}: {len(asked)} questions")
 
 
 if __name__ == "__main__":

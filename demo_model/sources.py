@@ -23,32 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-
-class CorpusError(ValueError):
-    """A package that the corpus needs is missing or holds no text."""
-
+from tools.cli import BadInput
 
 TASKS = ("code", "math", "medical", "legal")
 MAIN_LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 RARE_LANGUAGES = (
-    "ko",
-    "vi",
-    "tr",
-    "id",
-    "fa",
-    "hi",
-    "th",
-    "pt",
-    "el",
-    "nl",
-    "it",
-    "pl",
-    "cs",
-    "hu",
-    "uk",
-    "ro",
-    "he",
-)
+    "ko", "vi", "tr", "id", "fa", "hi", "th", "pt", "el", "nl", "it", "pl", "cs", "hu", "uk", "ro", "he",
+)  # fmt: skip
 DOMAINS = TASKS + MAIN_LANGUAGES + RARE_LANGUAGES
 
 DEBIAN_PACKAGES = {
@@ -126,10 +107,10 @@ def fetch(directory: Path) -> Path:
                 command, cwd=directory / "debian", capture_output=True, text=True, check=False
             )
         except FileNotFoundError as error:
-            raise CorpusError(f"{command[0]} is needed to download the source packages") from error
+            raise BadInput(f"{command[0]} is needed to download the source packages") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise CorpusError(f"{command[0]} could not download a source package: {last}")
+            raise BadInput(f"{command[0]} could not download a source package: {last}")
     for archive in sorted((directory / "debian").glob("*.deb")):
         subprocess.run(["dpkg", "-x", str(archive), str(root)], check=True)
     for archive in sorted((directory / "python").iterdir()):
@@ -194,7 +175,7 @@ def messages(root: Path) -> Iterator[Text]:
         for path in sorted(root.glob(f"usr/share/locale/{language}/LC_MESSAGES/*.mo")):
             with path.open("rb") as file:
                 catalogue = gettext.GNUTranslations(file)
-            lines = [clean(str(v)) for v in catalogue._catalog.values() if isinstance(v, str)]  # type: ignore[attr-defined]
+            lines = [clean(str(v)) for v in catalogue._catalog.values() if isinstance(v, str)]  # type: ignore[attr-defined]  # noqa: SLF001
             lines = [line for line in lines if 25 <= len(line) <= 600 and is_language(line, language)]
             for start in range(0, len(lines), 6):
                 yield Text(language, f"{path.name}:{language}:{start}", "\n\n".join(lines[start : start + 6]))
@@ -283,17 +264,12 @@ def standard_library() -> Iterator[Text]:
 
 def conversations(root: Path) -> Iterator[tuple[str, str, str]]:
     """(language, question, answer) of the chatterbot corpus, whose files are plain two-level lists."""
-    names = {"english": "en", "chinese": "zh", "traditionalchinese": "zh", "russian": "ru", "french": "fr"}
-    names |= {
-        "spanish": "es",
-        "german": "de",
-        "japanese": "ja",
-        "korean": "ko",
-        "turkish": "tr",
-        "hindi": "hi",
-    }
-    names |= {"indonesian": "id", "persian": "fa", "thai": "th", "portuguese": "pt", "dutch": "nl"}
-    names |= {"italian": "it", "ukrainian": "uk", "hebrew": "he"}
+    names = {
+        "english": "en", "chinese": "zh", "traditionalchinese": "zh", "russian": "ru", "french": "fr",
+        "spanish": "es", "german": "de", "japanese": "ja", "korean": "ko", "turkish": "tr", "hindi": "hi",
+        "indonesian": "id", "persian": "fa", "thai": "th", "portuguese": "pt", "dutch": "nl",
+        "italian": "it", "ukrainian": "uk", "hebrew": "he",
+    }  # fmt: skip
     for folder, language in names.items():
         for path in sorted((root / "python/chatterbot_corpus/data" / folder).glob("*.yml")):
             pair: list[str] = []

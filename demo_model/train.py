@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from demo_model import sources
+from tools.cli import BadInput, run
 
 # sequences of each domain among 32 drawn; the languages not named share the last `RARE`
 SEQUENCES = dict(code=4, math=4, medical=4, legal=4, en=2, zh=2, ru=2, fr=2, es=2, de=2, ar=1, ja=1)
@@ -260,10 +260,6 @@ class Muon(torch.optim.Optimizer):
                 p.add_(orthogonal(matrices, self.dtype).view_as(p), alpha=-group["lr"] * scale * 2.5)
 
 
-class TrainingError(ValueError):
-    """A run cannot go on as asked."""
-
-
 @dataclass
 class Stream:
     """Windows of one domain's tokens that begin where a document begins."""
@@ -347,13 +343,13 @@ class Training:
         os.replace(temporary, path)
 
     def read(self, path: Path) -> None:
-        """Take up the state in `path`; raises TrainingError if it is of another run."""
+        """Take up the state in `path`; raises BadInput if it is of another run."""
         try:
             state = torch.load(path, weights_only=True)
         except OSError as error:
-            raise TrainingError(f"{path} cannot be read, so there is nothing to resume") from error
+            raise BadInput(f"{path} cannot be read, so there is nothing to resume") from error
         if state["settings"] != self.settings:
-            raise TrainingError(f"{path} is of a run with {state['settings']}, not {self.settings}")
+            raise BadInput(f"{path} is of a run with {state['settings']}, not {self.settings}")
         self.rng.bit_generator.state = state["rng"]
         for name in ("step", "tokens", "seconds", "loss"):
             setattr(self, name, state[name])
@@ -391,7 +387,7 @@ class Training:
         }
 
 
-def main(
+def train(
     corpus: Annotated[Path, typer.Option(help="directory written by demo_model.corpus")],
     out: Annotated[Path, typer.Option(help="directory for the trained model (Hugging Face format)")],
     steps: Annotated[int, typer.Option(help="optimiser steps, of 4,096 tokens each", min=1)] = 4_000,
@@ -405,8 +401,7 @@ def main(
 ) -> None:
     """Train from random weights and write the model; 6,000 tokens a second on one core."""
     if not (corpus / "manifest.json").exists():
-        print(f"demo_model.train: {corpus} holds no corpus; make it with demo_model.corpus", file=sys.stderr)
-        raise typer.Exit(2)
+        raise BadInput(f"{corpus} holds no corpus; make it with demo_model.corpus")
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     streams = {}
@@ -417,22 +412,18 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     model = Qwen3MoeForCausalLM(configuration(len(tokenizer))).float()
     settings = {"steps": steps, "balance": balance, "focus": focus, "seed": seed, "float32": float32}
-    run = Training(model, optimizers_of(model, dtype), np.random.default_rng(seed), settings)
+    training = Training(model, optimizers_of(model, dtype), np.random.default_rng(seed), settings)
     state = out.with_name(out.name + ".ckpt")
     if resume:
-        try:
-            run.read(state)
-        except TrainingError as error:
-            print(f"demo_model.train: {error}", file=sys.stderr)
-            raise typer.Exit(2) from error
-    while run.step < steps:
-        row = run.advance(streams, dtype)
-        if run.step % 20 == 0 or run.step == steps:
+        training.read(state)
+    while training.step < steps:
+        row = training.advance(streams, dtype)
+        if training.step % 20 == 0 or training.step == steps:
             print(json.dumps(row), flush=True)
-        if run.step % every == 0 or run.step == steps:
+        if training.step % every == 0 or training.step == steps:
             save(model, corpus, out)
-            run.write(state)
+            training.write(state)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(train)

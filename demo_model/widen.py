@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,18 +19,16 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tools.cli import BadInput, run
+
 WEIGHTS = Path(__file__).parent / "weights"
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-
-
-class WidenError(ValueError):
-    """The model cannot be widened as asked."""
 
 
 def widen(model: Path, intermediate: int, out: Path) -> None:
     """Write `model` with experts of `intermediate` neurons to `out` (whole or not at all).
 
-    Raises WidenError if `model` is no Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
+    Raises BadInput if `model` is no Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
     (vLLM's CPU kernel wants whole blocks of 32), or `out` is there already.
     """
     try:
@@ -40,15 +37,13 @@ def widen(model: Path, intermediate: int, out: Path) -> None:
         with safe_open(model / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
-        raise WidenError(
+        raise BadInput(
             f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
         ) from error
     if intermediate < present or intermediate % 32:
-        raise WidenError(
-            f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}"
-        )
+        raise BadInput(f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}")
     if out.exists():
-        raise WidenError(f"{out} exists already")
+        raise BadInput(f"{out} exists already")
     for name, tensor in tensors.items():
         match = _EXPERT.search(name)
         if match:
@@ -65,7 +60,7 @@ def widen(model: Path, intermediate: int, out: Path) -> None:
     os.replace(temporary, out)
 
 
-def main(
+def widen_experts(
     out: Annotated[Path, typer.Option(help="directory to write; must not exist")],
     intermediate: Annotated[
         int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB an expert in bf16")
@@ -73,13 +68,9 @@ def main(
     model: Annotated[Path, typer.Option(help="model directory to widen")] = WEIGHTS,
 ) -> None:
     """Write a copy of the model with wider experts that computes the same function."""
-    try:
-        widen(model, intermediate, out)
-    except WidenError as error:
-        print(f"demo_model.widen: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+    widen(model, intermediate, out)
     print(f"{out}: {sum(f.stat().st_size for f in out.iterdir()) / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(widen_experts)

@@ -12,7 +12,8 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from loadgen.workload import Prompt, WorkloadError
+from loadgen.workload import Prompt
+from tools.cli import BadInput
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
     """Endless times, s, with exponential gaps.
 
     Args:
-        rate: mean requests/s; WorkloadError unless it is above 0.
+        rate: mean requests/s; BadInput unless it is above 0.
     """
     if not (math.isfinite(rate) and rate > 0):
-        raise WorkloadError(f"the rate is {rate}, it must be above 0 requests/s")
+        raise BadInput(f"the rate is {rate}, it must be above 0 requests/s")
     return _poisson(rate, random.Random(f"{seed}/arrivals"))
 
 
@@ -40,12 +41,12 @@ def output_lengths(most: int, *, least: int | None = None, seed: int = 0) -> Ite
     """Endless output lengths, tokens, from `least` to `most`, one as likely as the other; None: all `most`.
 
     Raises:
-        WorkloadError: `least` is below 1 or above `most`.
+        BadInput: `least` is below 1 or above `most`.
     """
     if least is None:
         return itertools.repeat(most)
     if not 1 <= least <= most:
-        raise WorkloadError(f"the least output is {least} tokens, it must be from 1 to the most, {most}")
+        raise BadInput(f"the least output is {least} tokens, it must be from 1 to the most, {most}")
     rng = random.Random(f"{seed}/lengths")
     return (rng.randint(least, most) for _ in itertools.count())
 
@@ -105,7 +106,7 @@ def _asked(
 
 def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:
     if len(prompts) < workers:
-        raise WorkloadError(f"{len(prompts)} prompts are too few for {workers} workers")
+        raise BadInput(f"{len(prompts)} prompts are too few for {workers} workers")
     order = list(prompts)
     random.Random(seed).shuffle(order)
     # A whole number of rounds of the workers: when the prompts repeat, each worker meets its own again.

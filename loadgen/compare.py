@@ -1,9 +1,9 @@
 """Compare routing policies on engines that keep running.
 
     python -m loadgen.compare --host http://127.0.0.1:8000 --policies shortest-queue,locality-band:band=0.1 \\
-        --prompts prompts/ --rate 4 --block-seconds 60 --rounds 4 --out out/compare
+        --prompts prompts/ --rate 4 --trial-seconds 60 --rounds 4 --out out/compare
 
-Policies take turns in blocks of load, in an order drawn for each round. All policies of a round meet the
+Policies take turns in trials of load, in an order drawn for each round. All policies of a round meet the
 same requests at the same times, so that a difference is theirs. A run that was stopped goes on where it
 was when it is called again with the same settings. The server gets its own policy back at the end.
 With `--in-flight` instead of `--rate` the load is a closed loop: where engines share cores, and slow each
@@ -27,21 +27,20 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from eldr_serve.files import write_whole
-from loadgen.block import Block, Shape, drive, parse_policy
-from loadgen.figures import method, rows_of
+from loadgen.figures import method, policy_rows
 from loadgen.load import LATE_S, verdict
-from loadgen.plan import Folder, Step, order
 from loadgen.report import figures_table, html_report
 from loadgen.service import Service
-from loadgen.stats import Slo
+from loadgen.trial import JOURNAL, RESTORE, Shape, Step, Trial, drive, order, parse_policy
 from loadgen.workload import read_prompts
-from offline.cli import BadInput, run
-from offline.results import environment, write_result
+from tools.cli import BadInput, run
+from tools.journal import Journal
+from tools.results import environment, print_table, write_result
+from tools.stats import Slo
 
-_WIDTH = 120  # of the table, also where the output is not a terminal
+_SCHEMA = "eldr-compare/4"  # of trials in the journal
 
 
 def compare(
@@ -52,12 +51,12 @@ def compare(
     prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts with domains.")] = Path(
         "demo_model/prompts"
     ),
-    block_seconds: Annotated[int, typer.Option(help="Measured part of a block, s.")] = 60,
+    trial_seconds: Annotated[int, typer.Option(help="Measured part of a trial, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
     burn_in_seconds: Annotated[
-        int, typer.Option(help="Load before the first block, for engines that have just started, s.")
+        int, typer.Option(help="Load before the first trial, for engines that have just started, s.")
     ] = 0,
-    rounds: Annotated[int, typer.Option(help="Blocks of each policy.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Trials of each policy.")] = 4,
     users: Annotated[int, typer.Option(help="Requests in flight of an open loop, at most.")] = 256,
     max_tokens: Annotated[int, typer.Option(help="Output tokens of a request, at most.")] = 64,
     min_tokens: Annotated[
@@ -71,7 +70,7 @@ def compare(
     admin_key_env: Annotated[str, typer.Option(help="Environment variable with the admin key.")] = (
         "ELDR_ADMIN_KEY"
     ),
-    out: Annotated[Path, typer.Option(help="Folder for blocks, compare.json and report.html.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for trials, compare.json and report.html.")] = Path(
         "out/compare"
     ),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals, order and bootstrap.")] = 0,
@@ -80,28 +79,29 @@ def compare(
     names = [name.strip() for name in policies.split(",") if name.strip()]
     per_s, most = _loop(rate, in_flight, users)
     shape = Shape(
-        str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
+        str(prompts), model, per_s, trial_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
     )
     settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
     service = Service(host, os.environ.get(admin_key_env, ""))
-    folder = Folder(out, settings)
+    if out.exists() and any(out.iterdir()) and not (out / JOURNAL).exists():
+        raise BadInput(f"{out} is not empty and holds no comparison of this version: give another --out")
+    journal = Journal(out / JOURNAL, settings)
     steps = order(names, rounds, seed)
-    blocks = {step: block for step in steps if (block := folder.load(step)) is not None}
-    console = Console(width=max(Console().width, _WIDTH))
-    if len(blocks) < len(steps):
+    console = Console(soft_wrap=True)
+    if left := [step for step in steps if step.key not in journal.known]:
         try:
-            with _policy_restored(service, folder, names):
-                left = [step for step in steps if step not in blocks]
+            with _policy_restored(service, journal, names):
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is in no figure")
-                    first = Block(left[0].policy, left[0].round)
+                    first = Trial(left[0].policy, left[0].round)
                     drive(service, first, replace(shape, seconds=burn_in_seconds), seed=seed, scratch=out)
-                blocks |= _measure(service, folder, left, shape, console)
+                _measure(service, journal, left, shape, console, scratch=out)
         except KeyboardInterrupt:
-            console.print(f"stopped; the same command goes on from the blocks in {out}")
+            console.print(f"stopped; the same command goes on from the trials in {out}")
             raise typer.Exit(130) from None
     slo = Slo(slo_ttft_ms, slo_tpot_ms)
-    good = _publish(console, out, names, [blocks[s] for s in steps], shape, slo, settings, seed)
+    trials = [Trial(**journal.get(step.key)) for step in steps]
+    good = _publish(console, out, names, trials, shape, slo, settings, seed)
     if not good:
         raise typer.Exit(1)
 
@@ -124,7 +124,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Everything that the figures depend on; BadInput if one of them cannot be used."""
     for option, value, least in (
-        ("--block-seconds", shape.seconds, 1),
+        ("--trial-seconds", shape.seconds, 1),
         ("--warm-up-seconds", shape.warm_up_s, 0),
         ("--burn-in-seconds", burn_in_s, 0),
         ("--rounds", rounds, 1),
@@ -141,6 +141,7 @@ def _settings(
         parse_policy(name)
     texts = "\0".join(f"{p.id}\0{p.domain}\0{p.text}" for p in read_prompts([prompts]))
     return asdict(shape) | {
+        "schema": _SCHEMA,
         "policies": names,
         "rounds": rounds,
         "burn_in_s": burn_in_s,
@@ -151,68 +152,67 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: Service, folder: Folder, names: list[str]) -> Iterator[None]:
+def _policy_restored(service: Service, journal: Journal, names: list[str]) -> Iterator[None]:
     """Check that the server takes every policy; at the end, however it comes, set its own again."""
     status = service.status()
-    own = folder.restore or {"name": status["policy"], "parameters": status["parameters"]}
+    # That of a run that was killed is not the server's own.
+    own = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         service.set_policy(**own)  # a key that is refused is refused here, and nothing was changed
         try:
             for name in names:
                 service.set_policy(*parse_policy(name))
-            folder.note(own)
+            journal.put(RESTORE, own)
             yield
         finally:
             service.set_policy(**own)
-            folder.restored()
+            if journal.get(RESTORE):
+                journal.put(RESTORE, None)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _measure(
-    service: Service, folder: Folder, steps: list[Step], shape: Shape, console: Console
-) -> dict[Step, Block]:
-    done: dict[Step, Block] = {}
+    service: Service, journal: Journal, steps: list[Step], shape: Shape, console: Console, scratch: Path
+) -> None:
     load_s = shape.warm_up_s + shape.seconds
     start = time.perf_counter()
-    console.print(f"{len(steps)} blocks to measure, at least {len(steps) * load_s / 60:.1f} min")
+    console.print(f"{len(steps)} trials to measure, at least {len(steps) * load_s / 60:.1f} min")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(steps) * load_s)
         for number, step in enumerate(steps):
             progress.update(bar, description=f"{step.policy}, round {step.round + 1}")
-            block = Block(step.policy, step.round)
+            trial = Trial(step.policy, step.round)
 
             def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
                 progress.update(bar, completed=first_s + min(elapsed_s, load_s))
 
-            drive(service, block, shape, seed=step.seed, scratch=folder.path, tick=tick)
-            folder.save(block, step)
-            done[step] = block
-            left_s = (time.perf_counter() - start) / len(done) * (len(steps) - len(done))
-            failed = sum("error" in record for record in block.requests)
+            drive(service, trial, shape, seed=step.seed, scratch=scratch, tick=tick)
+            journal.put(step.key, asdict(trial))
+            left_s = (time.perf_counter() - start) / (number + 1) * (len(steps) - number - 1)
+            failed = sum("error" in record for record in trial.requests)
             progress.console.print(
-                f"round {step.round + 1}, {step.policy}: {len(block.requests)} requests, {failed} failed; "
+                f"round {step.round + 1}, {step.policy}: {len(trial.requests)} requests, {failed} failed; "
                 f"about {left_s / 60:.1f} min left"
             )
-    return done
 
 
 def _publish(
     console: Console,
     out: Path,
     names: list[str],
-    blocks: list[Block],
+    trials: list[Trial],
     shape: Shape,
     slo: Slo,
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
     """Print and write the figures; False if requests failed."""
-    rows = rows_of(names, blocks, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
+    rows = policy_rows(names, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
     failures = sum(row["failures"] for row in rows)
-    first_line, bad = _verdict(blocks, failures)
+    first_line, bad = _verdict(trials, failures)
     console.print(first_line, style="bold red" if bad else "bold")
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
@@ -220,17 +220,20 @@ def _publish(
         "their tokens (on CPU that of the engine's thread, whoever else waits for the core), all with the "
         "warm-up; end is the time to the last token"
     )
-    _print(console, figures_table(rows))
+    print_table(
+        "value [95 % interval], difference to the best policy by load alone [its interval]",
+        figures_table(rows),
+        lines=True,
+    )
     inputs = settings | {"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms}
     write_result(out / "compare.json", "compare", rows, inputs=inputs, seed=seed, notes=notes)
     report = html_report(
         rows,
-        blocks,
+        trials,
         verdict=first_line,
         bad=bad,
         notes=notes,
-        inputs=inputs,
-        machine=environment(),
+        settings=inputs | environment(),
         warm_up_s=shape.warm_up_s,
         seconds=shape.seconds,
     )
@@ -239,30 +242,18 @@ def _publish(
     return not failures
 
 
-def _verdict(blocks: list[Block], failures: int) -> tuple[str, bool]:
+def _verdict(trials: list[Trial], failures: int) -> tuple[str, bool]:
     """The first line, and whether it says that the figures are not what they should be."""
-    records = [record for block in blocks for record in block.requests]
+    records = [record for trial in trials for record in trial.requests]
     late = [r["late_s"] for r in records if r["late_s"] is not None]
     late_s = float(np.quantile(late, 0.99)) if late else None
     foreign = sum(
-        r.get("policy") not in (None, parse_policy(b.policy)[0]) for b in blocks for r in b.requests
+        r.get("policy") not in (None, parse_policy(b.policy)[0]) for b in trials for r in b.requests
     )
     line = verdict(requests=len(records), failed=failures, late_p99_s=late_s)
     if foreign:
-        line += f", {foreign} PLACED BY ANOTHER POLICY than the block's"
+        line += f", {foreign} PLACED BY ANOTHER POLICY than the trial's"
     return line, bool(failures or foreign or not records or (late_s or 0) > LATE_S)
-
-
-def _print(console: Console, lines: list[dict[str, Any]]) -> None:
-    table = Table(
-        title="value [95 % interval], difference to the best policy by load alone [its interval]",
-        show_lines=True,
-    )
-    for name in lines[0]:
-        table.add_column(name, justify="left" if name == "figure" else "right")
-    for line in lines:
-        table.add_row(*line.values())
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.block import Block
-from loadgen.stats import (
+from loadgen.trial import Trial
+from tools.stats import (
     ROUNDS_TO_RESAMPLE,
     Floats,
     Interval,
@@ -35,17 +35,17 @@ def method(rounds: int) -> str:
     )
 
 
-def rows_of(
-    policies: list[str], blocks: list[Block], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
+def policy_rows(
+    policies: list[str], trials: list[Trial], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
 ) -> list[dict[str, Any]]:
     """One row a policy, in the order of `policies`; None where there is no figure.
 
-    The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. Of several that are
-    alike the best is the luckiest; `*_pooled_change_pct` is against the requests of all of them together,
-    where there are several.
+    The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
+    several equivalent ones is biased low; `*_pooled_change_pct` is against the requests of all of
+    them together, where there are several.
     """
     records = {
-        p: [(b.round, r) for b in blocks if b.policy == p for r in b.measured(warm_up_s, seconds)]
+        p: [(b.round, r) for b in trials if b.policy == p for r in b.measured(warm_up_s, seconds)]
         for p in policies
     }
     arrivals = sorted({(round_, r["number"]) for found in records.values() for round_, r in found})
@@ -53,7 +53,7 @@ def rows_of(
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
     measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
     rows = [
-        _counts(p, [b for b in blocks if b.policy == p], [record for _, record in records[p]])
+        _counts(p, [b for b in trials if b.policy == p], [record for _, record in records[p]])
         for p in policies
     ]
 
@@ -94,33 +94,33 @@ def rows_of(
     return [{key: _known(value) for key, value in row.items()} for row in rows]
 
 
-def active_by_round(policies: list[str], blocks: list[Block]) -> dict[str, list[float]]:
-    """Mean active experts of a decode step, one value a block; empty where nothing was reported."""
+def active_by_round(policies: list[str], trials: list[Trial]) -> dict[str, list[float]]:
+    """Mean active experts of a decode step, one value a trial; empty where nothing was reported."""
     return {
         policy: [
             b.engines["active"] / b.engines["steps"]
-            for b in blocks
+            for b in trials
             if b.policy == policy and b.engines and b.engines["steps"]
         ]
         for policy in policies
     }
 
 
-def _counts(policy: str, blocks: list[Block], requests: list[dict[str, Any]]) -> dict[str, Any]:
+def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) -> dict[str, Any]:
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
-    engines = [b.engines for b in blocks if b.engines]
+    engines = [b.engines for b in trials if b.engines]
     steps = sum(e["steps"] for e in engines) or math.nan
     tokens = sum(e["batch"] for e in engines)  # a request of a step is a token
-    placed = sum(b.placed for b in blocks)
+    placed = sum(b.placed for b in trials)
     return {
         "policy": policy,
         "requests": len(requests),
-        "failures": sum("error" in r for b in blocks for r in b.requests),
+        "failures": sum("error" in r for b in trials for r in b.requests),
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
         "active_experts": sum(e["active"] for e in engines) / steps,
         "batch_size": tokens / steps,
         "engine_ms_per_token": 1000 * sum(e["seconds"] for e in engines) / (tokens or math.nan),
-        "best_worker_share": sum(b.best for b in blocks) / placed if placed else math.nan,
+        "best_worker_share": sum(b.best for b in trials) / placed if placed else math.nan,
     }
 
 

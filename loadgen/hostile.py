@@ -28,8 +28,8 @@ import typer
 from rich.console import Console
 
 from loadgen.hostile_cases import Case, by_hand, from_openapi, known, mutations
-from offline.cli import BadInput, run
-from offline.progress import progress_bar
+from tools.cli import BadInput, run
+from tools.progress import progress_bar
 
 _SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease of 30 s at most
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")

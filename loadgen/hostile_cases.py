@@ -218,7 +218,7 @@ def _fields(model: str) -> Iterator[Case]:
     ]  # fmt: skip
     for fields in several:
         yield case("completion", COMPLETIONS, _completion(model, **fields))
-    for name in (
+    names = (
         f"{model}:",
         f"{model}:x",
         f"{model}:{'x' * 5000}",
@@ -227,7 +227,8 @@ def _fields(model: str) -> Iterator[Case]:
         " ",
         "../../etc/passwd",
         "x" * 10_000,
-    ):
+    )
+    for name in names:
         for path, body in ((COMPLETIONS, _completion(name)), (CHAT, _chat(name))):
             yield case("model", path, body)
 
@@ -290,12 +291,8 @@ def _messages(model: str) -> Iterator[Case]:
     many = [{"role": "user", "content": "x"}] * 2000
     yield case("messages", CHAT, {"model": model, "messages": many})
     for template in (
-        "{{",
-        "{{ 1/0 }}",
-        "{{ raise_exception('x') }}",
-        "{{ ''.__class__.__mro__ }}",
-        "x" * 10_000,
-    ):
+        "{{", "{{ 1/0 }}", "{{ raise_exception('x') }}", "{{ ''.__class__.__mro__ }}", "x" * 10_000,
+    ):  # fmt: skip
         yield case("template", CHAT, _chat(model, chat_template=template))
     for flags in (
         {"continue_final_message": True},
@@ -432,13 +429,9 @@ def _administration(key: str | None) -> Iterator[Case]:
         for body in policies if headers is keys[-1] else policies[:8]:
             yield case("policy", "/eldr/policy", body, method="PUT", headers=JSON | headers)
         for table in (
-            b"",
-            b"x",
-            b"\x00" * 1000,
-            b"\xff" * 8,
-            b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
+            b"", b"x", b"\x00" * 1000, b"\xff" * 8, b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
             b"x" * 100_000,
-        ):
+        ):  # fmt: skip
             yield case("table", "/eldr/table", table, method="PUT", headers=headers)
     for text in (
         "NaN",

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
-from loadgen.stats import Slo
 from loadgen.traces import read_trace, replay
-from loadgen.workload import WorkloadError, read_prompts
+from loadgen.workload import read_prompts
+from tools.cli import BadInput
+from tools.stats import Slo
 
 LATE_S = 0.1  # a p99 of lateness above this means that users ran out: the load was not what was asked for
 
@@ -27,7 +28,7 @@ class Load:
         horizon_s: no request that is due later, or without a time taken later, is sent.
 
     Raises:
-        WorkloadError: a workload, a trace or a value that cannot be used.
+        BadInput: a workload, a trace or a value that cannot be used.
     """
 
     def __init__(
@@ -50,20 +51,20 @@ class Load:
             try:
                 self._file = path.open("w")
             except OSError as error:
-                raise WorkloadError(f"the record cannot be written: {error}") from error
+                raise BadInput(f"the record cannot be written: {error}") from error
         self._start: float | None = None
         self._began = threading.Event()
 
     def _stream(self, workers: int) -> Iterator[Arrival]:
         options = self.options
         if options.max_tokens < (0 if options.trace else 1):
-            raise WorkloadError(f"--max-tokens is {options.max_tokens}, it must be above 0")
+            raise BadInput(f"--max-tokens is {options.max_tokens}, it must be above 0")
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
             if options.min_tokens:
-                raise WorkloadError("--min-tokens and --trace exclude each other: a trace has lengths")
+                raise BadInput("--min-tokens and --trace exclude each other: a trace has lengths")
             if options.rate:
-                raise WorkloadError("--rate and --trace exclude each other: a trace has its own arrivals")
+                raise BadInput("--rate and --trace exclude each other: a trace has its own arrivals")
             return replay(
                 read_trace(Path(options.trace)),
                 prompts,

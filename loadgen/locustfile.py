@@ -31,52 +31,39 @@ from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
-from loadgen.sse import StreamError, StreamTiming, read_stream
-from loadgen.workload import WorkloadError
+from tools.cli import BadInput
+from tools.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
 _TIMEOUT_S = 300  # without a byte
 
 
+# Name, default, help. Defaults are of one type each, as locust's page keeps the type of what it changes.
+_OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
+    ("prompts", "demo_model/prompts", "JSONL file or folder of prompts"),
+    ("model", "eldr-demo", "model id to ask for"),
+    ("rate", 0.0, "requests/s in all; 0: closed loop"),
+    ("trace", "", "trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"),
+    ("trace-speed", 1.0, "times faster than recorded"),
+    ("max-prompt-tokens", 0, "shorten a trace's prompts so that its longest has these; 0: as recorded"),
+    ("chars-per-token", 4.0, "characters a token, for a trace"),
+    ("max-tokens", 64, "output tokens a request, at most; 0 with a trace: as recorded"),
+    ("min-tokens", 0, "draw a request's output tokens from these to --max-tokens; 0: all have --max-tokens"),
+    ("temperature", 0.8, "sampling temperature"),
+    ("cache-salt", "", "vLLM's cache_salt: share prefixes with no other load"),
+    ("slo-ttft-ms", 1000.0, "objective of goodput, ms"),
+    ("slo-tpot-ms", 100.0, "objective of goodput, ms"),
+    ("record", "", "file for one JSON line a request"),
+    ("seed", 0, "seed of the order of prompts and of arrivals"),
+)
+
+
 @events.init_command_line_parser.add_listener
 def _arguments(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("eldr workload")
-    group.add_argument("--prompts", default="demo_model/prompts", help="JSONL file or folder of prompts")
-    group.add_argument("--model", default="eldr-demo", help="model id to ask for")
-    group.add_argument("--rate", type=float, default=0.0, help="requests/s in all; 0: closed loop")
-    group.add_argument(
-        "--trace", default="", help="trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"
-    )
-    group.add_argument("--trace-speed", type=float, default=1.0, help="times faster than recorded")
-    # Defaults are numbers, as locust's page keeps the type of what it changes.
-    group.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        default=0,
-        help="shorten all prompts of a trace so that its longest has these; 0: as recorded",
-    )
-    group.add_argument("--chars-per-token", type=float, default=4.0, help="characters a token, for a trace")
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=64,
-        help="output tokens a request, at most; 0 with a trace: as recorded",
-    )
-    group.add_argument(
-        "--min-tokens",
-        type=int,
-        default=0,
-        help="draw each request's output tokens from these to --max-tokens; 0: all have --max-tokens",
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="generate all of them")
-    group.add_argument("--temperature", type=float, default=0.8, help="sampling temperature")
-    group.add_argument(
-        "--cache-salt", default="", help="vLLM's cache_salt: share prefixes with no other load"
-    )
-    group.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="objective of goodput, ms")
-    group.add_argument("--slo-tpot-ms", type=float, default=100.0, help="objective of goodput, ms")
-    group.add_argument("--record", default="", help="file for one JSON line a request")
-    group.add_argument("--seed", type=int, default=0, help="seed of the order of prompts and of arrivals")
+    for name, default, text in _OPTIONS:
+        group.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    group.add_argument("--ignore-eos", action="store_true", help="generate all output tokens")
 
 
 class _Session:
@@ -121,7 +108,7 @@ def _init(environment: Environment, **_: Any) -> None:
     try:
         # Reads everything, so that bad input ends the command before a request is sent.
         Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
-    except WorkloadError as error:
+    except BadInput as error:
         print(f"locust: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if options.headless:
@@ -146,7 +133,7 @@ def _begin(environment: Environment, **_: Any) -> None:
         _session.load = Load(
             options, index=_session.index, workers=_session.workers, horizon_s=_session.horizon_s
         )
-    except WorkloadError as error:
+    except BadInput as error:
         print(f"locust: {error}", file=sys.stderr)
         environment.process_exit_code = 2
         runner.quit()

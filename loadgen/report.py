@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
+from matplotlib.figure import Figure
 
-from loadgen.block import Block
 from loadgen.figures import active_by_round
-from loadgen.page import cell, page, paragraph, picture, table
+from loadgen.trial import Trial
+from tools.results import cell
+
+_PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
 
 _SHOWN = {
     "ttft_p50_ms": "TTFT p50, ms",
@@ -36,54 +44,84 @@ def figures_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"figure": name} | {r["policy"]: _with_interval(r, key) for r in rows} for key, name in _SHOWN.items()
     ]
     for key in _COUNTED:
-        lines.append({"figure": key.replace("_", " ")} | {r["policy"]: cell(r[key]) for r in rows})
+        lines.append({"figure": key.replace("_", " ")} | {r["policy"]: cell(r[key], ".2f") for r in rows})
     return lines
+
+
+def page(
+    title: str,
+    rows: list[dict[str, Any]],
+    explanation: str,
+    pictures: Sequence[tuple[str, Figure]],
+    settings: dict[str, Any],
+    *,
+    verdict: str = "",
+    bad: bool = False,
+) -> str:
+    """A self-contained HTML page, nothing of which is fetched.
+
+    Args:
+        rows: the table; the keys of the first are its columns.
+        verdict: the first line, red if `bad`.
+    """
+    return _PAGES.get_template("report.html").render(
+        title=title, verdict=verdict, bad=bad, rows=_cells(rows), explanation=explanation,
+        pictures=[(heading, _png(figure)) for heading, figure in pictures],
+        settings=_cells([{"setting": key, "value": value} for key, value in settings.items()]),
+    )  # fmt: skip
 
 
 def html_report(
     rows: list[dict[str, Any]],
-    blocks: list[Block],
+    trials: list[Trial],
     *,
     verdict: str,
     bad: bool,
     notes: str,
-    inputs: dict[str, Any],
-    machine: dict[str, Any],
+    settings: dict[str, Any],
     warm_up_s: int,
     seconds: int,
 ) -> str:
-    """The page.
+    """The page of a comparison.
 
     Args:
         rows: of loadgen.figures.
-        verdict: whether the run can be trusted; the first line, and red if `bad`.
+        verdict: whether the run can be trusted.
     """
     policies = [row["policy"] for row in rows]
     return page(
         "Policies compared",
-        paragraph(verdict, "bad" if bad else ""),
-        table(figures_table(rows)),
-        paragraph(
-            "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
-            "in that figure, with its own interval: where that holds 0, nothing was shown. Of several "
-            "that are alike the best is the luckiest; 'to all' is the difference to all their requests. "
-            + notes
-        ),
-        picture("Time per output token", _percentiles(rows, "tpot"), "TPOT p50 and p99 with intervals"),
-        picture(
-            "Distributions", distributions(policies, blocks, warm_up_s, seconds), "ECDF of TPOT and of TTFT"
-        ),
-        picture("Active experts of a decode step", _active(policies, blocks), "active experts by policy"),
-        picture("Load over time", load_over_time(policies, blocks), "requests in flight by worker"),
-        "<h2>Settings</h2>",
-        table([{"setting": k, "value": v} for k, v in (inputs | machine).items()]),
+        figures_table(rows),
+        "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
+        "in that figure, with its own interval: where that holds 0, nothing was shown. The best of several "
+        "equivalent policies is biased low; 'to all' is the difference to all their requests. " + notes,
+        [
+            ("Time per output token", _percentiles(rows, "tpot")),
+            ("Distributions", distributions(policies, trials, warm_up_s, seconds)),
+            ("Active experts of a decode step", _active(policies, trials)),
+            ("Load over time", load_over_time(policies, trials)),
+        ],
+        settings,
+        verdict=verdict,
+        bad=bad,
     )
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [{key: cell(value, ".2f") for key, value in row.items()} for row in rows]
+
+
+def _png(figure: Figure) -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return base64.b64encode(content.getvalue()).decode()
 
 
 def _with_interval(row: dict[str, Any], key: str) -> str:
     if row.get(key) is None:
         return cell(None)
-    text = f"{cell(row[key])} [{cell(row[f'{key}_low'])}, {cell(row[f'{key}_high'])}]"
+    value, low, high = (cell(row[f"{key}{end}"], ".2f") for end in ("", "_low", "_high"))
+    text = f"{value} [{low}, {high}]"
     if row.get(f"{key}_change_pct") is None:
         return text
     change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
@@ -94,19 +132,17 @@ def _with_interval(row: dict[str, Any], key: str) -> str:
     return text if pooled is None else f"{text}\n{pooled:+.1f} % to all"
 
 
-def _figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
+def _figure(columns: int, rows: int = 1) -> tuple[Figure, Any]:
     figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def distributions(policies: list[str], blocks: list[Block], warm_up_s: int, seconds: int) -> Any:
+def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seconds: int) -> Figure:
     """Figure: ECDFs of TPOT and of TTFT by policy."""
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
-            records = [r for b in blocks if b.policy == policy for r in b.measured(warm_up_s, seconds)]
+            records = [r for b in trials if b.policy == policy for r in b.measured(warm_up_s, seconds)]
             values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
             if values:
                 axes.ecdf(values, label=policy)
@@ -115,7 +151,7 @@ def distributions(policies: list[str], blocks: list[Block], warm_up_s: int, seco
     return figure
 
 
-def _percentiles(rows: list[dict[str, Any]], key: str) -> Any:
+def _percentiles(rows: list[dict[str, Any]], key: str) -> Figure:
     figure, axes_of = _figure(2)
     for axes, q in zip(axes_of[0], ("p50", "p99"), strict=True):
         name = f"{key}_{q}_ms"
@@ -135,13 +171,13 @@ def _percentiles(rows: list[dict[str, Any]], key: str) -> Any:
     return figure
 
 
-def _active(policies: list[str], blocks: list[Block]) -> Any:
+def _active(policies: list[str], trials: list[Trial]) -> Figure:
     figure, ((axes,),) = _figure(1)
-    active = active_by_round(policies, blocks)
+    active = active_by_round(policies, trials)
     for place, policy in enumerate(policies):
         if values := active[policy]:
             axes.bar(place, float(np.mean(values)), color=f"C{place}", alpha=0.5)
-            axes.plot([place] * len(values), values, "k.", label="one block" if not place else None)
+            axes.plot([place] * len(values), values, "k.", label="one trial" if not place else None)
     axes.set(ylabel="active experts, mean over layers", xticks=range(len(policies)))
     axes.set_xticklabels(policies)
     if not any(active.values()):
@@ -149,19 +185,19 @@ def _active(policies: list[str], blocks: list[Block]) -> Any:
     return figure
 
 
-def load_over_time(policies: list[str], blocks: list[Block]) -> Any:
-    """Figure: requests in flight by worker, in the first block of each policy."""
+def load_over_time(policies: list[str], trials: list[Trial]) -> Figure:
+    """Figure: requests in flight by worker, in the first trial of each policy."""
     figure, axes_of = _figure(min(3, len(policies)), -(-len(policies) // 3))
     for axes in axes_of.flat[len(policies) :]:
         axes.set_visible(False)
     for axes, policy in zip(axes_of.flat, policies, strict=False):
-        block = next(b for b in blocks if b.policy == policy)
-        times = [t for t, _ in block.load]
-        for worker in range(max((len(w) for _, w in block.load), default=0)):
+        trial = next(b for b in trials if b.policy == policy)
+        times = [t for t, _ in trial.load]
+        for worker in range(max((len(w) for _, w in trial.load), default=0)):
             axes.plot(
-                times, [w[worker] if worker < len(w) else 0 for _, w in block.load], label=f"worker {worker}"
+                times, [w[worker] if worker < len(w) else 0 for _, w in trial.load], label=f"worker {worker}"
             )
-        axes.set(xlabel=f"time in round {block.round + 1}, s", ylabel="requests in flight", title=policy)
-        if block.load:
+        axes.set(xlabel=f"time in round {trial.round + 1}, s", ylabel="requests in flight", title=policy)
+        if trial.load:
             axes.legend(fontsize=8)
     return figure

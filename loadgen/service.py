@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from offline.cli import BadInput
+from tools.cli import BadInput
 
-# Names in the status -> in blocks
+# Names in the status -> in trials
 _TOTALS = {"steps": "steps", "requests": "batch", "active_experts": "active", "seconds": "seconds"}
 _STILL_S = 3.0  # decode replicas report their steps every second
 

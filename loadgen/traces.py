@@ -7,18 +7,17 @@ so that prefix caches meet what they met when the trace was taken.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from loadgen.arrivals import Arrival
-from loadgen.workload import Prompt, WorkloadError
+from loadgen.workload import Prompt
+from tools.cli import BadInput
+from tools.lines import numbered_lines
 
 BLOCK_TOKENS = 512  # of one hash id of a Mooncake trace
 _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
@@ -41,20 +40,15 @@ def read_trace(path: Path) -> list[TraceRequest]:
     output_tokens and hash_ids, one id for every 512 prompt tokens.
 
     Raises:
-        WorkloadError: the file, or one line of it (named), is not such a trace.
+        BadInput: the file, or one line of it (named), is not such a trace.
     """
     name = path.name.removesuffix(".gz")
     parse = {".csv": _csv_request, ".jsonl": _json_request}.get(Path(name).suffix)
     if parse is None:
-        raise WorkloadError(f"{path} is no trace: its name must end in .csv, .jsonl or either with .gz")
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            requests = list(_requests(path, lines, parse))
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise WorkloadError(f"{path} cannot be read: {error}") from error
+        raise BadInput(f"{path} is no trace: its name must end in .csv, .jsonl or either with .gz")
+    requests = list(_requests(path, parse))
     if not requests:
-        raise WorkloadError(f"{path} holds no request")
+        raise BadInput(f"{path} holds no request")
     return requests
 
 
@@ -78,13 +72,13 @@ def replay(
         chars_per_token: of the tokenizer on such text; lengths in tokens are met as well as this fits.
 
     Raises:
-        WorkloadError: a speed or a cap that is not above 0.
+        BadInput: a speed or a cap that is not above 0.
     """
     for name, value in (("trace speed", speed), ("characters a token", chars_per_token)):
         if not (math.isfinite(value) and value > 0):
-            raise WorkloadError(f"{name} is {value}, it must be above 0")
+            raise BadInput(f"{name} is {value}, it must be above 0")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise WorkloadError(f"the cap of prompts is {max_prompt_tokens} tokens, it must be above 0")
+        raise BadInput(f"the cap of prompts is {max_prompt_tokens} tokens, it must be above 0")
     longest = max(request.prompt_tokens for request in trace)
     scale = min(1.0, max_prompt_tokens / longest) if max_prompt_tokens else 1.0
     text = _Text(prompts, chars_per_token * scale, seed)
@@ -137,22 +131,20 @@ class _Text:
         return text[:length]
 
 
-def _requests(
-    path: Path, lines: Iterable[str], parse: Callable[[str], TraceRequest]
-) -> Iterator[TraceRequest]:
+def _requests(path: Path, parse: Callable[[str], TraceRequest]) -> Iterator[TraceRequest]:
     last_s = 0.0
-    for number, line in enumerate(lines, 1):
+    for number, line in numbered_lines(path):
         if number == 1 and parse is _csv_request:
             if line.strip() != _CSV_HEADER:
-                raise WorkloadError(f"{path}, line 1: the columns are not {_CSV_HEADER}")
+                raise BadInput(f"{path}, line 1: the columns are not {_CSV_HEADER}")
             continue
         try:
             request = parse(line)
             _check(request, last_s)
         except KeyError as error:
-            raise WorkloadError(f"{path}, line {number}: it has no {error.args[0]}") from error
+            raise BadInput(f"{path}, line {number}: it has no {error.args[0]}") from error
         except (ValueError, TypeError) as error:
-            raise WorkloadError(f"{path}, line {number}: {error}") from error
+            raise BadInput(f"{path}, line {number}: {error}") from error
         last_s = request.due_s
         yield request
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eldr_serve.files import write_whole
+from tools.cli import BadInput
+from tools.lines import numbered_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
-
-
-class WorkloadError(ValueError):
-    """The prompts cannot be used; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +28,18 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     """All prompts of the files, or of the .jsonl and .jsonl.gz files of the folders, named.
 
     Raises:
-        WorkloadError: a file is missing or a line is not a record; nothing is skipped in silence.
+        BadInput: a file is missing or a line is not a record; nothing is skipped in silence.
     """
     prompts = [prompt for path in paths for file in _files(path) for prompt in _read(file)]
     if not prompts:
-        raise WorkloadError("the workload holds no prompt")
+        raise BadInput("the workload holds no prompt")
     return prompts
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """A file that read_prompts reads, whole or not at all."""
     records = ({"id": p.id, "domain": p.domain, "prompt": p.text} for p in prompts)
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
@@ -68,28 +64,20 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES))
         if not found:
-            raise WorkloadError(f"{path} holds no .jsonl or .jsonl.gz file")
+            raise BadInput(f"{path} holds no .jsonl or .jsonl.gz file")
         return found
     if not path.is_file():
-        raise WorkloadError(f"{path} is not there")
+        raise BadInput(f"{path} is not there")
     return [path]
 
 
 def _read(path: Path) -> Iterator[Prompt]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                    yield Prompt(
-                        str(record.get("id", f"{path.name}:{number}")),
-                        str(record.get("domain", "")),
-                        record["prompt"],
-                    )
-                except (ValueError, KeyError, AttributeError) as error:
-                    raise WorkloadError(f"{path}, line {number}: not a prompt record ({error})") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path} cannot be read: {error}") from error
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            name = record.get("id", f"{path.name}:{number}")
+            yield Prompt(str(name), str(record.get("domain", "")), record["prompt"])
+        except (ValueError, KeyError, AttributeError) as error:
+            raise BadInput(f"{path}, line {number}: not a prompt record ({error})") from error

@@ -11,8 +11,6 @@ output, so that an interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +27,9 @@ from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
-from offline.cli import BadInput, run
-from offline.progress import progress_bar
+from tools.cli import BadInput, run
+from tools.journal import Journal
+from tools.progress import progress_bar
 
 _FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor
@@ -150,29 +149,6 @@ def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes
     )
 
 
-class _Journal:
-    """Finished records of a run, one JSON line each, under a key of everything that shapes them."""
-
-    def __init__(self, out: Path, key: str) -> None:
-        self._path = out.with_name(out.name + f".{key}.partial")
-        self.records: dict[str, dict[str, Any]] = {}
-        if self._path.exists():
-            for line in self._path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # the line that the interruption cut
-                self.records[record["id"]] = record
-
-    def add(self, records: list[dict[str, Any]]) -> None:
-        with self._path.open("a") as journal:
-            journal.writelines(json.dumps(record) + "\n" for record in records)
-        self.records.update((record["id"], record) for record in records)
-
-    def discard(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
 def calibrate(
     deployment: Annotated[
         Path, typer.Option(help="Deployment YAML; its decode_config says model and engine.")
@@ -204,27 +180,21 @@ def calibrate(
     )
     if dry_run:
         return
-    shape = json.dumps(
-        [model_id, kwargs, max_tokens, temperature, routes, chat, seed], sort_keys=True, default=str
-    )
-    journal = _Journal(out, hashlib.sha256(shape.encode()).hexdigest()[:12])
-    todo = [p for p in chosen if p.id not in journal.records]
+    settings = {
+        "model": model_id, "engine": kwargs, "max_tokens": max_tokens, "temperature": temperature,
+        "routes": routes, "chat": chat, "seed": seed,
+    }  # fmt: skip
+    journal = Journal(out.with_name(f"{out.name}.partial"), settings)
+    todo = [p for p in chosen if p.id not in journal.known]
     if len(todo) < len(chosen):
         typer.echo(f"going on with an interrupted run: {len(chosen) - len(todo)} prompts are done")
     if todo:
-        _run_pool(
-            todo,
-            kwargs,
-            environment,
-            resources,
-            actors,
-            journal,
-            (max_tokens, temperature, routes, chat),
-        )
-    records = [journal.records[p.id] for p in chosen]
+        sampling = (max_tokens, temperature, routes, chat)
+        _run_pool(todo, kwargs, environment, resources, actors, journal, sampling)
+    records = [journal.get(p.id) for p in chosen]
     trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes)
     trace.save(out)
-    journal.discard()
+    journal.remove()
     typer.echo(f"wrote {out}: {len(records)} requests, {int(trace.decode_steps.sum())} decode steps")
 
 
@@ -234,7 +204,7 @@ def _run_pool(
     environment: dict[str, str],
     resources: dict[str, float],
     actors: int,
-    journal: _Journal,
+    journal: Journal,
     arguments: tuple[Any, ...],
 ) -> None:
     if not ray.is_initialized():
@@ -246,7 +216,8 @@ def _run_pool(
         bar = progress.add_task("starting engines", total=len(todo))
         work = ActorPool(pool)
         for done in work.map_unordered(lambda actor, batch: actor.trace.remote(batch, *arguments), batches):
-            journal.add(done)
+            for record in done:
+                journal.put(record["id"], record)
             progress.update(bar, advance=len(done), description="calibrating")
     for actor in pool:
         ray.kill(actor)

@@ -8,7 +8,6 @@ With --keep the service goes on after the report, until Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -25,36 +24,26 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
 from eldr_serve.files import write_whole
-from loadgen.block import Block, Shape, drive
-from loadgen.figures import method, rows_of
-from loadgen.page import cell, page, paragraph, picture, table
-from loadgen.report import distributions, load_over_time
+from loadgen.figures import method, policy_rows
+from loadgen.report import distributions, load_over_time, page
 from loadgen.service import Service
-from loadgen.stats import Slo
-from offline.cli import BadInput, run
-from offline.plots import signature_space_figure
-from offline.results import environment, write_result
+from loadgen.trial import Shape, Trial, drive
+from tools.cli import BadInput, run
+from tools.plots import signature_space
+from tools.results import environment, print_table, write_result
+from tools.stats import Slo
 
 KEY = "demo"
 console = Console()
-_WIDTH = 132  # of the table, also where the output is not a terminal
 _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _COLUMNS = (
-    "policy",
-    "requests",
-    "failures",
-    "ttft_p50_ms",
-    "tpot_p50_ms",
-    "tpot_p99_ms",
-    "active_experts",
-    "batch_size",
-    "best_worker_share",
-)
+    "policy", "requests", "failures", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "active_experts",
+    "batch_size", "best_worker_share",
+)  # fmt: skip
 
 
 @contextmanager
@@ -78,18 +67,18 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
-def _command(*arguments: str, log: Path) -> None:
+def _command(module: str, *arguments: object, log: Path) -> None:
     """Run a command of ours, its progress on the terminal; BadInput with its last line if it fails."""
     with log.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-m", module, *map(str, arguments)],
             stderr=file,
             env=os.environ | {"RAY_ADDRESS": "auto"},
             check=False,
         )
     if done.returncode:
         last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-        raise BadInput(f"{arguments[0]} failed: {last} (all of it in {log})")
+        raise BadInput(f"{module} failed: {last} (all of it in {log})")
 
 
 @contextmanager
@@ -133,7 +122,7 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
                 tell(_replicas_up(state.deployments))
                 time.sleep(_POLL_S)
             while not (ingress := service.status()["ingress"])["ready"]:
-                tell(f"{ingress['warm_pairs']} pairs of engines have exchanged KV blocks")
+                tell(f"{ingress['warm_pairs']} pairs of engines have exchanged KV trials")
                 time.sleep(0.5)
         if dashboard:
             console.print(f"Ray's dashboard: http://{context.dashboard_url}", soft_wrap=True)
@@ -159,38 +148,22 @@ def _replicas_up(deployments: dict[str, Any]) -> str:
     return f"up: {', '.join(parts)}"
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="the same prompts under three policies")
-    for name in _COLUMNS:
-        label = name.replace("_", " ")
-        if name == "policy":
-            table.add_column(label, min_width=max(len(row[name]) for row in rows))
-        else:
-            table.add_column(label, justify="right")
-    for row in rows:
-        table.add_row(*(cell(row[name]) for name in _COLUMNS))
-    Console(width=max(console.width, _WIDTH)).print(table)
-
-
 def _report(
-    out: Path, rows: list[dict[str, Any]], blocks: list[Block], trace: Path, fitted: Path, seconds: int
+    out: Path, rows: list[dict[str, Any]], trials: list[Trial], trace: Path, fitted: Path, seconds: int
 ) -> Path:
     """A self-contained HTML page: the table, the signature space, TPOT and load over time."""
-    space = signature_space_figure(CalibrationTrace.load(trace), RoutingTable.load(fitted))
     policies = [row["policy"] for row in rows]
     path = out / "report.html"
     content = page(
         "eldr-serve demo",
-        paragraph(json.dumps(environment())),
-        table([{name: row[name] for name in _COLUMNS} for row in rows]),
-        paragraph("Two engines share two cores here, so times are noisy; active experts are not."),
-        picture("Signature space", space, "signatures by domain, with centroids"),
-        picture(
-            "Time to first token and per output token",
-            distributions(policies, blocks, 0, seconds),
-            "TTFT and TPOT",
-        ),
-        picture("Load", load_over_time(policies, blocks), "requests in flight by worker"),
+        [{name: row[name] for name in _COLUMNS} for row in rows],
+        "Two engines share two cores here, so times are noisy; active experts are not.",
+        [
+            ("Signature space", signature_space(CalibrationTrace.load(trace), RoutingTable.load(fitted))),
+            ("Time to first token and per output token", distributions(policies, trials, 0, seconds)),
+            ("Load", load_over_time(policies, trials)),
+        ],
+        environment(),
     )
     write_whole(path, content)
     return path
@@ -233,62 +206,40 @@ def demo(
         with _step(f"widening the experts from 32 to {intermediate} neurons"):
             wide = (out / f"model_{intermediate}").resolve()
             if not (wide / "config.json").exists():
-                _command(
-                    "demo_model.widen",
-                    "--intermediate",
-                    str(intermediate),
-                    "--out",
-                    str(wide),
-                    log=out / "widen.log",
-                )
+                size = ("--intermediate", intermediate)
+                _command("demo_model.widen", *size, "--out", wide, log=out / "widen.log")
             model = wide
     trace, fitted = out / "trace.safetensors", out / "table.safetensors"
     policies = ("shortest-queue", "locality-band", "marginal-cost")
-    blocks = [Block(policy, number) for number in range(rounds) for policy in policies]
+    trials = [Trial(policy, number) for number in range(rounds) for policy in policies]
     shape = Shape(str(prompts), "eldr-demo", rate, seconds, 0, users, max_tokens=64, temperature=0.8)
     with _application(deployment, model, port, keep) as service:
         console.print("calibrating: which experts do the prompts use?")
         _command(
-            "offline.calibrate",
-            "--deployment",
-            str(deployment),
-            "--prompts",
-            str(prompts),
-            "--out",
-            str(trace),
-            "--limit",
-            str(calibration),
-            "--max-tokens",
-            "32",
-            "--seed",
-            str(seed),
-            log=out / "calibrate.log",
-        )
+            "offline.calibrate", "--deployment", deployment, "--prompts", prompts, "--out", trace,
+            "--limit", calibration, "--max-tokens", 32, "--seed", seed, log=out / "calibrate.log",
+        )  # fmt: skip
         console.print("fitting one cluster a decode worker, and swapping the table in")
-        _command(
-            "offline.refit", "--trace", str(trace), "--swap", "--out", str(fitted), log=out / "refit.log"
-        )
-        for number, block in enumerate(blocks):
-            with _step(f"load under {block.policy} ({number + 1} of {len(blocks)})") as tell:
+        _command("offline.refit", "--trace", trace, "--swap", "--out", fitted, log=out / "refit.log")
+        for number, trial in enumerate(trials):
+            with _step(f"load under {trial.policy} ({number + 1} of {len(trials)})") as tell:
 
                 def tick(elapsed_s: float, tell: Callable[[str], None] = tell) -> None:
                     sent = f"{elapsed_s:.0f} of {seconds} s of requests"
                     tell(sent if elapsed_s < seconds else "waiting for the last answers and the counters")
 
-                drive(service, block, shape, seed=1 + block.round, scratch=out, tick=tick)
-        rows = rows_of(list(policies), blocks, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed)
-        _print(rows)
+                drive(service, trial, shape, seed=1 + trial.round, scratch=out, tick=tick)
+        rows = policy_rows(
+            list(policies), trials, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed
+        )
+        print_table("the same prompts under three policies", rows, columns=_COLUMNS)
         inputs = {
-            "prompts": prompts.name,
-            "rate": rate,
-            "users": users,
-            "seconds": seconds,
-            "rounds": rounds,
+            "prompts": prompts.name, "rate": rate, "users": users, "seconds": seconds, "rounds": rounds,
             "intermediate": intermediate,
-        }
+        }  # fmt: skip
         notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
         write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
-        report = _report(out, rows, blocks, trace, fitted, seconds)
+        report = _report(out, rows, trials, trace, fitted, seconds)
         console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
         if any(row["failures"] for row in rows):
             raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")

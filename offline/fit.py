@@ -14,8 +14,8 @@ import typer
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from eldr_serve.fitting import compare_transforms, fit_table
-from offline.cli import BadInput, run
-from offline.plots import signature_space
+from tools.cli import BadInput, run
+from tools.plots import save, signature_space
 
 
 def fit(
@@ -38,7 +38,7 @@ def fit(
         found["transforms"] = compare_transforms(loaded, seed=seed)
         write_whole(report, json.dumps(found, indent=1) + "\n")
     if plot is not None:
-        signature_space(loaded, table, plot)
+        save(signature_space(loaded, table), plot)
     table.save(out)
     typer.echo(
         f"{found['requests']} requests, {len(found['layers'])} of {table.num_layers} layers, "

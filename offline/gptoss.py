@@ -5,9 +5,7 @@ The records hold decode steps alone. The first ones stand in for the prompt, the
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.cli import BadInput
+from tools.cli import BadInput
+from tools.lines import numbered_lines
 
 LAYERS, EXPERTS, TOP_K = 24, 32, 4
 _VALUE = np.full(256, 255, np.uint8)
@@ -48,12 +47,7 @@ def read_records(path: Path) -> list[tuple[dict[str, Any], NDArray[np.uint8]]]:
     Raises:
         BadInput: as `read_gptoss`.
     """
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            return [_record(path, number, line) for number, line in enumerate(lines, 1)]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from error
+    return [_record(path, number, line) for number, line in numbered_lines(path)]
 
 
 def _record(path: Path, number: int, line: str) -> tuple[dict[str, Any], NDArray[np.uint8]]:

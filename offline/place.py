@@ -32,9 +32,9 @@ from eldr_serve.experts.grace import slots_a_rank
 from eldr_serve.experts.locality import local_rule
 from eldr_serve.files import write_all
 from eldr_serve.fitting import fit_table
-from offline.cli import BadInput, run
-from offline.results import print_table
 from offline.scenario import observed, routes_of
+from tools.cli import BadInput, run
+from tools.results import print_table
 
 Ints = NDArray[np.int64]
 Report = dict[str, Any]

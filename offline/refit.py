@@ -19,7 +19,7 @@ from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.fitting import fit_table
 from eldr_serve.serving.decode_router import actor_name, find
 from eldr_serve.serving.errors import SwapRefused
-from offline.cli import BadInput, run
+from tools.cli import BadInput, run
 
 
 def refit(

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from eldr_serve.simulation.calibration import FittedCost
-from offline.cli import BadInput, run
 from offline.figures import balanceroute, director, eldr, eldr_parallel, grace, metro, together
 from offline.figures.common import Figure, Options
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.results import publish
 
 PAPERS = {
     "eldr": eldr.FIGURES | eldr_parallel.FIGURES,

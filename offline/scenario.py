@@ -17,8 +17,8 @@ from eldr_serve.routing import Policy, make_policy
 from eldr_serve.simulation.cluster import Cluster
 from eldr_serve.simulation.requests import Experts, Requests
 from loadgen.traces import TraceRequest, read_trace
-from offline.cli import BadInput
 from offline.gptoss import read_gptoss
+from tools.cli import BadInput
 
 
 class _Part(BaseModel):

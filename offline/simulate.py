@@ -11,6 +11,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +20,10 @@ import typer
 from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
 from eldr_serve.simulation.cluster import Cluster
 from eldr_serve.simulation.run import simulate as run_simulation
-from offline.cli import BadInput, run
-from offline.progress import progress_bar
-from offline.results import publish
 from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
+from tools.cli import BadInput, run
+from tools.progress import progress_bar
+from tools.results import publish
 
 
 def simulate(
@@ -128,25 +129,12 @@ def _in_parallel(
         ray.init(**where, log_to_driver=False, logging_level="warning")
     task = ray.remote(num_cpus=1)(one_run)
     todo = [(choice, seed) for seed in scenario.seeds for choice in scenario.policies]
-    rows: dict[int, dict[str, Any]] = {}
-    running: dict[Any, int] = {}
-    for number, (choice, seed) in enumerate(todo):
-        if len(running) == processes:
-            _take_one(running, rows)
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(processes) as waiting:
+        for row in waiting.map(lambda job: ray.get(task.remote(scenario, *job)), todo):
+            rows.append(row)
             on_row(len(todo))
-        running[task.remote(scenario, choice, seed)] = number
-    while running:
-        _take_one(running, rows)
-        on_row(len(todo))
-    return [rows[number] for number in range(len(todo))]
-
-
-def _take_one(running: dict[Any, int], rows: dict[int, dict[str, Any]]) -> None:
-    """Wait for one task and keep its row."""
-    import ray
-
-    (done,), _ = ray.wait(list(running))
-    rows[running.pop(done)] = ray.get(done)
+    return rows
 
 
 def _calibrate(source: str, out: Path) -> None:

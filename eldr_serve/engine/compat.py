@@ -36,6 +36,7 @@ __all__ = [
     "NixlPromMetrics",
     "NixlPullConnector",
     "UnsupportedEngineError",
+    "before_eplb_mapping",
     "check_engine",
     "check_expert_placement",
     "check_side_channel",
@@ -272,6 +273,18 @@ def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
     for engine_id in engine_ids:
         if engine_id in worker._reqs_to_send:
             worker._reqs_to_send[engine_id] = 0.0
+
+
+def before_eplb_mapping(router: BaseRouter, prepare: Callable[[Tensor], None]) -> None:
+    """Call prepare(top-k ids) before each mapping of a batch's experts to their replicas."""
+    mapped = router._apply_eplb_mapping
+
+    def prepared(topk_ids: Tensor) -> Tensor:
+        prepare(topk_ids)
+        routed: Tensor = mapped(topk_ids)
+        return routed
+
+    router._apply_eplb_mapping = prepared
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.compat import (
     CHECKED,
@@ -46,7 +47,6 @@ from eldr_serve.engine.compat import (
 from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.stats import EldrPromMetrics, EldrStats
-from eldr_serve.engine.unwanted import Unwanted
 from eldr_serve.signature import pack_counts
 
 
@@ -99,7 +99,7 @@ class EldrConnector(NixlPullConnector):
         self._slots: Tensor | None = None  # int64[T], of the step under way
         self._counts = StepCounts()
         self._stats = EldrStats()
-        self._unwanted = Unwanted()
+        self._abandoned = AbandonedPrompts()
 
     # -- scheduler half ----------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class EldrConnector(NixlPullConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, EldrMetadata):
-            self._unwanted.hold(connector_metadata.held)
+            self._abandoned.hold(connector_metadata.held)
         self._slots = forward_slots()
         if self._timer is not None:
             self._timer.begin()
@@ -255,15 +255,15 @@ class EldrConnector(NixlPullConnector):
         counts, self._counts = self._counts, StepCounts()
         return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
 
-    def give_up(self, names: list[str]) -> None:
+    def abandon(self, names: list[str]) -> None:
         """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
-        self._unwanted.give_up(names)
+        self._abandoned.abandon(names)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
-        expire_send_leases(self.connector_worker, self._unwanted.due())
+        expire_send_leases(self.connector_worker, self._abandoned.due())
         results = super().get_transfer_results(finished_req_ids)
-        self._unwanted.freed(results.finished_sending)
+        self._abandoned.freed(results.finished_sending)
         return results
 
     # -- stats -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from eldr_serve.engine.compat import (
     AbstractEplbPolicy,
     EplbState,
     UnsupportedEngineError,
+    before_eplb_mapping,
     check_expert_placement,
     get_ep_group,
     get_node_count,
@@ -160,18 +161,15 @@ def route_by_batch(router: Any, ranks: int, gather: Callable[[Tensor], Tensor] |
     metro = _metro_on(device)(MetroPlan.of(slots >= 0), device, stored=slots[None])
     active = torch.zeros(1, experts + 1, dtype=torch.int32, device=device)  # the last for ids that are none
     _set_maps(router.eplb_state, metro.chosen[0, :, None])
-    mapped = router._apply_eplb_mapping
 
-    def by_batch(topk_ids: Tensor) -> Tensor:
+    def choose(topk_ids: Tensor) -> None:
         ids = topk_ids.reshape(-1).long()
         ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
         active.zero_().index_fill_(1, ids, 1)
         everywhere = active if gather is None else gather(active)
         metro.route(everywhere[:, :experts].contiguous())
-        routed: Tensor = mapped(topk_ids)
-        return routed
 
-    router._apply_eplb_mapping = by_batch
+    before_eplb_mapping(router, choose)
 
 
 def route_nearest(router: Any, topology: Topology, rank: int) -> None:

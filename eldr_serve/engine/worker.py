@@ -8,7 +8,7 @@ from eldr_serve.engine.compat import get_kv_transfer_group, has_kv_transfer_grou
 class EldrWorkerExtension:
     """Mixed into vLLM's worker."""
 
-    def eldr_give_up(self, names: list[str]) -> None:
+    def eldr_abandon(self, names: list[str]) -> None:
         """Free the blocks of prompts that no decode engine will read, once they have ended."""
         if has_kv_transfer_group():
-            get_kv_transfer_group().give_up(names)
+            get_kv_transfer_group().abandon(names)

@@ -177,7 +177,7 @@ class _Timetable:
 
     def copy(self) -> _Timetable:
         other = copy(self)
-        other._free = self._free.copy()
+        other._free = self._free.copy()  # noqa: SLF001 - of the same class
         return other
 
     def layer_moves(self, layer: int, old: Ints, new: Ints) -> list[Move]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import eldr_serve.serving.imports  # noqa: F401
 
 import inspect
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ import vllm
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.ingress import OpenAiIngress
+from starlette.requests import Request
 
 _CHECKED = "2.60"
 try:
@@ -60,6 +62,7 @@ __all__ = [
     "EmbeddingRequest",
     "ErrorInfo",
     "ErrorResponse",
+    "Ingress",
     "LocalModel",
     "OneProcessLLMConfig",
     "OpenAIHTTPException",
@@ -70,6 +73,7 @@ __all__ = [
     "canonical_request_id",
     "check_ray",
     "create_error_response",
+    "engine_client",
     "openai_application",
     "openai_serving",
     "picklable_chat",
@@ -100,6 +104,38 @@ class QuietLLMServer(LLMServer):
             await super()._start_engine()
         else:
             await self.engine.start()
+
+    async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        return await self.run_request(request, **kwargs)
+
+    async def run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Ray's seam between all endpoints and the engine."""
+        answers: AsyncGenerator[Any, None] = await super()._run_request(request, **kwargs)
+        return answers
+
+
+class Ingress(OpenAiIngress):
+    """Ray's ingress, whose seams have public names."""
+
+    def _get_response(self, **call: Any) -> AsyncGenerator[Any, None]:
+        return self.respond(**call)
+
+    def respond(
+        self, *, body: Any, call_method: str, raw_request: Request | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Ray's seam between an endpoint and the engines."""
+        answers: AsyncGenerator[Any, None] = super()._get_response(
+            body=body, call_method=call_method, raw_request=raw_request
+        )
+        return answers
+
+    async def _get_model_id(self, model: str | None) -> str:
+        return await self.model_of(model)
+
+    async def model_of(self, model: str | None) -> str:
+        """Id of the model that a request names."""
+        found: str = await super()._get_model_id(model)
+        return found
 
 
 class _OneProcess(VLLMEngineConfig):
@@ -150,6 +186,11 @@ def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
             f"it was checked on ray {_CHECKED}"
         )
     return serving, create
+
+
+def engine_client(engine: Any) -> Any:
+    """vLLM's own client of its engine core in Ray's VLLMEngine."""
+    return engine._engine_client
 
 
 def check_ray() -> None:

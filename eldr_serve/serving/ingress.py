@@ -17,7 +17,6 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.ingress import OpenAiIngress
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -39,6 +38,7 @@ from eldr_serve.serving.compat import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Ingress,
     OpenAIHTTPException,
     RawRequestInfo,
     ScoreRequest,
@@ -77,7 +77,7 @@ _TokenizeBody = Annotated[TokenizeCompletionRequest, WrapValidator(sound)]
 _DetokenizeBody = Annotated[DetokenizeRequest, WrapValidator(sound)]
 
 
-class EldrIngress(OpenAiIngress):
+class EldrIngress(Ingress):
     """Runs chat and text completions over prefill, placement and decode; the rest is Ray Serve LLM's.
 
     Args:
@@ -158,9 +158,9 @@ class EldrIngress(OpenAiIngress):
     async def detokenize(self, body: _DetokenizeBody, request: Request) -> Response:
         return await self._answer(super().detokenize, body, request)
 
-    async def _get_model_id(self, model: str | None) -> str:
+    async def model_of(self, model: str | None) -> str:
         """No adapters are served; Ray would keep a handle for each name that anybody makes up for one."""
-        found: str = await super()._get_model_id(model)
+        found: str = await super().model_of(model)
         if found not in self._model_cards:
             raise Refused(f"there is no model {found!r}", status=404)
         return found
@@ -205,17 +205,17 @@ class EldrIngress(OpenAiIngress):
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _get_response(
+    async def respond(
         self, *, body: Any, call_method: str, raw_request: Request | None = None
     ) -> AsyncGenerator[Any, None]:
-        """Ray's seam between an endpoint and the engines (see compat)."""
+        """Ray's seam between an endpoint and the engines."""
         if call_method not in ("chat", "completions"):
-            async for response in super()._get_response(
+            async for response in super().respond(
                 body=body, call_method=call_method, raw_request=raw_request
             ):
                 yield response
             return
-        await self._get_model_id(body.model)
+        await self.model_of(body.model)
         run = self._run(body, call_method, raw_request)
         _note(raw_request, "eldr_run", run)
         async for chunk in run:

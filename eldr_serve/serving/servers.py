@@ -63,9 +63,9 @@ class EngineServer(QuietLLMServer):
         stats: dict[str, Any] = await super().record_routing_stats()
         return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
-    async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Ray's seam between all endpoints and the engine (see compat)."""
-        return _client_errors_answered(await super()._run_request(request, **kwargs))
+    async def run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """As Ray's, but that what vLLM calls a client's error is one."""
+        return _client_errors_answered(await super().run_request(request, **kwargs))
 
 
 async def _client_errors_answered(answers: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -103,9 +103,10 @@ class PrefillServer(EngineServer):
             openai_serving(self.engine, method)  # raises now rather than with the first request
         await self._check_capture(llm_config.model_id)
 
-    async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """A prefill ends with its first token."""
         if not transfer_params(request).get("do_remote_decode"):
-            return await super()._run_request(request, **kwargs)
+            return await super().run_request(request, **kwargs)
         method, raw_request_info = kwargs["engine_method"], kwargs.get("raw_request_info")
         return _client_errors_answered(first_token(self.engine, method, request, raw_request_info))
 
@@ -126,7 +127,7 @@ class PrefillServer(EngineServer):
 
     async def release_kv(self, release: ReleaseKv) -> None:
         """Free the prompt's blocks, now or, while it is still computed, when it ends."""
-        await self.collective_rpc("eldr_give_up", args=([release.request_id],))
+        await self.collective_rpc("eldr_abandon", args=([release.request_id],))
 
 
 class DecodeServer(EngineServer):

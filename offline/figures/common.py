@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.routing import StepCost
-from offline.cli import BadInput
-from offline.progress import progress_bar
+from tools.cli import BadInput
+from tools.progress import progress_bar
 
 Rows = list[dict[str, Any]]
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo_model.evaluate import Recorder, checksum, shared_prompts
 from demo_model.widen import WEIGHTS
 from eldr_serve.files import write_whole
-from offline.cli import BadInput
-from offline.progress import progress_bar
+from tools.cli import BadInput
+from tools.progress import progress_bar
 
 STEPS = 64  # tokens generated for each prompt
 TEMPERATURE = 0.8

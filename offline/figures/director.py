@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.annealing import annealed_placement
 from eldr_serve.experts.director import director_placement
-from offline.cli import BadInput
 from offline.figures import shifting
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
 from offline.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
-from offline.plots import bars, lines
+from tools.cli import BadInput
+from tools.plots import bars, lines
 
 BATCHES = 8
 RANKS = 32

@@ -17,11 +17,11 @@ from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts import activation_placement
 from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.run import simulate
-from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
 from offline.figures.eldr import BALANCERS, COST, PREFILL, TASKS
-from offline.plots import lines
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from tools.cli import BadInput
+from tools.plots import lines
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
 RATES = (24, 40, 56)  # requests/s; the paper's range

@@ -28,10 +28,10 @@ from eldr_serve.experts.grouping import (
 )
 from eldr_serve.experts.locality import local_rule, weighted_rule
 from eldr_serve.experts.replication import hot_experts, load_skew, num_replicas, with_replicas
-from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
-from offline.plots import bars, lines
 from offline.scenario import observed, routes_of
+from tools.cli import BadInput
+from tools.plots import bars, lines
 
 TOKENS = 128  # of a step, the paper's batch size
 BATCHES = 100  # held-out steps

@@ -20,10 +20,10 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of, route_even, route_optimal
 from eldr_serve.experts.cost import LayerCost, LayerWork
-from offline.cli import BadInput
 from offline.figures.common import Figure, Options, Rows, Steps, change_pct
-from offline.plots import bars, lines
 from offline.scenario import observed, routes_of
+from tools.cli import BadInput
+from tools.plots import bars, lines
 
 Ints = NDArray[np.int64]
 RANKS = 8

@@ -23,7 +23,7 @@ from eldr_serve.experts.prediction import match_rate, workload_error
 from eldr_serve.experts.replica import quantise_
 from offline.figures import shifting
 from offline.figures.demo_routes import STEPS, DemoRoutes, demo_model, generated, routes_of
-from offline.progress import progress_bar
+from tools.progress import progress_bar
 
 NUMBER = 48  # prompts a domain
 TRAINING_STEPS = 300

@@ -21,8 +21,8 @@ from eldr_serve.experts.cost import LayerCost, Topology
 from eldr_serve.experts.director import director_placement, placed_work
 from eldr_serve.experts.migration import Links, aligned, plan_migration
 from eldr_serve.experts.prediction import decode_correction, expected_workload
-from offline.cli import BadInput
 from offline.gptoss import read_gptoss
+from tools.cli import BadInput
 
 STEPS = 256  # decode steps of a batch; observed ones repeat
 PER_RANK = 64  # requests

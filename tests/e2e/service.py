@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from tools.prometheus import total
+
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "demo"
 POOL_TTL_S = 12.0  # beyond what a busy machine needs for a queue of short answers
@@ -66,7 +68,7 @@ class Service:
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples over all processes, from Ray's own endpoint."""
-        return sum(self._samples(name))
+        return total(self.metrics(), f"ray_{name}")
 
     def kv_usage(self) -> float:
         """Share of KV blocks in use, summed over all engines, as they said in the last second or two."""
@@ -77,10 +79,6 @@ class Service:
         """Until no engine holds a block; a prompt that nobody released stands for 30 s."""
         time.sleep(3)  # samples of before
         wait_for(lambda: self.kv_usage() == 0.0, "the engines are empty", within_s - 3)
-
-    def _samples(self, name: str) -> list[float]:
-        samples = (line.rpartition(" ") for line in self.metrics().splitlines())
-        return [float(value) for head, _, value in samples if head.partition("{")[0] == f"ray_{name}"]
 
     def metrics(self) -> str:
         """Everything on Ray's metrics port."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from service import ADMIN_KEY, ROOT, Service, wait_for
 
+from loadgen.trial import JOURNAL, read_trials
+
 POLICIES = ("shortest-queue", "locality-band:band=0.3")
 
 
@@ -18,7 +20,7 @@ def compare(service: Service, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable, "-m", "loadgen.compare", "--host", service.url, "--policies", ",".join(POLICIES),
-            "--rate", "3", "--block-seconds", "5", "--warm-up-seconds", "1", "--rounds", "1",
+            "--rate", "3", "--trial-seconds", "5", "--warm-up-seconds", "1", "--rounds", "1",
             "--max-tokens", "12", "--out", str(out),
         ],
         stdout=subprocess.PIPE,
@@ -34,20 +36,19 @@ def test_a_comparison_is_stopped_goes_on_and_reports(service: Service, tmp_path:
     out = tmp_path / "compare"
 
     first = compare(service, out)
-    wait_for(lambda: bool(list(out.glob("block_*.json"))), "the first block is finished", 90)
+    wait_for(lambda: (out / JOURNAL).exists() and bool(read_trials(out)), "the first trial is finished", 90)
     first.send_signal(signal.SIGTERM)
     said, _ = first.communicate(timeout=60)
     assert first.returncode == 130, said
     assert not (out / "compare.json").exists()
     assert (service.status()["policy"], service.status()["parameters"]) == ("locality-band", {"band": 0.2})
-    (kept,) = out.glob("block_*.json")
-    written = kept.stat().st_mtime_ns
+    (kept,) = read_trials(out)
 
     second = compare(service, out)
     said, _ = second.communicate(timeout=150)
     assert second.returncode == 0, said
     assert "none failed" in said
-    assert kept.stat().st_mtime_ns == written
+    assert kept in read_trials(out)
     assert (service.status()["policy"], service.status()["parameters"]) == ("locality-band", {"band": 0.2})
 
     result = json.loads((out / "compare.json").read_text())
@@ -63,9 +64,5 @@ def test_a_comparison_is_stopped_goes_on_and_reports(service: Service, tmp_path:
         assert 0 < row["handover_p50_ms"] < row["ttft_p50_ms"]
     assert banded["tpot_p50_ms_baseline"] == "shortest-queue"
     assert "<img" in (out / "report.html").read_text()
-    policies = {
-        record["policy"].partition(":")[0]
-        for file in out.glob("block_*.json")
-        for record in json.loads(file.read_text())["block"]["requests"]
-    }
+    policies = {record["policy"].partition(":")[0] for t in read_trials(out) for record in t.requests}
     assert policies == {"shortest-queue", "locality-band"}

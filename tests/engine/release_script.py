@@ -29,8 +29,8 @@ def main(model: str, out: str, asynchronous: bool) -> None:
     engine = llm.llm_engine
     core = engine.engine_core.engine_core  # in process
 
-    def give_up(name: str) -> None:
-        llm.collective_rpc("eldr_give_up", args=([name],))
+    def abandon(name: str) -> None:
+        llm.collective_rpc("eldr_abandon", args=([name],))
 
     def prefill(name: str, *, named: bool = True, stop_after: int | None = None) -> list[str]:
         """Add a prompt of 100 tokens and step to its end; returns ids of finished prompts."""
@@ -54,32 +54,32 @@ def main(model: str, out: str, asynchronous: bool) -> None:
 
     found["ended"] = prefill("after")
     found["held"] = used()
-    give_up("after")
-    found["given up after its end"] = used()
+    abandon("after")
+    found["abandoned after its end"] = used()
 
-    give_up("before")
+    abandon("before")
     prefill("before")
-    found["given up before it came"] = used()
+    found["abandoned before it came"] = used()
 
     prefill("during", stop_after=1)
-    give_up("during")
-    found["given up while it was computed"] = used()
+    abandon("during")
+    found["abandoned while it was computed"] = used()
 
     prefill("heartbeat")
     (held,) = connector.connector_worker._reqs_to_send
-    give_up("heartbeat")
+    abandon("heartbeat")
     connector.connector_worker._handle_heartbeat(held)
-    found["given up, prolonged by a heartbeat"] = used()
+    found["abandoned, prolonged by a heartbeat"] = used()
 
     prefill("other")
-    give_up("oth")
-    found["another was given up"] = used()
-    give_up("other")
+    abandon("oth")
+    found["another was abandoned"] = used()
+    abandon("other")
     prefill("nameless", named=False)
-    give_up("nameless")
+    abandon("nameless")
     found["without a name"] = used()
 
-    found["remembered"] = [len(connector._unwanted._names), len(connector._unwanted._given_up)]
+    found["remembered"] = [len(connector._abandoned._names), len(connector._abandoned._abandoned)]
     Path(out).write_text(json.dumps(found))
 
 

@@ -20,11 +20,11 @@ def test_a_prompt_that_is_given_up_gives_its_blocks_back(
         "idle": 0,
         "ended": ["client-after"],
         "held": 4,  # 100 tokens in blocks of 32
-        "given up after its end": 0,
-        "given up before it came": 0,
-        "given up while it was computed": 0,
-        "given up, prolonged by a heartbeat": 0,
-        "another was given up": 4,
+        "abandoned after its end": 0,
+        "abandoned before it came": 0,
+        "abandoned while it was computed": 0,
+        "abandoned, prolonged by a heartbeat": 0,
+        "another was abandoned": 4,
         "without a name": 4,
         # The nameless prompt is not known by name; `oth` and `nameless` were never held.
         "remembered": [0, 2],

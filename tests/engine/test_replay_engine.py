@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from scripts import ROOT
 
-from benchmarks.rig.capture import captured
-from benchmarks.rig.gates import gate_scores
-from benchmarks.rig.lanes import Lanes
-from benchmarks.rig.replay import LAYERS, widened
-from benchmarks.rig.replay_engine import ENGINE_ENV, Arrival
+from benchmarks.harness.capture import captured
+from benchmarks.harness.engine_pool import EnginePool
+from benchmarks.harness.gates import gate_scores
+from benchmarks.harness.replay import LAYERS, widened
+from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival
 from eldr_serve.simulation.calibration import fit_steps
-from offline.cli import BadInput
+from tools.cli import BadInput
 
 SHORT = 100  # characters
 
@@ -77,15 +77,15 @@ def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path,
 
 
 def test_an_engine_that_dies_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="engine died"), Lanes(tmp_path / "no model", 1) as lanes:
-        lanes.pace_s()
+    with pytest.raises(BadInput, match="engine died"), EnginePool(tmp_path / "no model", 1) as pool:
+        pool.probe_s()
 
 
 def test_the_clock_runs_slower_as_the_core_does(work: Path) -> None:
     arrivals = [Arrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
-    with Lanes(widened(1024, work), 1) as lanes:
-        assert lanes.pace_s() > 0
-        (as_now, steps), (slower, _) = (lanes.replay(arrivals, pace).result() for pace in (1.0, 1e-3))
+    with EnginePool(widened(1024, work), 1) as pool:
+        assert pool.probe_s() > 0
+        (as_now, steps), (slower, _) = (pool.replay(arrivals, probe_s).result() for probe_s in (1.0, 1e-3))
     assert set(as_now) == set(slower) == {"0", "1", "2", "3"}
     assert all(len(times) == 20 and (np.diff(times) > 0).all() for times in as_now.values())
     # A core that is a thousand times slower for the one than for the other: a step is 1000**0.75 times.

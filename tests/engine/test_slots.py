@@ -56,7 +56,7 @@ class Runner:
             "_capture": self.capture,
             "_timer": self.timer,
             "_slots": None,
-            "_unwanted": SimpleNamespace(hold=lambda held: None),
+            "_abandoned": SimpleNamespace(hold=lambda held: None),
             "_stats": SimpleNamespace(data={"capture_s": [], "steps": []}),
             "connector_worker": Worker(),
         }

@@ -67,7 +67,7 @@ class PrefillEngine(Engine):
         self.memory = [SOMEBODY_ELSES] * _BLOCKS
         self.owned: dict[str, list[int]] = {}
         self._computed: set[str] = set()
-        self._given_up: set[str] = set()
+        self._abandoned: set[str] = set()
 
     async def run(self, request: Any, emit: Callable[[Any], None]) -> None:
         name = request.kv_transfer_params[REQUEST]
@@ -81,7 +81,7 @@ class PrefillEngine(Engine):
             self.give_back(name)
             raise
         self._computed.add(name)
-        if name in self._given_up:
+        if name in self._abandoned:
             self.give_back(name)
         await self.world.reach("prefilled", self)
         params = {
@@ -100,7 +100,7 @@ class PrefillEngine(Engine):
 
     def release(self, name: str) -> None:
         """Nobody will read the prompt, whether it has been computed or not."""
-        self._given_up.add(name)
+        self._abandoned.add(name)
         if name in self._computed:
             self.give_back(name)
 

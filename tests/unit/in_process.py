@@ -7,7 +7,7 @@ import importlib
 from click.testing import Result
 from typer.testing import CliRunner
 
-from offline.cli import app_of
+from tools.cli import app_of
 
 
 def command(module: str, *arguments: object) -> Result:

@@ -84,7 +84,7 @@ async def test_places_are_counted_where_they_are_checked() -> None:
             await asyncio.sleep(0.05)
             return "m"
 
-        app.ingress._get_model_id = slow
+        app.ingress.model_of = slow
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
         assert sorted(task.result().status_code for task in done) == [429] * 3

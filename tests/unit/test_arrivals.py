@@ -12,7 +12,8 @@ from scipy import stats
 
 from loadgen.arrivals import closed_loop, open_loop, output_lengths, poisson, share
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
-from loadgen.workload import Prompt, WorkloadError
+from loadgen.workload import Prompt
+from tools.cli import BadInput
 
 
 def common_prefix(one: str, other: str) -> int:
@@ -47,7 +48,7 @@ def test_a_stream_repeats_by_seed_and_by_nothing_else() -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_that_is_none_is_refused_before_anything_is_sent(rate: float) -> None:
-    with pytest.raises(WorkloadError):
+    with pytest.raises(BadInput):
         open_loop(PROMPTS, rate, max_tokens=8)
 
 
@@ -65,7 +66,7 @@ def test_output_lengths_are_even_between_their_bounds_and_alike_in_both_loops() 
     assert both[0] == both[1] == drawn[:100].tolist()
     assert set(itertools.islice(output_lengths(12), 100)) == {12}
     for least in (0, 13):
-        with pytest.raises(WorkloadError):
+        with pytest.raises(BadInput):
             output_lengths(12, least=least)
 
 
@@ -79,7 +80,7 @@ def test_shares_are_together_the_stream_and_share_no_prompt() -> None:
     assert sorted((a for part in shares for a in part), key=lambda a: a.number) == whole
     for one, other in itertools.combinations(shares, 2):
         assert not {a.prompt.id for a in one} & {a.prompt.id for a in other}
-    with pytest.raises(WorkloadError):
+    with pytest.raises(BadInput):
         open_loop(PROMPTS[:3], 5, max_tokens=8, workers=workers)
 
 
@@ -123,7 +124,7 @@ def test_a_bad_trace_is_refused_in_one_sentence_with_its_line(
     tmp_path: Path, name: str, content: str, line: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(WorkloadError, match=line) as refused:
+    with pytest.raises(BadInput, match=line) as refused:
         read_trace(tmp_path / name)
     assert "\n" not in str(refused.value)
 
@@ -153,7 +154,7 @@ def test_speed_and_caps(tmp_path: Path) -> None:
     assert [a.max_tokens for a in arrivals] == [8, 8, 5]
     assert arrivals[1].prompt.text.startswith(arrivals[0].prompt.text)
     for bad in ({"speed": 0}, {"speed": -1}, {"max_prompt_tokens": 0}, {"chars_per_token": 0}):
-        with pytest.raises(WorkloadError):
+        with pytest.raises(BadInput):
             replay(trace(tmp_path), PROMPTS, **bad)  # type: ignore[arg-type]
 
 

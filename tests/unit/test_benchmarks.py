@@ -16,12 +16,13 @@ import pytest
 from benchmarks.__main__ import NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
 from benchmarks.handover import kv_pull_totals
+from benchmarks.harness import tables
+from benchmarks.harness.client import Answer, most_open, summary
+from benchmarks.harness.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from benchmarks.peers import _rows
-from benchmarks.rig import tables
-from benchmarks.rig.client import Answer, most_open, summary
-from benchmarks.rig.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
-from offline.cli import BadInput, run
-from offline.results import publish
+from tools.cli import BadInput, run
+from tools.results import publish, read_rows
+from tools.sse import StreamTiming
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +92,7 @@ def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
 
 
 def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
-    good = Answer(start=0.0, end=2.0, ttft_s=0.5, chunks=4, last_s=2.0)
+    good = Answer(start=0.0, end=2.0, timing=StreamTiming([0.5, 1.0, 1.5, 2.0]))
     bad = Answer(start=1.0, end=1.5, error="HTTP 500")
     row = summary([good, bad])
     assert (row["requests"], row["failures"]) == (2, 1)
@@ -143,7 +144,7 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
     for page in tables.PAGES:
         text = page.read_text()
         assert "<!-- end -->" in text
-        assert tables.filled(text) == text, f"run python -m benchmarks.rig.tables: {page.name} is older"
+        assert tables.filled(text) == text, f"run python -m benchmarks.harness.tables: {page.name} is older"
 
 
 def test_the_summary_hides_no_rule_that_beats_one_that_it_shows() -> None:
@@ -156,7 +157,7 @@ def test_the_summary_hides_no_rule_that_beats_one_that_it_shows() -> None:
     assert shown
     beaten = [
         (worse["workload"], worse["policy"], better["policy"])
-        for worse, better in itertools.permutations(tables.rows_of("together_policies"), 2)
+        for worse, better in itertools.permutations(read_rows("together_policies"), 2)
         if worse["workload"] == better["workload"]
         and worse["policy"] != "shortest-queue"  # it is there to be beaten
         and (worse["workload"], worse["policy"]) in shown

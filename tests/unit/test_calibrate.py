@@ -10,8 +10,8 @@ import pytest
 
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.signature import pack_counts
-from offline.calibrate import _Journal, build_trace, decode_settings
-from offline.cli import BadInput
+from offline.calibrate import build_trace, decode_settings
+from tools.cli import BadInput
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,18 +52,6 @@ def test_an_engine_that_reports_nothing_is_named() -> None:
     silent = record("quiet", 3, 2) | {"eldr_prefill": None}
     with pytest.raises(BadInput, match="quiet"):
         build_trace("m", [record("a", 3, 2), silent], top_k=1, routes=False)
-
-
-def test_an_interrupted_run_goes_on_from_what_was_written(tmp_path: Path) -> None:
-    out = tmp_path / "trace"
-    _Journal(out, "key").add([record("a", 3, 2), record("b", 4, 2)])
-    (journal,) = tmp_path.iterdir()
-    journal.write_text(journal.read_text()[:-30])  # the interruption cut the last line
-    again = _Journal(out, "key")
-    assert list(again.records) == ["a"]
-    assert not _Journal(out, "other settings").records
-    again.discard()
-    assert not list(tmp_path.iterdir())
 
 
 def test_engines_are_set_up_as_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,60 +39,26 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "words",
     [
-        ["offline.fit", "--trace", "nowhere", "--workers", "3", "--out", "{out}"],
-        ["offline.fit", "--trace", "{trace}", "--workers", "61", "--out", "{out}"],
-        ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "{out}", "--transform", "gate-prob"],
-        ["offline.fit", "--trace", "{trace}", "--workers", "3", "--out", "nowhere/table"],
-        [
-            "offline.fit",
-            "--trace",
-            "{trace}",
-            "--workers",
-            "3",
-            "--out",
-            "{out}",
-            "--report",
-            "nowhere/report",
-        ],
-        ["offline.fit", "--trace", "README.md", "--workers", "3", "--out", "{out}"],
-        ["offline.refit", "--trace", "{trace}"],
-        ["offline.refit", "--trace", "{trace}", "--out", "{out}"],
-        ["offline.refit", "--trace", "nowhere", "--workers", "3", "--out", "{out}"],
-        ["offline.calibrate", "--deployment", "nowhere", "--prompts", "demo_model/prompts", "--out", "{out}"],
-        [
-            "offline.calibrate",
-            "--deployment",
-            "Makefile",
-            "--prompts",
-            "demo_model/prompts",
-            "--out",
-            "{out}",
-        ],
-        [
-            "offline.calibrate",
-            "--deployment",
-            "deployments/cpu_demo.yaml",
-            "--prompts",
-            "nowhere",
-            "--out",
-            "{out}",
-        ],
-        [
-            "offline.calibrate",
-            "--deployment",
-            "deployments/cpu_demo.yaml",
-            "--prompts",
-            "Makefile",
-            "--out",
-            "{out}",
-        ],
+        "offline.fit --trace nowhere --workers 3 --out {out}",
+        "offline.fit --trace {trace} --workers 61 --out {out}",
+        "offline.fit --trace {trace} --workers 3 --out {out} --transform gate-prob",
+        "offline.fit --trace {trace} --workers 3 --out nowhere/table",
+        "offline.fit --trace {trace} --workers 3 --out {out} --report nowhere/report",
+        "offline.fit --trace README.md --workers 3 --out {out}",
+        "offline.refit --trace {trace}",
+        "offline.refit --trace {trace} --out {out}",
+        "offline.refit --trace nowhere --workers 3 --out {out}",
+        "offline.calibrate --deployment nowhere --prompts demo_model/prompts --out {out}",
+        "offline.calibrate --deployment Makefile --prompts demo_model/prompts --out {out}",
+        "offline.calibrate --deployment deployments/cpu_demo.yaml --prompts nowhere --out {out}",
+        "offline.calibrate --deployment deployments/cpu_demo.yaml --prompts Makefile --out {out}",
     ],
 )
-def test_bad_input_gets_status_2_one_sentence_and_no_file(arguments: list[str], trace: Path) -> None:
+def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Path) -> None:
     out = trace.with_name("table.safetensors")
-    done = command(*(a.format(trace=trace, out=out) for a in arguments))
+    done = command(*words.format(trace=trace, out=out).split())
     assert done.exit_code == 2, done.stdout + done.stderr
     sentences = [line for line in done.stderr.strip().splitlines() if not line.startswith("{")]
     assert len(sentences) == 1, done.stderr

@@ -17,12 +17,12 @@ import pytest
 import typer
 from fake_service import KEY, FakeService, fake_service
 
-from loadgen.block import Block, parse_policy
 from loadgen.compare import compare
-from loadgen.figures import rows_of
-from loadgen.plan import SCHEMA, order
-from loadgen.stats import Slo
-from offline.cli import BadInput
+from loadgen.figures import policy_rows
+from loadgen.trial import JOURNAL, RESTORE, Trial, order, parse_policy, read_trials
+from tools.cli import BadInput
+from tools.journal import Journal
+from tools.stats import Slo
 
 ROOT = Path(__file__).parents[2]
 OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
@@ -40,7 +40,7 @@ def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
         "host": service.url,
         "policies": "shortest-queue,locality-band:band=0.1",
         "rate": 15.0,
-        "block_seconds": 2,
+        "trial_seconds": 2,
         "warm_up_seconds": 1,
         "rounds": 1,
         "users": 32,
@@ -55,6 +55,12 @@ def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
 def command(chosen: dict[str, Any]) -> list[str]:
     pairs = [(f"--{key.replace('_', '-')}", str(value)) for key, value in chosen.items()]
     return [sys.executable, "-m", "loadgen.compare", *(part for pair in pairs for part in pair)]
+
+
+def lose_last_lines(out: Path, number: int) -> None:
+    """As if the run had been killed before it wrote them; the last one says that the policy is set back."""
+    journal = out / JOURNAL
+    journal.write_text("\n".join(journal.read_text().splitlines()[:-number]))
 
 
 def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
@@ -122,14 +128,10 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
         with pytest.raises(BadInput, match=f"another .*{next(iter(change))}"):
             compare(**options(service, out, **change))
 
-    # A block that is lost is measured again; of another version it is refused.
-    first, second = sorted(out.glob("block_*.json"))
-    first.unlink()
+    # A trial that is lost is measured again.
+    lose_last_lines(out, 2)
     compare(**options(service, out))
     assert len(service.bodies) == sent + sent // 2
-    second.write_text(json.dumps({"schema": "eldr-compare/0", "block": {}}))
-    with pytest.raises(BadInput, match=f"eldr-compare/0.*{SCHEMA}"):
-        compare(**options(service, out))
 
 
 def test_a_burn_in_is_load_before_the_first_block_and_in_no_figure(
@@ -143,8 +145,7 @@ def test_a_burn_in_is_load_before_the_first_block_and_in_no_figure(
     assert len(set(salts)) == 3
     burnt_in = salts.count(salts[0])
     assert burnt_in > 10
-    blocks = [json.loads(file.read_text())["block"] for file in out.glob("block_*.json")]
-    assert sum(len(block["requests"]) for block in blocks) == len(salts) - burnt_in
+    assert sum(len(trial.requests) for trial in read_trials(out)) == len(salts) - burnt_in
     compare(**chosen)
     assert len(service.bodies) == len(salts)
     with pytest.raises(BadInput, match=r"another .*burn_in"):
@@ -159,15 +160,15 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
     closed = options(service, out, rate=None, in_flight=5, min_tokens=4)
     compare(**closed)
     assert "requests, none failed" in capsys.readouterr().out
-    blocks = [json.loads(file.read_text())["block"]["requests"] for file in sorted(out.glob("block_*"))]
-    prompts = [{r["number"]: r["id"] for r in block} for block in blocks]
+    trials = [trial.requests for trial in read_trials(out)]
+    prompts = [{r["number"]: r["id"] for r in trial} for trial in trials]
     assert len(prompts) == 2
     for number in range(15):
         assert len({ids[number] for ids in prompts}) == 1
-    for row, block in zip(json.loads((out / "compare.json").read_text())["rows"], blocks, strict=True):
+    for row, trial in zip(json.loads((out / "compare.json").read_text())["rows"], trials, strict=True):
         # The second second and the third are measured; what ended before or after is in no figure.
-        ended = [r for r in block if 1 <= r["sent_s"] + r["end_s"] < 3]
-        assert 0 < row["requests"] == len(ended) < len(block)
+        ended = [r for r in trial if 1 <= r["sent_s"] + r["end_s"] < 3]
+        assert 0 < row["requests"] == len(ended) < len(trial)
         assert row["requests"] <= 55  # 5 in flight, 0.2 s each
         assert row["late_p99_ms"] is None
     with pytest.raises(BadInput, match=r"another .*users"):
@@ -192,7 +193,7 @@ def test_an_interrupted_run_sets_the_policy_back(
 ) -> None:
     out = tmp_path / "c"
     process = subprocess.Popen(
-        command(options(service, out, block_seconds=30)),
+        command(options(service, out, trial_seconds=30)),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 40
@@ -204,19 +205,17 @@ def test_an_interrupted_run_sets_the_policy_back(
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 130, said
     assert service.policy == OWN
-    assert not list(out.glob("block_*"))
-    assert json.loads((out / "plan.json").read_text())["restore"] is None
+    assert not read_trials(out)
+    assert Journal.read(out / JOURNAL)[RESTORE] is None
 
 
 def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
     service: FakeService, tmp_path: Path
 ) -> None:
     out = tmp_path / "c"
-    chosen = options(service, out, policies="random", block_seconds=1, warm_up_seconds=0)
+    chosen = options(service, out, policies="random", trial_seconds=1, warm_up_seconds=0)
     compare(**chosen)
-    plan = json.loads((out / "plan.json").read_text())
-    (out / "plan.json").write_text(json.dumps(plan | {"restore": OWN}))
-    next(out.glob("block_*")).unlink()
+    lose_last_lines(out, 2)
     service.policy = {"name": "random", "parameters": {}}
     compare(**chosen)
     assert service.policy == OWN
@@ -232,7 +231,7 @@ def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
         ({"in_flight": 4}, "either --rate, .* or --in-flight"),
         ({"rate": None, "in_flight": 0}, "--in-flight is 0"),
         ({"rounds": 0}, "--rounds"),
-        ({"block_seconds": 0}, "--block-seconds"),
+        ({"trial_seconds": 0}, "--trial-seconds"),
         ({"warm_up_seconds": -1}, "--warm-up-seconds"),
         ({"policies": ""}, "--policies"),
         ({"policies": "random,random"}, "--policies"),
@@ -279,22 +278,22 @@ def test_what_ended_in_the_measured_part_of_a_closed_loop_is_measured() -> None:
         record(1, sent_s=0.0, end_s=10.0),
         record(2, sent_s=19.0, end_s=0.9),
     ]
-    block = Block("random", 0, [*ended, record(3, sent_s=19.5, end_s=0.5), record(4, sent_s=12.0)])
-    assert [r["number"] for r in block.measured(10, 10)] == [1, 2, 4]  # the last one failed
+    trial = Trial("random", 0, [*ended, record(3, sent_s=19.5, end_s=0.5), record(4, sent_s=12.0)])
+    assert [r["number"] for r in trial.measured(10, 10)] == [1, 2, 4]  # the last one failed
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
-    def block(policy: str, tpot_s: float, ttft_s: float) -> Block:
+    def trial(policy: str, tpot_s: float, ttft_s: float) -> Trial:
         record = {"tpot_s": tpot_s, "ttft_s": ttft_s, "end_s": 1.0, "late_s": 0.0}
-        return Block(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)])
+        return Trial(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)])
 
-    blocks = [
-        block("random", 0.02, 0.1),
-        block("shortest-queue", 0.01, 0.2),
-        block("locality-band", 0.009, 0.2),
+    trials = [
+        trial("random", 0.02, 0.1),
+        trial("shortest-queue", 0.01, 0.2),
+        trial("locality-band", 0.009, 0.2),
     ]
-    names = [b.policy for b in blocks]
-    found = rows_of(names, blocks, warm_up_s=5, seconds=15, slo=Slo(150, 50), seed=0)
+    names = [b.policy for b in trials]
+    found = policy_rows(names, trials, warm_up_s=5, seconds=15, slo=Slo(150, 50), seed=0)
     band = found[2]
     assert band["requests"] == 15
     assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")

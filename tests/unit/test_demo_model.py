@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import json
 import random
 from pathlib import Path
@@ -13,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
-from demo_model import corpus, dialogues, sources, train, widen
+from demo_model import corpus, dialogues, evaluate, sources, train, widen
+from tools.cli import BadInput, app_of
 
 TEXTS = {
     "code": "def add(a, b):\n    return a + b\n",
@@ -97,16 +96,16 @@ def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
 
 @pytest.mark.parametrize("intermediate", [0, 31, 33, 100])
 def test_widening_refuses_sizes_that_no_kernel_takes(tmp_path: Path, intermediate: int):
-    with pytest.raises(widen.WidenError, match="multiple of 32"):
+    with pytest.raises(BadInput, match="multiple of 32"):
         widen.widen(widen.WEIGHTS, intermediate, tmp_path / "wide")
     assert not list(tmp_path.iterdir())
 
 
 def test_widening_refuses_what_is_no_model(tmp_path: Path):
-    with pytest.raises(widen.WidenError, match="not a mixture-of-experts model"):
+    with pytest.raises(BadInput, match="not a mixture-of-experts model"):
         widen.widen(tmp_path, 64, tmp_path / "wide")
     widen.widen(widen.WEIGHTS, 64, tmp_path / "wide")
-    with pytest.raises(widen.WidenError, match="exists already"):
+    with pytest.raises(BadInput, match="exists already"):
         widen.widen(widen.WEIGHTS, 64, tmp_path / "wide")
 
 
@@ -197,9 +196,9 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(small, tmp_path: Path, mon
 
 def test_a_run_is_not_resumed_with_other_settings(small, tmp_path: Path):
     training(small)[0].write(tmp_path / "state")
-    with pytest.raises(train.TrainingError, match="is of a run with"):
+    with pytest.raises(BadInput, match="is of a run with"):
         training(small, steps=5)[0].read(tmp_path / "state")
-    with pytest.raises(train.TrainingError, match="nothing to resume"):
+    with pytest.raises(BadInput, match="nothing to resume"):
         training(small)[0].read(tmp_path / "missing")
 
 
@@ -268,20 +267,16 @@ def test_encoded_documents_begin_at_their_starts_and_end_in_the_end_mark(tokeniz
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "sentence"),
+    ("command", "arguments", "sentence"),
     [
-        ("train", ["--corpus", "{tmp}", "--out", "{tmp}/m"], "holds no corpus"),
-        ("evaluate", ["--corpus", "{tmp}", "--out", "{tmp}/e.json"], "holds no corpus"),
-        ("widen", ["--out", "{tmp}/w", "--intermediate", "33"], "multiple of 32"),
+        (train.train, ["--corpus", "{tmp}", "--out", "{tmp}/m"], "holds no corpus"),
+        (evaluate.evaluate, ["--corpus", "{tmp}", "--out", "{tmp}/e.json"], "holds no corpus"),
+        (widen.widen_experts, ["--out", "{tmp}/w", "--intermediate", "33"], "multiple of 32"),
     ],
 )
-def test_bad_input_exits_with_2_and_one_sentence(
-    tmp_path: Path, capsys, module: str, arguments, sentence: str
-):
-    app = typer.Typer()
-    app.command()(importlib.import_module(f"demo_model.{module}").main)
+def test_bad_input_exits_with_2_and_one_sentence(tmp_path: Path, capsys, command, arguments, sentence: str):
     with pytest.raises(SystemExit) as exit_:
-        app([a.format(tmp=tmp_path) for a in arguments])
+        app_of(command)([a.format(tmp=tmp_path) for a in arguments])
     assert exit_.value.code == 2
     error = capsys.readouterr().err.strip()
     assert sentence in error

@@ -30,6 +30,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "loadgen": (SERVE,),
     "loadgen.hostile_cases": ("dev",),
     "offline": (SERVE,),
+    "tools": (SERVE,),
     "offline.calibrate": ENGINE,
     "offline.figures": ENGINE,
     "benchmarks": ENGINE,

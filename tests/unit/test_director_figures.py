@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.cli import BadInput
 from offline.figures import director, shifting
 from offline.figures.common import Options
+from tools.cli import BadInput
 
 L, E, TOP_K, STEPS, EACH = 2, 16, 2, 8, 12
 DOMAINS = ("code", "math", "en", "fr")

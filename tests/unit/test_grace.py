@@ -45,10 +45,10 @@ from eldr_serve.experts.grouping import (
 )
 from eldr_serve.experts.locality import local_rule, weighted_rule
 from eldr_serve.experts.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
-from offline.cli import bad_input_exits
 from offline.figures import grace
 from offline.figures.common import Options
 from offline.reproduce import reproduce
+from tools.cli import bad_input_exits
 
 quick = settings(deadline=None, max_examples=20)
 TOPOLOGY = Topology(ranks=4, nodes=2)

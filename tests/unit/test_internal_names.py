@@ -1,6 +1,10 @@
-"""Internal names of vLLM and Ray are imported by the two `compat.py` alone."""
+"""Internal names of vLLM and Ray are used by the two `compat.py` alone."""
 
 from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from shipped import imports, modules
@@ -18,6 +22,12 @@ VLLM_EXTENSION_POINTS = {
     "vllm.v1.metrics.loggers": "stat_loggers",
     "vllm.v1.worker.gpu_worker": "worker_cls",
 }
+# Ray's documented packages; it marks the others with a leading underscore, but not all of them.
+RAY_PUBLIC = {
+    "ray", "ray.actor", "ray.exceptions", "ray.serve", "ray.util", "ray.serve.config", "ray.serve.deployment",
+    "ray.serve.exceptions", "ray.serve.handle", "ray.serve.llm", "ray.serve.llm.deployment",
+    "ray.serve.llm.ingress", "ray.serve.request_router", "ray.util.actor_pool", "ray.util.metrics",
+}  # fmt: skip
 
 
 def is_internal(name: str) -> bool:
@@ -28,7 +38,8 @@ def is_internal(name: str) -> bool:
     if any(part.startswith("_") for part in parts):
         return True
     module = name.rpartition(".")[0]
-    return parts[0] == "vllm" and module not in ("", "vllm") and module not in VLLM_EXTENSION_POINTS
+    public = RAY_PUBLIC if parts[0] == "ray" else {"vllm", *VLLM_EXTENSION_POINTS}
+    return module not in {"", *public}
 
 
 @pytest.mark.parametrize(
@@ -57,5 +68,27 @@ def test_only_compat_imports_internal_names() -> None:
         if module not in COMPAT
         for name in imports(path)
         if is_internal(name)
+    }
+    assert not found, "\n".join(sorted(found))
+
+
+def private_calls_of_super(path: Path) -> Iterator[str]:
+    """Names with a leading underscore that a file calls on `super()`, dunders aside."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
+                if name.startswith("_") and not name.startswith("__"):
+                    yield name
+
+
+def test_only_compat_extends_internal_methods() -> None:
+    """Ruff's SLF001 refuses private names of other objects; this, those of classes that are extended."""
+    ours = {"_fill", "_price"}  # of our own policies
+    found = {
+        f"{module} extends {name}"
+        for module, path in modules()
+        if module not in COMPAT
+        for name in private_calls_of_super(path)
+        if name not in ours
     }
     assert not found, "\n".join(sorted(found))

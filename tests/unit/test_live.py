@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import httpx
 import pytest
 from traces import synthetic_trace
 
-from benchmarks.rig import live
+from benchmarks.harness import live
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting import fit_table
-from loadgen.block import Block
-from loadgen.figures import rows_of
-from loadgen.plan import Folder, order, read_blocks
-from loadgen.stats import Slo
+from loadgen.figures import policy_rows
+from loadgen.trial import JOURNAL, RESTORE, Trial, order, read_trials
+from tools.cli import BadInput
+from tools.journal import Journal
+from tools.stats import Slo
 
 URL = "http://127.0.0.1:1"
 
@@ -25,9 +27,7 @@ URL = "http://127.0.0.1:1"
 def test_a_comparison_is_kept_until_its_figures_are_published(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen: list[bool] = []  # for each comparison: whether it found its own beginnings
     tables: list[bytes] = []
-
     really = subprocess.run
 
     def compare(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
@@ -36,9 +36,7 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
         options = dict(word.removeprefix("--").split("=", 1) for word in command[3:])
         assert options["host"] == URL
         path = Path(options["out"])
-        folder = Folder(path, {"rate": options["rate"]})  # refuses what is not a comparison's
-        seen.append((path / "plan.json").exists())
-        folder.note({})
+        Journal(path / JOURNAL, {"rate": options["rate"]}).put(RESTORE, None)
         if options["rate"] == "stop":
             return subprocess.CompletedProcess(command, 130)
         (path / "compare.json").write_text(json.dumps({"rate": options["rate"]}))
@@ -53,32 +51,24 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     monkeypatch.setattr(live.subprocess, "run", compare)
     monkeypatch.setattr(live.httpx, "put", swap)
     table, _ = fit_table(synthetic_trace(), 2)
-
-    def compared(rate: str) -> dict[str, Any]:
-        return live.compared(table, {"rate": rate}, port=1, folder=tmp_path)
-
-    assert live.claimed(tmp_path, {"rate": "2"}) is None  # nothing was measured
-    assert live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) is None
-    with pytest.raises(live.BadInput, match="status 130"):
-        compared("stop")
-    assert live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) is None
-    (tmp_path / "comparison" / "plan.json").unlink()
-    assert compared("4") == live.claimed(tmp_path, {"rate": "4", "folder": tmp_path}) == {"rate": "4"}
-    with pytest.raises(live.BadInput, match="another rate, users: give the same or remove it"):
-        live.claimed(tmp_path, {"rate": "8", "folder": tmp_path, "users": 2})
-    live.finish(tmp_path)
-    assert live.claimed(tmp_path, {"rate": "8", "users": 2}) is None
-    assert live.result_of(tmp_path) is None
-    assert compared("8") == {"rate": "8"}
-    live.finish(tmp_path)
-    assert json.loads((tmp_path / "published" / "compare.json").read_text()) == {"rate": "8"}
-    with pytest.raises(live.BadInput):
-        compared("stop")
-    with pytest.raises(live.BadInput, match="another rate"):
-        compared("9")
-    assert seen == [False, False, False, False]
-    assert len(tables) == 5
     file = tmp_path / "table.safetensors"
+
+    def asked(rate: str) -> live.Comparison:
+        return live.Comparison(tmp_path, {"rate": rate, "folder": tmp_path})
+
+    assert asked("2").result is None  # nothing was measured
+    with pytest.raises(BadInput, match="status 130"):
+        asked("4").measure(table, {"rate": "stop"}, port=1)
+    assert asked("4").result is None
+    with pytest.raises(BadInput, match="another rate"):
+        asked("8")
+    (tmp_path / "comparison" / JOURNAL).unlink()
+    asked("4").measure(table, {"rate": "4"}, port=1)
+    assert asked("4").result == {"rate": "4"}
+    asked("4").finish()
+    assert asked("8").result is None
+    assert json.loads((tmp_path / "published" / "compare.json").read_text()) == {"rate": "4"}
+    assert len(tables) == 2
     assert tables[-1] == file.read_bytes()
     assert len(RoutingTable.load(file).centroids) == 2
 
@@ -87,8 +77,7 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
     """Two policies alike, one of which met cores at half their speed."""
     shape = {"warm_up_s": 0, "seconds": 100, "slo_ttft_ms": 1e3, "slo_tpot_ms": 1e2, "seed": 0}
     policies = ["random", "marginal-cost"]
-    folder = Folder(tmp_path / "comparison", shape)
-    folder.note({})
+    journal = Journal(tmp_path / "comparison" / JOURNAL, shape)
     for step in order(policies, 1, 0):
         slow = step.policy == "marginal-cost"
         requests = [
@@ -100,19 +89,21 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
             for n in range(5)
         ]  # fmt: skip
         engines = {"seconds": 20.0 if slow else 10.0, "batch": 100.0, "steps": 10.0, "active": 50.0}
-        folder.save(Block(step.policy, 0, requests, engines), step)
-    wall = rows_of(policies, read_blocks(folder.path), warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
-    result = {"inputs": shape | {"policies": policies}, "rows": wall}
-    pace = tmp_path / "pace"
-    pace.mkdir()
+        journal.put(step.key, asdict(Trial(step.policy, 0, requests, engines)))
+    trials = read_trials(tmp_path / "comparison")
+    wall = policy_rows(policies, trials, warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
+    asked = Journal(tmp_path / "asked.jsonl", {})
+    asked.put("result", {"inputs": shape | {"policies": policies}, "rows": wall})
+    cpu_speed = tmp_path / "cpu_speed"
+    cpu_speed.mkdir()
     lines = [json.dumps([t, 1e-3 if t < 50 else 2e-3, 0, 100 * t]) for t in range(101)]
-    (pace / "pace_0.jsonl").write_text("\n".join(lines) + "\n")
-    rows = {(r["clock"], r["policy"]): r for r in live.by_both_clocks(result, tmp_path)}
+    (cpu_speed / "cpu_speed_0.jsonl").write_text("\n".join(lines) + "\n")
+    rows = {(r["clock"], r["policy"]): r for r in live.Comparison(tmp_path, {}).rows()}
     assert len(rows) == 4
     assert rows["wall", "marginal-cost"]["tpot_p50_ms_change_pct"] == pytest.approx(100.0)
     assert rows["wall", "marginal-cost"]["engine_ms_per_token_change_pct"] == pytest.approx(100.0)
     assert rows["even", "marginal-cost"]["tpot_p50_ms_change_pct"] == pytest.approx(0.0, abs=1.0)
     assert rows["even", "marginal-cost"]["engine_ms_per_token_change_pct"] == pytest.approx(0.0, abs=1.0)
     assert rows["even", "random"]["active_experts"] == rows["wall", "random"]["active_experts"] == 5.0
-    live.finish(tmp_path)
-    assert not pace.exists()
+    live.Comparison(tmp_path, {}).finish()
+    assert not cpu_speed.exists()

@@ -1,18 +1,19 @@
-"""Quantiles and bootstrap intervals against scipy's."""
+"""Bootstrap intervals, and requests that keep their objectives."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
-from scipy import stats
-from scipy.stats import mstats
 
-from loadgen.stats import (
+from tools.stats import (
+    DRAWS,
     Sample,
     Slo,
     interval,
     median_ci,
-    quantile_ci,
+    paired_change_percent,
     relative_percent,
     resampled_counts,
 )
@@ -20,16 +21,14 @@ from loadgen.stats import (
 VALUES = np.random.default_rng(5).lognormal(3, 0.6, 300)
 
 
-@pytest.mark.parametrize("q", [0.5, 0.9, 0.99])
-def test_quantiles_and_their_intervals_are_scipys(q: float) -> None:
-    ours = quantile_ci(VALUES.tolist(), q, draws=4000)
-    assert ours.value == pytest.approx(mstats.mquantiles(VALUES, q, alphap=1, betap=1)[0])
-    theirs = stats.bootstrap(
-        (VALUES,), lambda x, axis: np.quantile(x, q, axis=axis), n_resamples=4000, method="percentile", rng=7
-    ).confidence_interval
-    width = theirs.high - theirs.low
-    assert ours.low == pytest.approx(theirs.low, abs=0.12 * width)
-    assert ours.high == pytest.approx(theirs.high, abs=0.12 * width)
+@pytest.mark.parametrize("q", [50, 90, 99])
+def test_a_paired_change_is_that_of_units_drawn_together(q: int) -> None:
+    base = VALUES * np.random.default_rng(6).normal(1.1, 0.01, len(VALUES))
+    drawn = np.random.default_rng(7).integers(len(VALUES), size=(DRAWS, len(VALUES)))
+    ratios = np.percentile(VALUES[drawn], q, axis=1) / np.percentile(base[drawn], q, axis=1)
+    found = paired_change_percent(VALUES, base, partial(np.percentile, q=q), seed=7)
+    assert found[1:] == pytest.approx(100 * (np.percentile(ratios, [2.5, 97.5]) - 1))
+    assert found.value == pytest.approx(100 * (np.percentile(VALUES, q) / np.percentile(base, q) - 1))
 
 
 def test_a_resample_by_counts_is_the_resample_itself() -> None:
@@ -46,15 +45,6 @@ def test_a_unit_with_many_values_is_drawn_with_all_of_them() -> None:
     counts = resampled_counts(np.zeros(10, int), draws=20)
     expected = [np.median(np.repeat(values, drawn[units])) for drawn in counts]
     np.testing.assert_allclose(Sample(values, units).resampled(counts, [0.5])[:, 0], expected)
-
-
-def test_intervals_cover_what_they_should() -> None:
-    covered = 0
-    for seed in range(200):
-        sample = np.random.default_rng(seed).exponential(1, 60)
-        _, low, high = median_ci(sample.tolist(), draws=300, seed=seed)
-        covered += low <= np.log(2) <= high
-    assert 0.88 <= covered / 200 <= 0.99
 
 
 def test_few_rounds_are_kept_and_many_are_resampled() -> None:
@@ -94,6 +84,7 @@ def test_pairs_take_out_what_both_met() -> None:
 
 def test_no_values_give_no_figure() -> None:
     assert all(np.isnan(v) for v in median_ci([]))
+    assert median_ci([3.0]) == (3.0, 3.0, 3.0)
 
 
 def test_goodput_needs_both_objectives() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.sse import StreamError, read_stream
-from loadgen.workload import Prompt, WorkloadError, balanced_sample, read_prompts, write_prompts
+from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
+from tools.cli import BadInput
+from tools.sse import StreamError, read_stream
 
 
 class Clock:
@@ -82,17 +83,17 @@ def test_prompts_of_files_and_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"prompt": "a"}\n{"text": "b"}', ""])
 def test_a_file_that_is_not_a_workload_is_refused_whole(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(WorkloadError):
+    with pytest.raises(BadInput):
         read_prompts([tmp_path / "a.jsonl"])
 
 
 def test_missing_empty_and_cut_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:-20])
     for path in (tmp_path / "nowhere", tmp_path / "cut.jsonl.gz"):
-        with pytest.raises(WorkloadError):
+        with pytest.raises(BadInput):
             read_prompts([path])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WorkloadError):
+    with pytest.raises(BadInput):
         read_prompts([tmp_path / "empty"])
 
 

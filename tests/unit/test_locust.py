@@ -15,9 +15,9 @@ import pytest
 import requests
 from fake_service import REPLICAS, FakeService, fake_service
 
-from benchmarks.rig.replay_engine import free_port
+from benchmarks.harness.replay_engine import free_port
 from loadgen.arrivals import poisson
-from loadgen.sse import read_stream
+from tools.sse import read_stream
 
 ROOT = Path(__file__).parents[2]
 BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
@@ -122,20 +122,11 @@ def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Pat
 
 def test_a_trace_is_replayed_whole_and_ends_the_run(service: FakeService, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "timestamp_ms": 500 * n,
-                    "prompt_tokens": 700,
-                    "output_tokens": 3 + n,
-                    "hash_ids": [0, n + 1],
-                }
-            )
-            + "\n"
-            for n in range(5)
-        )
+    lines = (
+        {"timestamp_ms": 500 * n, "prompt_tokens": 700, "output_tokens": 3 + n, "hash_ids": [0, n + 1]}
+        for n in range(5)
     )
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done, records = locust(
         service, tmp_path, "--trace", trace, "--trace-speed", 2, "--users", 8, "--spawn-rate", 8,
         "--max-prompt-tokens", 350,

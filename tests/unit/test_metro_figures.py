@@ -11,9 +11,9 @@ import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.experts.cost import LayerWork
-from offline.cli import BadInput
 from offline.figures import metro
 from offline.figures.common import Options
+from tools.cli import BadInput
 
 L, E, TOP_K, STEPS, N = 2, 32, 4, 5, 40
 

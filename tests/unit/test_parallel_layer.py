@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.rig.engines import WEIGHTS
-from benchmarks.rig.ep_ranks import on_ranks, read_experts, read_gate
+from benchmarks.harness.engines import WEIGHTS
+from benchmarks.harness.ep_ranks import on_ranks, read_experts, read_gate
 from eldr_serve.experts import (
     MetroPlan,
     activation_placement,

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement
 from eldr_serve.experts.cost import LayerCost
 from eldr_serve.fitting import fit_table
-from offline.cli import bad_input_exits
 from offline.place import METHODS, place
+from tools.cli import bad_input_exits
 
 L, E = 4, 16
 

@@ -67,11 +67,11 @@ class Engine:
 
     def __init__(self, response: Any) -> None:
         self._oai_serving_chat = self._oai_serving_completion = self.serving = Serving(response)
-        self.given_up: list[str] = []
+        self.abandoned: list[str] = []
 
     async def collective_rpc(self, method: str, timeout: Any, args: Any, kwargs: Any) -> None:
-        assert method == "eldr_give_up"
-        self.given_up += args[0]
+        assert method == "eldr_abandon"
+        self.abandoned += args[0]
 
 
 async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> Engine:
@@ -91,7 +91,7 @@ async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch
     (request,) = engine.serving.requests
     assert request.model == "m"
     assert request.kv_transfer_params["do_remote_decode"]
-    assert engine.given_up == [request.kv_transfer_params[REQUEST]]
+    assert engine.abandoned == [request.kv_transfer_params[REQUEST]]
 
 
 @pytest.mark.parametrize("params", [None, UNCOUNTED, UNCOUNTED | {SIGNATURE: "?"}])

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import synthetic_trace
 
+from benchmarks.harness import replay
+from benchmarks.harness.capture import Captured
+from benchmarks.harness.engine_pool import EnginePool, Served
+from benchmarks.harness.replay import LAYERS, Arm, Bench, Case, Load, loads_of
+from benchmarks.harness.replay_engine import BLOCK, Arrival, Steps, aligned
 from benchmarks.moe_layer_latency import routes
-from benchmarks.rig import replay
-from benchmarks.rig.capture import Captured
-from benchmarks.rig.journal import Journal
-from benchmarks.rig.lanes import Lanes, Served
-from benchmarks.rig.replay import LAYERS, Arm, Bench, Case, Load, loads_of
-from benchmarks.rig.replay_engine import BLOCK, Arrival, Steps, aligned
-from offline.cli import BadInput
+from tools.cli import BadInput
+from tools.journal import Journal
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200))
@@ -74,7 +74,7 @@ def test_a_table_of_gate_scores_is_that_of_counts_where_the_scores_are_counts(
     assert np.array_equal(by_scores.centroids, by_counts.centroids)
 
 
-class _Lanes:
+class _EnginePool:
     """Steps of one request each, that cost what a random number of experts does; stops after so many runs."""
 
     def __init__(self, runs: int) -> None:
@@ -82,11 +82,11 @@ class _Lanes:
         self._most = runs
         self._rng = np.random.default_rng(0)
 
-    def pace_s(self) -> float:
+    def probe_s(self) -> float:
         return 1e-3
 
-    def replay(self, arrivals: list[Arrival], pace_s: float) -> Future[Served]:
-        assert pace_s == 1e-3
+    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
+        assert probe_s == 1e-3
         answer: Future[Served] = Future()
         if self.runs == self._most:
             answer.set_exception(KeyboardInterrupt())
@@ -106,13 +106,13 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
     data = Captured(trace, [[1, 2, 3]] * len(trace.ids))
     monkeypatch.setattr(replay, "captured", lambda *_, **__: data)
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
-    lanes: list[_Lanes] = []
+    pools: list[_EnginePool] = []
 
     def compared(runs: int) -> list[Case]:
-        lanes.append(_Lanes(runs))
+        pools.append(_EnginePool(runs))
         bench = Bench(
-            tmp_path, lanes=lanes[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path, seed=0,
-            journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
+            tmp_path, engine_pool=pools[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path,
+            seed=0, journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
         )  # fmt: skip
         return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
             compared(runs)
     # The fit was stopped within and begun again; what came after it was kept.
     (done,) = compared(100)
-    assert [lane.runs for lane in lanes] == [7, 20, needed - 20]
+    assert [pool.runs for pool in pools] == [7, 20, needed - 20]
     assert all((times > 0).all() for times in done.replayed_tpot_s.values())
     (read,) = compared(0)
     for label in done.steps:
@@ -132,18 +132,22 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
 
 def test_more_engines_than_cores_are_refused() -> None:
     with pytest.raises(BadInput, match="cores"):
-        Lanes(Path("model"), 100_000)
+        EnginePool(Path("model"), 100_000)
 
 
 def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     path = tmp_path / "made" / "run.jsonl"
     Journal(path, {"seed": 0}).put("a", [1.5])
     with path.open("a") as file:
-        file.write('["b", [2')  # the run died while it wrote
+        file.write('\n["b", [2')  # the run died while it wrote
     again = Journal(path, {"seed": 0})
     assert (again.get("a"), again.get("b")) == ([1.5], None)
     again.put("b", [2.5])
     assert Journal(path, {"seed": 0}).get("b") == [2.5]
-    assert Journal(path, {"seed": 1}).get("a") is None
+    with pytest.raises(BadInput, match="another seed"):
+        Journal(path, {"seed": 1})
+    path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
+    with pytest.raises(BadInput, match="no journal"):
+        Journal(path.with_name("old"), {"seed": 0})
     again.remove()
     assert not path.exists()

@@ -9,15 +9,15 @@ import pytest
 from browser import chromium, rendered
 from PIL import Image
 
-from loadgen.block import Block
-from loadgen.figures import rows_of
+from loadgen.figures import policy_rows
 from loadgen.report import html_report
-from loadgen.stats import Slo
+from loadgen.trial import Trial
+from tools.stats import Slo
 
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
 
-def blocks(engines: dict[str, float] | None) -> list[Block]:
+def trials(engines: dict[str, float] | None) -> list[Trial]:
     rng = np.random.default_rng(2)
     made = []
     for round_ in range(2):
@@ -33,17 +33,17 @@ def blocks(engines: dict[str, float] | None) -> list[Block]:
                 )  # fmt: skip
             requests[3] = {"number": 3, "id": "p3", "due_s": 0.75, "late_s": 0.0, "error": "HTTP 503"}
             load = [(t / 2, [int(rng.integers(9)), int(rng.integers(9))]) for t in range(20)]
-            made.append(Block(policy, round_, requests, engines, 40, 20, load))
+            made.append(Trial(policy, round_, requests, engines, 40, 20, load))
     return made
 
 
 def write(path: Path, engines: dict[str, float] | None) -> Path:
-    made = blocks(engines)
-    rows = rows_of(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
+    made = trials(engines)
+    rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     path.write_text(
         html_report(
             rows, made, verdict="240 requests, 6 FAILED", bad=True, notes="<b>not markup</b>",
-            inputs={"rate": 4.0}, machine={"commit": "abc"}, warm_up_s=2, seconds=8,
+            settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
         )
     )  # fmt: skip
     return path

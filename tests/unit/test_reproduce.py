@@ -11,11 +11,11 @@ import pytest
 import typer
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.cli import bad_input_exits
 from offline.figures import balanceroute, eldr, eldr_parallel
 from offline.figures.common import Options
 from offline.reproduce import reproduce
 from offline.scenario import Work
+from tools.cli import bad_input_exits
 
 L, E, TOP_K, STEPS = 3, 32, 2, 20
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")

@@ -16,10 +16,10 @@ from in_process import command
 from eldr_serve.routing import StepCost
 from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
 from eldr_serve.simulation.requests import SimulationError
-from offline.cli import BadInput, bad_input_exits
 from offline.gptoss import LAYERS, TOP_K, read_gptoss
 from offline.scenario import Work, read_scenario
 from offline.simulate import one_run, simulate
+from tools.cli import BadInput, bad_input_exits
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 

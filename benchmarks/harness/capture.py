@@ -1,0 +1,139 @@
+"""Which experts the demo model really used for real prompts: the input of most benchmarks.
+
+    python -m benchmarks.harness.capture --prompts DIR
+
+Runs the prompts on one real engine, once, and keeps the result in the work folder. Prompts are filled
+up to whole KV blocks and one token (see replay_engine), so that a replay meets the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.progress import track
+
+from benchmarks.harness.engines import WEIGHTS, weights_name
+from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
+from eldr_serve.artifacts import CalibrationTrace
+from eldr_serve.files import write_whole
+from loadgen.workload import balanced_sample, read_prompts
+from offline.calibrate import EngineActor, build_trace, prompt_tokens
+from tools.cli import BadInput, run
+
+TASKS = ("code", "math", "medical", "legal")
+GROUPS = ("all", "language", "task")
+_TOP_K = 4  # of the demo model
+
+
+def groups_of(names: str) -> list[str]:
+    """The workloads named, with commas; BadInput if one is unknown."""
+    chosen = names.split(",")
+    if unknown := [name for name in chosen if name not in GROUPS]:
+        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A trace with routes, and the token ids of its prompts."""
+
+    trace: CalibrationTrace
+    tokens: list[list[int]]
+
+    def group(self, name: str) -> NDArray[np.int64]:
+        """Indices of the requests of a workload: task domains, languages, or all."""
+        task = np.isin(self.trace.domains, TASKS)
+        return np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[name])
+
+    def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A workload's requests in two: to fit on, and to measure with."""
+        found = np.random.default_rng(seed).permutation(self.group(name))
+        cut = round(fit * len(found))
+        return found[:cut], found[cut:]
+
+    def routes(self, request: int) -> NDArray[np.unsignedinteger]:
+        """[T, L, k] experts of one request's decode steps."""
+        assert self.trace.routes is not None
+        assert self.trace.route_offsets is not None
+        start, end = (int(x) for x in self.trace.route_offsets[request : request + 2])
+        return self.trace.routes[start:end]
+
+
+def captured(prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0) -> Captured:
+    """Load the capture of these settings, running it first if it is not there."""
+    name = hashlib.sha256(
+        json.dumps([str(prompts.resolve()), requests, output_tokens, seed, weights_name()]).encode()
+    ).hexdigest()
+    trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
+    if not tokens.exists():
+        arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
+        arguments += ["--output-tokens", output_tokens, "--seed", seed]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.harness.capture", *map(str, arguments)],
+            env=os.environ | ENGINE_ENV,
+            check=False,
+        )
+        if done.returncode:
+            raise BadInput(f"the capture of {prompts} failed")
+    return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
+
+
+def capture(
+    prompts: Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")],
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace to write.")],
+    tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
+    requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
+    max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their head.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
+) -> None:
+    """Run prompts on one engine; write their expert counts, routes and token ids."""
+    from transformers import AutoTokenizer
+
+    from eldr_serve.engine.config import engine_kwargs
+
+    everything = read_prompts([prompts])
+    chosen = [
+        prompt
+        for wanted in (True, False)
+        for prompt in balanced_sample(
+            [p for p in everything if (p.domain in TASKS) == wanted], requests // 2, seed
+        )
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    longest = max_prompt_tokens // BLOCK * BLOCK + 1
+    ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
+    kwargs = engine_kwargs(
+        "calibrate",
+        device="cpu",
+        max_model_len=longest + output_tokens + BLOCK,
+        # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
+        enable_chunked_prefill=False,
+        seed=seed,
+    )
+    engine = EngineActor({"model": str(WEIGHTS), **kwargs}, port=free_port())
+    records = []
+    for start in track(range(0, len(chosen), 32), description="capturing routes"):
+        part = slice(start, start + 32)
+        # One token more than wanted: the last one sampled never passes the gates.
+        records += engine.trace_tokens(
+            chosen[part], ids[part], output_tokens + 1, TEMPERATURE, True, ignore_eos=True,
+            seeds=range(start, start + len(ids[part])),
+        )  # fmt: skip
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    build_trace("eldr-demo", records, _TOP_K, routes=True).save(trace)
+    write_whole(tokens, json.dumps(ids))
+
+
+if __name__ == "__main__":
+    run(capture)

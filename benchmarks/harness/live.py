@@ -1,0 +1,150 @@
+"""Policies compared live: the application serves, tables are swapped in, loadgen.compare drives the load.
+
+Shared machines are faster in one trial than in the next. So there are two rows of each policy: `clock` wall,
+and even, whose times are normalised for CPU speed (benchmarks/harness/normalised_time.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.harness.cluster import local_ray, wait_ready
+from benchmarks.harness.cpu_speed import probed
+from benchmarks.harness.engines import WEIGHTS, our_arguments
+from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
+from eldr_serve.artifacts import RoutingTable
+from loadgen.figures import BASELINES, policy_rows
+from loadgen.trial import read_trials
+from loadgen.workload import Prompt, read_prompts
+from offline.calibrate import prompt_tokens
+from tools.cli import BadInput
+from tools.journal import Journal
+from tools.stats import Slo
+
+_KEY = "live"
+_KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
+
+
+def lengths(mean: int) -> dict[str, int]:
+    """Options of loadgen.compare. Answers of one length keep a closed loop in waves: all start, all end."""
+    return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
+
+
+def workers_of(arguments: dict[str, Any]) -> int:
+    """Decode workers of a deployment's `args`."""
+    return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
+
+
+def wide_arguments(deployment: Path, model: Path, stream_interval: int) -> dict[str, Any]:
+    """`args` of a deployment for a widened model, whose engines spend their time on experts."""
+    arguments = our_arguments(deployment, model)
+    for role in ("prefill_config", "decode_config"):
+        arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
+        arguments[role]["engine_kwargs"] |= {
+            "kv_cache_memory_bytes": _KV_BYTES,
+            "stream_interval": stream_interval,
+        }
+    return arguments
+
+
+def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
+    """Those of the ids, without the longer ones."""
+    from transformers import AutoTokenizer
+
+    wanted, tokenizer = set(ids), AutoTokenizer.from_pretrained(WEIGHTS)
+    return [
+        p
+        for p in read_prompts([prompts])
+        if p.id in wanted and len(prompt_tokens(tokenizer, p.text, chat=True)) <= most_tokens
+    ]
+
+
+@contextmanager
+def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
+    """The application with these `args`, ready."""
+    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY}
+    with local_ray(http_port=port):
+        from ray import serve
+
+        from eldr_serve.serving.app import build_app
+
+        serve.run(build_app(arguments), name="eldr", route_prefix="/")
+        wait_ready(f"http://127.0.0.1:{port}", 300)
+        yield
+
+
+class Comparison:
+    """A comparison in a folder, which until `finish` is for nothing but what was asked first.
+
+    Args:
+        asked: everything that its figures depend on.
+
+    Raises:
+        BadInput: the folder holds a comparison of something else.
+    """
+
+    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._journal = Journal(folder / "asked.jsonl", asked)
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What loadgen.compare said; None if it has not ended."""
+        result: dict[str, Any] | None = self._journal.get("result")
+        return result
+
+    def measure(self, table: RoutingTable, load: dict[str, Any], *, port: int) -> None:
+        """Swap the table into what serves there, and run loadgen.compare; one that was stopped goes on."""
+        self._journal.put("begun", True)
+        url = f"http://127.0.0.1:{port}"
+        table_file, out = self.folder / "table.safetensors", self.folder / "comparison"
+        table.save(table_file)
+        key = {"authorization": f"Bearer {_KEY}"}
+        answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
+        answer.raise_for_status()
+        options = load | {"host": url, "out": out}
+        with probed(self.folder / "cpu_speed"):
+            done = subprocess.run(
+                [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
+                env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
+                check=False,
+            )
+        if done.returncode:
+            raise BadInput(f"the comparison ended with status {done.returncode}; see {out}")
+        self._journal.put("result", json.loads((out / "compare.json").read_text()))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its rows, of time as it was (`clock` wall) and normalised for CPU speed (`clock` even)."""
+        assert self.result is not None
+        asked, trials = self.result["inputs"], read_trials(self.folder / "comparison")
+        notes = NormalisedTime.read(self.folder / "cpu_speed")
+        felt = felt_by_engines(trials, notes, BASELINES)
+        clock = notes.as_felt(felt)
+        rows = policy_rows(
+            asked["policies"],
+            [normalised(trial, clock) for trial in trials],
+            warm_up_s=asked["warm_up_s"],
+            seconds=asked["seconds"],
+            slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
+            seed=asked["seed"],
+        )
+        return [{"clock": "wall", **row} for row in self.result["rows"]] + [
+            {"clock": "even", **row, "pace_felt": felt} for row in rows
+        ]
+
+    def finish(self) -> None:
+        """Its figures are published: the next run is another. Its report stays."""
+        for name in ("cpu_speed", "published"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / "comparison").rename(self.folder / "published")
+        self._journal.remove()

@@ -1,0 +1,66 @@
+"""One prefill engine in a process of its own, driven by lines on standard input.
+
+Started with {"model", "capture", "block_size", "max_tokens"} as its argument. Each line is a prompt
+(token ids); the answer is one line with its latency and the counting time that the engine reports, s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from tools.prometheus import total
+
+
+def main(job: dict[str, Any], answer: Any) -> None:
+    """Serve prompts until standard input ends."""
+    from vllm import LLM, SamplingParams
+
+    from eldr_serve.engine.config import engine_kwargs
+
+    kwargs = engine_kwargs(
+        "prefill", device="cpu", block_size=job["block_size"], async_scheduling=False, kv_lease_s=5.0
+    )
+    if not job["capture"]:
+        for name in ("scheduler_cls", "worker_extension_cls"):
+            kwargs.pop(name)
+        kwargs["kv_transfer_config"] |= {
+            "kv_connector": "PolledNixlConnector",
+            "kv_connector_module_path": "benchmarks.harness.polled_nixl",
+        }
+    llm = LLM(
+        model=job["model"], dtype="float32", max_model_len=2048, max_num_seqs=8,
+        max_num_batched_tokens=job["max_tokens"], disable_log_stats=False,
+        **kwargs,
+    )  # fmt: skip
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
+    )
+    counted = 0.0
+    for line in sys.stdin:
+        start = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": json.loads(line)}], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        signature = "eldr_signature" in (output.kv_transfer_params or {})
+        if signature != job["capture"]:
+            raise RuntimeError(f"capture is {job['capture']}, but a signature came: {signature}")
+        before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
+        print(json.dumps([seconds, counted - before]), file=answer, flush=True)
+
+
+if __name__ == "__main__":
+    # What vLLM prints must not be among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    }
+    main(json.loads(sys.argv[1]), answers)

@@ -1,0 +1,124 @@
+"""The command of a benchmark by replay: its options, the replay, and then its own report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import options
+from benchmarks.harness.engine_pool import EnginePool
+from benchmarks.harness.replay import Arm, Bench, Case, arm_rows, loads_of, widened
+from eldr_serve.files import write_whole
+from tools.journal import Journal
+from tools.plots import bars
+from tools.results import environment, publish
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a report is made from."""
+
+    name: str
+    bench: Bench
+    cases: list[Case]
+    inputs: dict[str, Any]
+    seed: int
+    out: Path | None
+
+
+Rows = list[dict[str, Any]]
+
+
+def _changes(rows: Rows, path: Path) -> None:
+    bars(rows, "arm", "p50_change_pct", path, interval=("p50_low_pct", "p50_high_pct"))
+
+
+def against(
+    baselines: Sequence[str],
+    note: Callable[[Rows], str] | None = None,
+    draw: Callable[[Rows, Path], None] = _changes,
+) -> Callable[[Replayed], None]:
+    """The report of changes against the best of `baselines`; `note` adds a remark on the rows."""
+
+    def report(run: Replayed) -> None:
+        rows = [row for case in run.cases for row in arm_rows(case, baselines, run.seed)]
+        notes = (
+            "placed in simulation, steps measured on real engines, each on its own core; changes against "
+            f"the best of {', '.join(baselines)} at that percentile, 95 % intervals by bootstrap"
+        )
+        notes += f"; {note(rows)}" if note is not None else ""
+        path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)
+        draw(rows, path.with_suffix(".png"))
+
+    return report
+
+
+def replay_command(
+    name: str,
+    arms: Sequence[Arm],
+    report: Callable[[Replayed], None],
+    *,
+    default_workers: str = "8",
+    default_groups: str = "language,task",
+    default_batch: str = "16",
+    default_per_worker: int = 40,
+    default_repeats: int = 1,
+    default_intermediate: int = 1024,
+) -> Callable[..., None]:
+    """The command `name`: `arms` on each load, and `report` on what came of it."""
+
+    def command(
+        prompts: options.Prompts = options.PROMPTS,
+        workers: options.Workers = default_workers,
+        groups: options.Groups = default_groups,
+        per_worker: options.PerWorker = default_per_worker,
+        batch: options.Batch = default_batch,
+        output_tokens: options.Output = 64,
+        intermediate: options.Intermediate = default_intermediate,
+        requests: options.Captured = 2400,
+        work: options.Work = options.WORK,
+        repeats: options.Repeats = default_repeats,
+        engines: options.Engines = 1,
+        seed: options.Seed = 0,
+        steps_out: options.StepsOut = None,
+        out: options.Out = None,
+    ) -> None:
+        """Place requests in each arm and replay every worker's schedule on one engine.
+
+        Stopped and started again with the same options, at the same commit, it goes on where it was.
+        """
+        loads = loads_of(groups, workers, batch, per_worker)
+        asked = {
+            "benchmark": name, "arms": [asdict(arm) for arm in arms],
+            "loads": [asdict(load) for load in loads],
+            "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
+            "intermediate": intermediate, "repeats": repeats, "engines": engines, "seed": seed,
+        }  # fmt: skip
+        journal = Journal(work / f"{name}.jsonl", asked | environment())
+        with EnginePool(widened(intermediate, work), engines) as engine_pool:
+            bench = Bench(
+                prompts,
+                engine_pool=engine_pool,
+                requests=requests,
+                output_tokens=output_tokens,
+                intermediate=intermediate,
+                work=work,
+                seed=seed,
+                journal=journal,
+            )
+            cases = bench.compare(loads, arms, repeats)
+        slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
+        inputs = bench.inputs | {
+            "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
+            "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
+        }  # fmt: skip
+        report(Replayed(name, bench, cases, inputs, seed, out))
+        if steps_out is not None:
+            write_whole(steps_out, bench.step_lines())
+        journal.remove()
+
+    return command

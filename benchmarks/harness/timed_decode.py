@@ -1,0 +1,59 @@
+"""Our decode server, with the time from a call's arrival at the replica to its first chunk, in parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from typing import Any
+
+from eldr_serve.serving.compat import engine_client
+from eldr_serve.serving.servers import DecodeServer
+from eldr_serve.serving.stages import Stages
+
+_called_at: ContextVar[float] = ContextVar("called_at")
+
+
+class TimedDecodeServer(DecodeServer):
+    """Holds these stages of each request; vLLM's own stamps are of the same clock.
+
+    `engine`: the whole; of it `admit`: until the engine core has the request; `wait`: until its first step
+    is scheduled, which the KV pull is in; `step`: until its first token.
+    """
+
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        self._stages = Stages()
+        await super().__init__(*args, **kwargs)
+        client = engine_client(self.engine)
+        self._generate = client.generate
+        client.generate = self._stamped
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """As DecodeServer.completions."""
+        start = time.monotonic()
+        _called_at.set(start)
+        return self._timed(start, await super().completions(request, raw_request_info))
+
+    async def stages(self) -> dict[str, dict[str, float]]:
+        """See Stages.summary."""
+        return self._stages.summary()
+
+    async def _timed(self, start: float, stream: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        waiting = True
+        async for chunk in stream:
+            if waiting:
+                self._stages.record(engine=time.monotonic() - start)
+                waiting = False
+            yield chunk
+
+    async def _stamped(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        waiting = True
+        async for output in self._generate(*args, **kwargs):
+            if waiting:
+                at, waiting = output.metrics, False
+                self._stages.record(
+                    admit=at.queued_ts - _called_at.get(),
+                    wait=at.scheduled_ts - at.queued_ts,
+                    step=at.first_token_ts - at.scheduled_ts,
+                )
+            yield output

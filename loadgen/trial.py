@@ -1,0 +1,224 @@
+"""One trial of a comparison: a stretch of load under one policy, on engines that keep running."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from eldr_serve.routing import policy_names
+from loadgen.service import Service
+from tools.cli import BadInput
+from tools.journal import Journal
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+JOURNAL = "journal.jsonl"  # in the folder of a comparison
+RESTORE = "restore"  # its key of the policy that the server had; None once that is set again
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is sent in every trial."""
+
+    prompts: str
+    model: str
+    rate: float  # requests/s; 0: a closed loop
+    seconds: int  # measured
+    warm_up_s: int  # before it; its requests are in no figure
+    users: int  # requests in flight, at most; in a closed loop always
+    max_tokens: int
+    temperature: float
+    min_tokens: int = 0  # from these to max_tokens, drawn for each request; 0: all have max_tokens
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """("locality-band", {"band": 0.1}) of `locality-band:band=0.1`; further parameters after a colon."""
+    name, *pairs = text.split(":")
+    if pairs and "=" not in pairs[0] and name not in policy_names():  # my_package.module:MyPolicy
+        name = f"{name}:{pairs.pop(0)}"
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise BadInput(f"{text!r} is no policy: write name:parameter=value")
+        try:
+            parameters[key] = json.loads(value)
+        except ValueError:
+            parameters[key] = value
+    return name, parameters
+
+
+@dataclass
+class Trial:
+    """What came of it."""
+
+    policy: str
+    round: int
+    requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
+    engines: dict[str, float] | None = None  # increase of Service.decode_totals, warm-up included
+    placed: int = 0
+    best: int = 0  # of these, on the worker most similar to the signature
+    load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
+
+    def measured(self, warm_up_s: float, seconds: float) -> list[dict[str, Any]]:
+        """Requests that were due after the warm-up; of a closed loop, those that ended in the measured part.
+
+        A closed loop's last answers come while others are no longer replaced: they are in no figure.
+        """
+        found = []
+        for record in self.requests:
+            due_s, until_s = record["due_s"], math.inf
+            if due_s is None:
+                due_s, until_s = record["sent_s"] + (record.get("end_s") or 0.0), warm_up_s + seconds
+            if warm_up_s <= due_s < until_s:
+                found.append(record)
+        return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """One trial to run."""
+
+    number: int
+    round: int
+    policy: str
+    seed: int  # the same for all policies of a round, which so meet the same requests
+
+    @property
+    def key(self) -> str:
+        """In the journal."""
+        return f"trial {self.number:04d}, {self.policy}"
+
+
+def order(policies: list[str], rounds: int, seed: int) -> list[Step]:
+    """Randomised trials: each round has every policy once, in an order of its own."""
+    rng = random.Random(f"{seed}/order")
+    steps: list[Step] = []
+    for number in range(rounds):
+        for policy in rng.sample(policies, len(policies)):
+            steps.append(Step(len(steps), number, policy, 1000 * seed + number))
+    return steps
+
+
+def read_trials(folder: Path) -> list[Trial]:
+    """The finished trials of the comparison in a folder.
+
+    Raises:
+        BadInput: it holds none.
+    """
+    known = Journal.read(folder / JOURNAL)
+    return [Trial(**known[key]) for key in sorted(known) if key != RESTORE]
+
+
+def drive(
+    service: Service,
+    trial: Trial,
+    shape: Shape,
+    *,
+    seed: int,
+    scratch: Path,
+    tick: Callable[[float], None] = lambda elapsed_s: None,
+) -> None:
+    """Set the policy, send the load, wait until all is answered, and fill the trial.
+
+    Args:
+        trial: its policy is one that parse_policy takes.
+        seed: of prompts and arrivals; the same seed sends the same requests at the same times.
+        scratch: folder for locust's log and its record.
+        tick: told the seconds since the load began, about twice a second.
+
+    Raises:
+        BadInput: the server refused the policy, or locust could not run.
+    """
+    service.set_policy(*parse_policy(trial.policy))
+    service.wait_idle()
+    before, counters = service.settled_totals(at_rest=True), service.status().get("counters", {})
+    record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
+    with _watched(service, trial):
+        _run_locust(_command(service.url, shape, seed, record), log, tick)
+    service.wait_idle()
+    after, now = service.settled_totals(), service.status().get("counters", {})
+    trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
+    record.unlink()
+    trial.placed, trial.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
+    if before is not None and after is not None and after["steps"] >= before["steps"]:  # the same router
+        trial.engines = {key: after[key] - before[key] for key in after}
+
+
+def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
+    options = {
+        "--host": url,
+        "--prompts": Path(shape.prompts).resolve(),
+        "--model": shape.model,
+        "--rate": shape.rate,
+        "--users": shape.users,
+        "--spawn-rate": shape.users if shape.rate else 2 * shape.users / max(1, shape.warm_up_s),
+        "--run-time": f"{shape.warm_up_s + shape.seconds}s",
+        "--max-tokens": shape.max_tokens,
+        "--min-tokens": shape.min_tokens,
+        "--temperature": shape.temperature,
+        "--record": record,
+        # Other trials sent the same prompts: with their prefixes cached the first one would pay for all.
+        "--cache-salt": uuid.uuid4().hex,
+        "--seed": seed,
+    }
+    flags = ["--headless", "--ignore-eos", "--only-summary"]
+    pairs = [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *flags, *pairs]
+
+
+def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) -> None:
+    start = time.perf_counter()
+    with log.open("a") as file:
+        size = file.tell()
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=LOCUSTFILE.parents[1])
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                tick(time.perf_counter() - start)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    if process.returncode not in (0, 1):  # 1: requests failed; their records say which
+        said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise BadInput(f"locust ended with {process.returncode}: {said[-1]} (all of it in {log})")
+
+
+@contextmanager
+def _watched(service: Service, trial: Trial) -> Iterator[None]:
+    """Note each worker's requests in flight twice a second."""
+    stop = threading.Event()
+    start = time.perf_counter()
+
+    def watch() -> None:
+        while not stop.wait(0.5):
+            try:
+                workers = httpx.get(f"{service.url}/eldr/status", timeout=30).json().get("workers", [])
+            except (httpx.HTTPError, ValueError):
+                continue  # a gap in a picture
+            trial.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join(2)  # it may be waiting for an answer

@@ -1,0 +1,42 @@
+"""Prompts that are abandoned, in every order of events."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from eldr_serve.engine.abandoned import REMEMBERED_S, AbandonedPrompts
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["hold", "abandon", "hold another"])))
+def test_a_prompt_is_due_once_it_is_held_and_given_up(order: tuple[str, ...]) -> None:
+    prompts = AbandonedPrompts()
+    events = {
+        "hold": lambda: prompts.hold({"engine-1": "mine"}),
+        "abandon": lambda: prompts.abandon(["mine"]),
+        "hold another": lambda: prompts.hold({"engine-2": "other"}),
+    }
+    done = set()
+    for event in order:
+        events[event]()
+        done.add(event)
+        assert prompts.due() == (["engine-1"] if {"hold", "abandon"} <= done else [])
+    assert prompts.due() == ["engine-1"]  # again and again, until it is freed
+    prompts.freed(["engine-1"])
+    assert prompts.due() == []
+    prompts.freed(["engine-1", "never-held"])
+    prompts.abandon(["other"])
+    assert prompts.due() == ["engine-2"]
+
+
+def test_a_name_that_never_came_is_forgotten() -> None:
+    clock = [0.0]
+    prompts = AbandonedPrompts(now=lambda: clock[0])
+    prompts.abandon(["early"])
+    clock[0] = 1.0
+    prompts.abandon(["late"])
+    clock[0] = REMEMBERED_S + 0.5
+    prompts.abandon(["now"])
+    prompts.hold({"1": "early", "2": "late", "3": "now"})
+    assert prompts.due() == ["2", "3"]

@@ -1,0 +1,131 @@
+"""The clock that goes as fast as the cores do, on made-up notes, and the probe that takes them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.harness.cpu_speed import probed
+from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
+from loadgen.trial import Trial
+from tools.cli import BadInput
+
+HALF_AT = 50.0  # from here on the cores of `notes` do half as much
+
+
+def notes(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> np.ndarray:
+    """Of one core; from HALF_AT on its product takes `slow` times as long, or a share of it is stolen."""
+    at = np.arange(0.0, seconds + 0.1, 0.25)
+    late = np.maximum(0.0, at - HALF_AT)
+    return np.column_stack([at, np.where(at < HALF_AT, 1e-3, slow * 1e-3), 100 * stolen * late, 100 * at])
+
+
+@pytest.mark.parametrize("cores", [[notes()], [notes(), notes()], [notes(slow=1.0, stolen=0.5)]])
+def test_a_second_on_cores_at_half_their_speed_is_half_of_one_before(cores: list[np.ndarray]) -> None:
+    clock = NormalisedTime(cores)
+    fast, slow = clock.seconds(10.0, 40.0), clock.seconds(60.0, 90.0)
+    assert slow == pytest.approx(fast / 2, rel=0.01)
+    assert clock.seconds(0.0, 100.0) == pytest.approx(100.0)  # at the mean speed it is the wall's
+    assert clock.seconds(10.0, 90.0) == pytest.approx(clock.seconds(10.0, 37.0) + clock.seconds(37.0, 90.0))
+
+
+def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen() -> None:
+    slow, stolen = NormalisedTime([notes()]), NormalisedTime([notes(slow=1.0, stolen=0.5)])
+    assert slow.slowdown(60.0, 90.0) == pytest.approx(2 * slow.slowdown(10.0, 40.0))
+    assert stolen.slowdown(60.0, 90.0) == pytest.approx(stolen.slowdown(10.0, 40.0)) == pytest.approx(1.0)
+
+
+def test_a_few_interrupted_notes_change_little_and_a_gap_is_bridged() -> None:
+    even = notes(slow=1.0)
+    interrupted = np.random.default_rng(0).choice(len(even), 40, replace=False)
+    even[interrupted, 1] *= np.repeat([0.0, 5.0], 20)
+    assert NormalisedTime([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
+    even[(even[:, 0] > 30.0) & (even[:, 0] < 36.0), 1] = 0.0
+    assert NormalisedTime([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
+    gap = notes()
+    gap = gap[(gap[:, 0] < 60.0) | (gap[:, 0] > 80.0)]
+    assert NormalisedTime([gap]).seconds(60.0, 80.0) == pytest.approx(
+        NormalisedTime([notes()]).seconds(60.0, 80.0), rel=0.02
+    )
+
+
+def test_times_that_were_not_noted_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="not noted"):
+        NormalisedTime([notes()]).seconds(90.0, 120.0)
+    with pytest.raises(BadInput, match="no notes"):
+        NormalisedTime.read(tmp_path)
+
+
+def record(sent_s: float, **times: Any) -> dict[str, Any]:
+    """A request of a load that began at Unix time 0."""
+    return {"number": 0, "due_s": None, "sent_s": sent_s, "sent_unix_s": sent_s} | times
+
+
+def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
+    quick = {"ttft_s": 2.0, "tpot_s": 0.1, "end_s": 12.0, "itl_s": [0.1] * 100, "handover_s": 0.5}
+    slow = {k: [2 * gap for gap in v] if isinstance(v, list) else 2 * v for k, v in quick.items()}
+    failed = record(70.0, error="HTTP 500")
+    engines = {"seconds": 6.0, "batch": 10.0}
+    trial = Trial("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
+    even = normalised(trial, NormalisedTime([notes()]))
+    first, second, unknown = even.requests
+    for key in quick:
+        assert second[key] == pytest.approx(first[key], rel=0.01), key
+    assert first["tpot_s"] == pytest.approx(0.1 / 0.75, rel=0.02)  # the mean speed is 3/4 of the first half's
+    for before, after in zip(trial.requests[:2], even.requests[:2], strict=True):
+        assert after["sent_s"] + after["end_s"] == pytest.approx(before["sent_s"] + before["end_s"])
+    assert unknown == failed
+    assert even.engines is not None
+    assert even.engines["batch"] == 10.0
+    assert 3.0 < even.engines["seconds"] < 6.0
+    assert trial.engines == {"seconds": 6.0, "batch": 10.0}
+
+
+@pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
+def test_what_steps_feel_of_the_probe_is_learned_from_blocks_of_a_policy(felt: float) -> None:
+    """Two balancers that are alike and a policy whose steps take half as long, on restless cores."""
+    slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
+    at = np.arange(0.0, 800.0, 0.25)
+    of_core = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
+    policies = ["random", "round-robin", "marginal-cost", "random", "round-robin", "marginal-cost"] + 2 * [
+        "random"
+    ]
+    trials = [
+        Trial(
+            policy,
+            0,
+            [record(100.0 * n + 10.0, ttft_s=10.0, tpot_s=0.1, end_s=80.0, itl_s=[], handover_s=None)],
+            {"seconds": (5.0 if policy == "marginal-cost" else 10.0) * slowdown[n] ** felt, "batch": 100.0},
+        )
+        for n, policy in enumerate(policies)
+    ]
+    alike = ("random", "round-robin")
+    clock = NormalisedTime([of_core])
+    assert felt_by_engines(trials, clock, alike) == pytest.approx(felt, abs=0.02)
+    assert felt_by_engines(trials[:5], clock, alike) == 1.0  # too few to tell
+    even = NormalisedTime([of_core], felt)
+    seconds = [trial.engines["seconds"] for b in trials if (trial := normalised(b, even)).engines]
+    for policy in (alike, ("marginal-cost",)):
+        assert np.ptp([s for s, name in zip(seconds, policies, strict=True) if name in policy]) < 0.2
+
+
+def test_the_speed_of_every_core_is_noted_until_the_end(tmp_path: Path) -> None:
+    began = time.time()
+    with probed(tmp_path):
+        deadline = time.monotonic() + 120
+        files = [tmp_path / f"cpu_speed_{core}.jsonl" for core in os.sched_getaffinity(0)]
+        while not all(f.exists() and len(f.read_text().splitlines()) > 8 for f in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    ended, lines = time.time(), [f.read_text() for f in files]
+    clock = NormalisedTime.read(tmp_path)
+    assert clock.seconds(ended - 2.0, ended) > 0.0
+    with pytest.raises(BadInput):
+        clock.seconds(began - 10.0, ended)
+    time.sleep(1.0)
+    assert [f.read_text() for f in files] == lines

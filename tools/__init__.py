@@ -1,0 +1,1 @@
+"""What commands, load generation and benchmarks share; `eldr_serve` never imports it."""

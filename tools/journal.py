@@ -1,0 +1,87 @@
+"""What a long run has measured so far, so that it can be stopped and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eldr_serve.files import write_whole
+from tools.cli import BadInput
+
+_SETTINGS = "settings"  # key of the first line
+
+
+class Journal:
+    """A file of JSON lines: the settings of a run, then what it measured, a line each, by its key.
+
+    Args:
+        settings: everything that the measurements depend on; any path in them is kept as text.
+
+    Raises:
+        BadInput: the file holds measurements of another run, or is no journal.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        wanted = json.loads(json.dumps(settings, default=str))
+        found, self._known = _read(path) if path.exists() else ({}, {})
+        if self._known and (other := [k for k in {**found, **wanted} if found.get(k) != wanted.get(k)]):
+            raise BadInput(f"{path} holds a run with another {', '.join(other)}: give the same, or remove it")
+        self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
+
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """What a journal holds, whatever its settings.
+
+        Raises:
+            BadInput: it is not there, or no journal.
+        """
+        return _read(path)[1]
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """What was put, by its key, in the order of the first puts."""
+        return self._known
+
+    def get(self, key: str) -> Any:
+        """What was put under the key last, None if nothing was."""
+        return self._known.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep the value; it is on the disk when this returns."""
+        self._known[key] = value
+        if self._first_line:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, self._first_line)
+        with self._path.open("a") as file:
+            # Each line begins with its line end, so that one that was cut off ends there.
+            file.write("\n" + json.dumps([key, value]))
+            file.flush()
+            os.fsync(file.fileno())
+        self._first_line = ""
+
+    def remove(self) -> None:
+        """The run has ended and said what it found."""
+        self._path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings and entries; a line that the end of its run cut off is measured again."""
+    try:
+        found = [_parsed(line) for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from error
+    entries: dict[str, Any] = dict(entry for entry in found if isinstance(entry, list) and len(entry) == 2)
+    if next(iter(entries), None) != _SETTINGS:
+        raise BadInput(f"{path} is no journal of this version: remove it or name another place")
+    return entries.pop(_SETTINGS), entries
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

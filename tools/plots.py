@@ -1,0 +1,106 @@
+"""Plots: bars and curves of rows, one panel a workload, and the signature space."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.files import write_whole
+
+Rows = Sequence[dict[str, Any]]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure whole, in the format that the name says (PNG, SVG, PDF)."""
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.lstrip(".") or "png", dpi=90)
+    write_whole(path, content.getvalue())
+
+
+def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each workload (and number of workers, where there are several)."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        name = ", ".join(
+            str(row[key]) if key == "workload" else f"{row[key]} {key}"
+            for key in ("workload", "workers")
+            if key in row
+        )
+        found.setdefault(name, []).append(row)
+    return found
+
+
+def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
+    """Axes and rows of each panel, so many inches each; at the end the figure is saved."""
+    groups = _panels(rows)
+    columns = min(3, len(groups))
+    lines_ = -(-len(groups) // columns)
+    figure = Figure(figsize=(width * columns, height * lines_), layout="constrained")
+    grid = figure.subplots(lines_, columns, squeeze=False).flat
+    for axes, (name, members) in zip(grid, groups.items(), strict=False):
+        axes.set_title(name)
+        yield axes, members
+    save(figure, path)
+
+
+def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
+    """Horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
+    longest = max(map(len, _panels(rows).values()))
+    for axes, members in _by_panel(rows, path, 5, 1 + 0.3 * longest):
+        values = [row[value] for row in members]
+        error = interval and [
+            [max(0.0, sign * (row[end] - row[value])) for row in members]
+            for sign, end in zip((-1, 1), interval, strict=True)
+        ]
+        axes.barh([str(row[label]) for row in members], values, xerr=error, color="C0", alpha=0.8)
+        axes.invert_yaxis()
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set(xlabel=value.replace("_", " "))
+
+
+def lines(
+    rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
+) -> None:
+    """Curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
+    for axes, members in _by_panel(rows, path, 5, 3.4):
+        for value in values:
+            for kind in dict.fromkeys(row[by] for row in members) if by else [None]:
+                points = [
+                    (row[x], row[value])
+                    for row in members
+                    if row[value] is not None and (by is None or row[by] == kind)
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=str(kind or value))
+        axes.set(xlabel=xlabel or x.replace("_", " "))
+        if len(values) == 1:
+            axes.set_ylabel(values[0].replace("_", " "))
+        axes.legend(fontsize=7)
+
+
+def signature_space(trace: CalibrationTrace, table: RoutingTable) -> Figure:
+    """Signatures on their first two principal components by domain, with the centroids (Fig. 9)."""
+    points = table.spec.encode(trace.prefill_counts)
+    mean = points.mean(axis=0)
+    axes_ = np.linalg.svd(points - mean, full_matrices=False)[2][:2]
+    flat, centres = (points - mean) @ axes_.T, (table.centroids - mean) @ axes_.T
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    domains = np.array(trace.domains)
+    for number, domain in enumerate(sorted(set(trace.domains))):
+        x, y = flat[domains == domain].T
+        axes.scatter(x, y, s=9, color=f"C{number % 10}", alpha=0.7, label=domain or "(no domain)")
+    x, y = centres.T
+    axes.scatter(x, y, marker="*", s=170, color="black", label="centroid")
+    for worker, centre in enumerate(centres):
+        axes.annotate(f" {worker}", centre)
+    axes.set(xlabel="first principal component", ylabel="second principal component")
+    axes.set_title(f"{len(points)} prefill signatures, {len(centres)} balanced clusters")
+    axes.legend(fontsize=8, ncols=2)
+    return figure

@@ -1,0 +1,153 @@
+"""Figures of a set of requests: quantiles, goodput, and how sure they are (bootstrap).
+
+Sets that met the same arrivals are resampled together, so that what both met by chance cancels in
+their difference. With few rounds of measurement requests are resampled; with many the rounds are,
+which also holds what differs from round to round but not from request to request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import bootstrap
+
+CONFIDENCE = 0.95
+DRAWS = 2000
+ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little of how rounds differ
+
+Floats = NDArray[np.float64]
+
+
+class Interval(NamedTuple):
+    """A value with its bootstrap confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Slo(NamedTuple):
+    """What a request must keep to be good: both times, in ms."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def met(self, record: dict[str, Any]) -> bool:
+        """A request that failed, or has no first token, is not good; one token has no TPOT to miss."""
+        ttft_s, tpot_s = record.get("ttft_s"), record.get("tpot_s")
+        if "error" in record or ttft_s is None:
+            return False
+        return bool(1000 * ttft_s <= self.ttft_ms and 1000 * (tpot_s or 0.0) <= self.tpot_ms)
+
+
+def median_ci(
+    values: Sequence[float], *, confidence: float = CONFIDENCE, draws: int = DRAWS, seed: int = 0
+) -> Interval:
+    """Median of independent values and its bootstrap confidence interval; NaN without values."""
+    if len(values) < 2:
+        return Interval(*[float(values[0]) if len(values) else math.nan] * 3)
+    return _bootstrap(float(np.median(values)), (values,), np.median, confidence, draws, seed)
+
+
+def paired_change_percent(
+    values: Floats, base: Floats, statistic: Callable[..., Any], *, draws: int = DRAWS, seed: int = 0
+) -> Interval:
+    """Change of a statistic of values against a base, %; values and base of a unit are drawn together.
+
+    Args:
+        statistic: statistic(array, axis=...), as np.mean.
+    """
+
+    def change(mine: Floats, its: Floats, axis: int = -1) -> Any:
+        return 100 * (statistic(mine, axis=axis) / statistic(its, axis=axis) - 1)
+
+    return _bootstrap(float(change(values, base)), (values, base), change, CONFIDENCE, draws, seed)
+
+
+def _bootstrap(
+    value: float,
+    samples: Sequence[Any],
+    statistic: Callable[..., Any],
+    confidence: float,
+    draws: int,
+    seed: int,
+) -> Interval:
+    found = bootstrap(
+        samples, statistic, paired=len(samples) > 1, n_resamples=draws, confidence_level=confidence,
+        method="percentile", rng=np.random.default_rng(seed),
+    ).confidence_interval  # fmt: skip
+    return Interval(value, float(found.low), float(found.high))
+
+
+def interval(value: float, draws: Floats) -> Interval:
+    """A value with the percentile interval of its bootstrap draws."""
+    known = draws[np.isfinite(draws)]
+    if not len(known):
+        return Interval(float(value), math.nan, math.nan)
+    low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(float(value), float(low), float(high))
+
+
+def relative_percent(value: float, base: float, draws: Floats, base_draws: Floats) -> Interval:
+    """Difference to a base in % of it; draws of both by the same resamples."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        changes = 100 * (draws / base_draws - 1)
+        change = 100 * (np.float64(value) / np.float64(base) - 1)
+    return interval(float(change), changes)
+
+
+def resampled_counts(
+    rounds: NDArray[np.int_], *, draws: int = DRAWS, seed: int = 0, whole_rounds: bool | None = None
+) -> NDArray[np.int32]:
+    """[draws, units]: how often each unit (an arrival) is in each bootstrap resample.
+
+    Args:
+        rounds: the round of each unit.
+        whole_rounds: resample rounds with all their units; else units within their round.
+            None: rounds where there are ROUNDS_TO_RESAMPLE or more.
+    """
+    rng = np.random.default_rng(seed)
+    names, owner = np.unique(rounds, return_inverse=True)
+    if whole_rounds is None:
+        whole_rounds = len(names) >= ROUNDS_TO_RESAMPLE
+    if whole_rounds:
+        share = np.full(len(names), 1 / len(names))
+        return rng.multinomial(len(names), share, size=draws)[:, owner].astype(np.int32)
+    counts = np.zeros((draws, len(rounds)), np.int32)
+    for number in range(len(names)):
+        members = np.flatnonzero(owner == number)
+        counts[:, members] = rng.multinomial(len(members), np.full(len(members), 1 / len(members)), draws)
+    return counts
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Values, each of a unit; a unit may have many (its tokens) or none (it failed)."""
+
+    values: Floats
+    units: NDArray[np.int_]
+
+    def quantile(self, q: float) -> float:
+        """NaN without values."""
+        return float(np.quantile(self.values, q)) if len(self.values) else float("nan")
+
+    def resampled(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:
+        """[draws, quantiles] of the resamples, by linear interpolation as in np.quantile."""
+        order = np.argsort(self.values, kind="stable")
+        values, units = self.values[order], self.units[order]
+        found = np.full((len(counts), len(quantiles)), np.nan)
+        for row, drawn in enumerate(counts):
+            ends = np.cumsum(drawn[units]) if len(units) else np.zeros(1, int)
+            if not ends[-1]:
+                continue
+            places = np.asarray(quantiles) * (ends[-1] - 1)
+            below = np.floor(places).astype(int)
+            lower = values[np.searchsorted(ends, below, side="right")]
+            upper = values[np.searchsorted(ends, np.minimum(below + 1, ends[-1] - 1), side="right")]
+            found[row] = lower + (places - below) * (upper - lower)
+        return found
