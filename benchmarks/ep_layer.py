@@ -41,9 +41,9 @@ from benchmarks.rig.options import (
     WorkOption,
 )
 from benchmarks.rig.replay import widened
-from eldr_serve.experts import eplb_placement
-from eldr_serve.experts.cost import LayerCost, LayerFit, LayerWork
 from offline.cli import BadInput, run
+from offline.placement.cost import LayerCost, LayerFit, LayerWork
+from offline.placement.eplb import eplb_placement
 from offline.plots import lines
 from offline.results import publish
 

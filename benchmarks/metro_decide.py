@@ -21,9 +21,11 @@ import torch
 import typer
 
 from benchmarks.rig.options import OutOption, SeedOption
-from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_torch import TorchMetro
 from offline.cli import run
+from offline.placement.eplb import eplb_placement
 from offline.results import publish, time_calls
 
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks

@@ -22,7 +22,8 @@ from benchmarks.rig.options import (
     SeedOption,
     WorkOption,
 )
-from eldr_serve.signature import fit_signature, signature_quality
+from eldr_serve.fitting import fit_signature
+from eldr_serve.signature import signature_quality
 from offline.cli import run
 from offline.plots import save
 from offline.results import publish

@@ -18,11 +18,11 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.engine": ENGINE,
-    "eldr_serve.experts.cascade": ENGINE,
+    "studies.cascade": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
     "eldr_serve.experts.metro_triton": ("gpu",),
-    "eldr_serve.experts.parallel_layer": ENGINE,
-    "eldr_serve.experts.replica": ENGINE,
+    "studies.parallel_layer": ENGINE,
+    "studies.low_bit_replica": ENGINE,
     "eldr_serve.serving": (SERVE,),
     "eldr_serve.serving.compat": ENGINE,
     "eldr_serve.serving.first_token": ENGINE,
@@ -31,7 +31,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "loadgen.hostile_cases": ("dev",),
     "offline": (SERVE,),
     "offline.calibrate": ENGINE,
-    "offline.figures": ENGINE,
+    "studies.figures": ENGINE,
     "benchmarks": ENGINE,
     "demo_model": ENGINE,
 }

@@ -9,8 +9,8 @@ import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
 from offline.cli import BadInput
-from offline.figures import director, shifting
-from offline.figures.common import Options
+from studies.figures import director, shifting
+from studies.figures.common import Options
 
 L, E, TOP_K, STEPS, EACH = 2, 16, 2, 8, 12
 DOMAINS = ("code", "math", "en", "fr")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.artifacts import ArtifactError, ExpertPlacement
-from eldr_serve.experts import eplb_placement
+from offline.placement.eplb import eplb_placement
 
 MAP = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 3]]
 

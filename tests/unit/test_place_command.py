@@ -14,10 +14,10 @@ from traces import synthetic_trace
 from typer.testing import CliRunner
 
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement
-from eldr_serve.experts.cost import LayerCost
 from eldr_serve.fitting import fit_table
 from offline.cli import bad_input_exits
 from offline.place import METHODS, place
+from offline.placement.cost import LayerCost
 
 L, E = 4, 16
 

@@ -24,9 +24,9 @@ from eldr_serve.simulation.cluster import Cluster, Cost, Decode
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import simulate
 from offline.cli import BadInput
-from offline.figures.common import Figure, Options, Rows, Steps
-from offline.figures.traffic import Traffic
 from offline.plots import lines, save
+from studies.figures.common import Figure, Options, Rows, Steps
+from studies.figures.traffic import Traffic
 
 SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull

@@ -18,12 +18,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of, route_even, route_optimal
-from eldr_serve.experts.cost import LayerCost, LayerWork
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
 from offline.cli import BadInput
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
+from offline.placement.cost import LayerCost, LayerWork
+from offline.placement.eplb import eplb_placement
 from offline.plots import bars, lines
 from offline.scenario import observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.replica_choice import route_even, route_optimal
 
 Ints = NDArray[np.int64]
 RANKS = 8

@@ -21,9 +21,9 @@ from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import Change, simulate
 from offline.cli import BadInput
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
 from offline.plots import bars, lines
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 
 TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; in proportion elsewhere
