@@ -15,9 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from loadgen.service import Service
+from eldr_serve.client import Client, ServiceError, parse_parameters
 from offline.cli import BadInput
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -41,16 +39,10 @@ class Shape:
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """("locality-band", {"band": 0.1}) of `locality-band:band=0.1`; further parameters after a colon."""
     name, *pairs = text.split(":")
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals and value):
-            raise BadInput(f"{text!r} is no policy: write name:parameter=value")
-        try:
-            parameters[key] = json.loads(value)
-        except ValueError:
-            parameters[key] = value
-    return name, parameters
+    try:
+        return name, parse_parameters(pairs)
+    except ValueError as error:
+        raise BadInput(f"{text!r} is no policy: write name:parameter=value") from error
 
 
 @dataclass
@@ -60,7 +52,7 @@ class Block:
     policy: str
     round: int
     requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
-    engines: dict[str, float] | None = None  # increase of Service.decode_totals, warm-up included
+    engines: dict[str, float] | None = None  # increase of Client.decode_totals, warm-up included
     placed: int = 0
     best: int = 0  # of these, on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
@@ -85,7 +77,7 @@ class Block:
 
 
 def drive(
-    service: Service,
+    service: Client,
     block: Block,
     shape: Shape,
     *,
@@ -102,7 +94,8 @@ def drive(
         tick: told the seconds since the load began, about twice a second.
 
     Raises:
-        BadInput: the server refused the policy, or locust could not run.
+        ServiceError: the server refused the policy.
+        BadInput: locust could not run.
     """
     service.set_policy(*parse_policy(block.policy))
     service.wait_idle()
@@ -160,7 +153,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Service, block: Block) -> Iterator[None]:
+def _watched(service: Client, block: Block) -> Iterator[None]:
     """Note each worker's requests in flight twice a second."""
     stop = threading.Event()
     start = time.perf_counter()
@@ -168,8 +161,8 @@ def _watched(service: Service, block: Block) -> Iterator[None]:
     def watch() -> None:
         while not stop.wait(0.5):
             try:
-                workers = httpx.get(f"{service.url}/eldr/status", timeout=30).json().get("workers", [])
-            except (httpx.HTTPError, ValueError):
+                workers = service.status().get("workers", [])
+            except ServiceError:
                 continue  # a gap in a picture
             block.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
 

@@ -29,13 +29,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from loadgen.block import Block, Shape, drive, parse_policy
 from loadgen.figures import method, rows_of
 from loadgen.load import LATE_S, verdict
 from loadgen.plan import Folder, Step, order
 from loadgen.report import figures_table, html_report
-from loadgen.service import Service
 from loadgen.stats import Slo
 from loadgen.workload import read_prompts
 from offline.cli import BadInput, run
@@ -83,7 +83,7 @@ def compare(
         str(prompts), model, per_s, block_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
     )
     settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
-    service = Service(host, os.environ.get(admin_key_env, ""))
+    service = Client(host, os.environ.get(admin_key_env, ""))
     folder = Folder(out, settings)
     steps = order(names, rounds, seed)
     blocks = {step: block for step in steps if (block := folder.load(step)) is not None}
@@ -151,7 +151,7 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: Service, folder: Folder, names: list[str]) -> Iterator[None]:
+def _policy_restored(service: Client, folder: Folder, names: list[str]) -> Iterator[None]:
     """Check that the server takes every policy; at the end, however it comes, set its own again."""
     status = service.status()
     own = folder.restore or {"name": status["policy"], "parameters": status["parameters"]}
@@ -171,7 +171,7 @@ def _policy_restored(service: Service, folder: Folder, names: list[str]) -> Iter
 
 
 def _measure(
-    service: Service, folder: Folder, steps: list[Step], shape: Shape, console: Console
+    service: Client, folder: Folder, steps: list[Step], shape: Shape, console: Console
 ) -> dict[Step, Block]:
     done: dict[Step, Block] = {}
     load_s = shape.warm_up_s + shape.seconds

@@ -18,11 +18,8 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.engine": ENGINE,
-    "studies.cascade": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
     "eldr_serve.experts.metro_triton": ("gpu",),
-    "studies.parallel_layer": ENGINE,
-    "studies.low_bit_replica": ENGINE,
     "eldr_serve.serving": (SERVE,),
     "eldr_serve.serving.compat": ENGINE,
     "eldr_serve.serving.first_token": ENGINE,
@@ -31,7 +28,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "loadgen.hostile_cases": ("dev",),
     "offline": (SERVE,),
     "offline.calibrate": ENGINE,
-    "studies.figures": ENGINE,
+    "studies": ENGINE,
     "benchmarks": ENGINE,
     "demo_model": ENGINE,
 }

@@ -13,7 +13,6 @@ import pytest
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offline.reproduce import reproduce
 from traces import synthetic_trace
 
 from eldr_serve.expert_placement import Topology, hosts_of
@@ -43,6 +42,7 @@ from offline.placement.locality import local_rule, polling_weights, route_local,
 from offline.placement.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
 from studies.figures import grace
 from studies.figures.common import Options
+from studies.reproduce import reproduce
 
 quick = settings(deadline=None, max_examples=20)
 TOPOLOGY = Topology(ranks=4, nodes=2)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from offline.reproduce import reproduce
 
 from eldr_serve.artifacts import CalibrationTrace
 from offline.cli import bad_input_exits
 from offline.scenario import Work
 from studies.figures import balanceroute, eldr, eldr_parallel
 from studies.figures.common import Options
+from studies.reproduce import reproduce
 
 L, E, TOP_K, STEPS = 3, 32, 2, 20
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
