@@ -97,16 +97,6 @@ class ExpertPlacement:
         """Slots of a layer beyond one an expert; what engines are told as redundant experts."""
         return int(self.physical_to_logical.shape[1]) - self.num_experts
 
-    def require_model(self, model: str, num_layers: int, num_experts: int) -> None:
-        """Raises ValueError, naming the first difference, unless it is a placement of this model."""
-        for what, mine, theirs in (
-            ("model", self.model, model),
-            ("number of MoE layers", len(self.physical_to_logical), num_layers),
-            ("number of experts", self.num_experts, num_experts),
-        ):
-            if mine != theirs:
-                raise ValueError(f"the placement's {what} is {mine}, the model's {theirs}")
-
     def to_json(self) -> bytes:
         """The canonical file's content."""
         return json.dumps({_KEY: self.physical_to_logical.tolist()}).encode() + b"\n"

@@ -85,20 +85,6 @@ def test_a_placement_that_cannot_be_is_named(slots: Any, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        (("other", 2, 4), "model is m, the model's other"),
-        (("m", 3, 4), "MoE layers is 2, the model's 3"),
-        (("m", 2, 8), "experts is 4, the model's 8"),
-    ],
-)
-def test_a_placement_of_another_model_is_refused(asked: tuple[str, int, int], sentence: str) -> None:
-    placement().require_model("m", 2, 4)
-    with pytest.raises(ValueError, match=sentence):
-        placement().require_model(*asked)
-
-
-@pytest.mark.parametrize(
     ("content", "sentence"),
     [
         ("{", "not JSON"),
