@@ -45,13 +45,14 @@ class _Lazy(TyperCommand):
         try:
             app.command(self.name)(getattr(importlib.import_module(module), function))
         except ModuleNotFoundError as error:
-            if error.name == module.partition(".")[0]:
+            missing = str(error.name).partition(".")[0]
+            if missing == module.partition(".")[0]:
                 raise ValueError(
                     f"it is part of the repository, not of the installed package: clone the repository, run "
                     f"`make setup` in it, then `.venv/bin/eldr {self.name}`"
                 ) from None
             raise ValueError(
-                f"it needs the Python package {error.name}, which is not installed: install "
+                f"it needs the Python package {missing}, which is not installed: install "
                 "eldr-serve[cpu] or eldr-serve[gpu]"
             ) from None
         return get_command(app)
