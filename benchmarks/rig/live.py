@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
 from benchmarks.rig.cluster import local_ray, wait_ready
@@ -24,6 +23,7 @@ from benchmarks.rig.engines import WEIGHTS, our_arguments
 from benchmarks.rig.even_clock import EvenClock, evened, felt_by_engines
 from benchmarks.rig.pace import probed
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from loadgen.figures import BASELINES, rows_of
 from loadgen.plan import read_blocks
@@ -94,11 +94,9 @@ def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
 def compared(table: RoutingTable, options: dict[str, Any], *, port: int, folder: Path) -> dict[str, Any]:
     """Swap the table into what serves there; what loadgen.compare then says. One in the folder goes on."""
     url = f"http://127.0.0.1:{port}"
-    table_file, comparison = folder / "table.safetensors", folder / "comparison"
-    table.save(table_file)
-    key = {"authorization": f"Bearer {_KEY}"}
-    answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
-    answer.raise_for_status()
+    comparison = folder / "comparison"
+    table.save(folder / "table.safetensors")
+    Client(url, _KEY).swap_table(table.to_bytes())
     options |= {"host": url, "out": comparison}
     with probed(folder / "pace"):
         done = subprocess.run(
