@@ -166,7 +166,7 @@ def _show(found: dict[str, Any]) -> None:
     for row in found.get("workers", []):
         keys = ("worker", "replica", "in_flight", "kv_tokens", "cluster_domain")
         workers.add_row(*(str(row.get(key) if row.get(key) is not None else "-") for key in keys))
-    console = Console()
+    console = Console(markup=False)
     console.print(grid)
     console.print(workers)
 
