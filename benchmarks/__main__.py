@@ -9,6 +9,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tools.cli import BadInput, run
 
 NAMES = sorted(
     p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "common")
@@ -32,11 +37,21 @@ REPLAYS = {  # one engine for up to an hour each
     "simulator_validation",
 }
 
-if __name__ == "__main__":
-    chosen = sys.argv[1:] or [name for name in NAMES if name not in SERVING | REPLAYS]
-    for name in NAMES if chosen == ["all"] else chosen:
-        if name not in NAMES:
-            sys.exit(f"benchmarks: there is no {name!r}; there are {', '.join(NAMES)}")
-        print(f"== {name}", flush=True)
+
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Which; `all`; none runs those of some minutes in all.")
+    ] = None,
+) -> None:
+    """Run benchmarks, results in benchmarks/results, and write the tables of the pages anew."""
+    chosen = NAMES if names == ["all"] else names or [n for n in NAMES if n not in SERVING | REPLAYS]
+    unknown = [name for name in chosen if name not in NAMES]
+    if unknown:
+        raise BadInput(f"there is no {unknown[0]!r}; there are {', '.join(NAMES)}")
+    for name in [*chosen, "harness.tables"]:
+        typer.echo(f"== {name}")
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
-    subprocess.run([sys.executable, "-m", "benchmarks.harness.tables"], check=True)
+
+
+if __name__ == "__main__":
+    run(bench)

@@ -32,8 +32,8 @@ from benchmarks.harness.ep_timing import (
     shares_alone,
 )
 from benchmarks.harness.replay import widened
-from eldr_serve.experts import eplb_placement
-from eldr_serve.experts.cost import LayerCost, LayerFit, LayerWork
+from offline.placement.cost import LayerCost, LayerFit, LayerWork
+from offline.placement.eplb import eplb_placement
 from tools.cli import BadInput, run
 from tools.plots import lines
 from tools.results import publish

@@ -21,8 +21,10 @@ import torch
 import typer
 
 from benchmarks.harness import options
-from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_torch import TorchMetro
+from offline.placement.eplb import eplb_placement
 from tools.cli import run
 from tools.results import p50_p99_us, publish, time_calls
 

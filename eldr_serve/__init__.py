@@ -1,0 +1,67 @@
+"""Expert-locality-aware serving of mixture-of-experts models.
+
+What is named here is loaded when it is first asked for: Ray and vLLM with `build_app` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+    from eldr_serve.client import Client, ServiceError
+    from eldr_serve.expert_placement import ExpertPlacement
+    from eldr_serve.records import ArtifactError
+    from eldr_serve.routing import (
+        Decision,
+        Loads,
+        NoWorkerError,
+        PlacementRequest,
+        Policy,
+        PolicyError,
+        make_policy,
+        policy_names,
+    )
+    from eldr_serve.serving.app import build_app
+    from eldr_serve.serving.errors import ConfigurationError
+
+__all__ = [
+    "ArtifactError",
+    "CalibrationTrace",
+    "Client",
+    "ConfigurationError",
+    "Decision",
+    "ExpertPlacement",
+    "Loads",
+    "NoWorkerError",
+    "PlacementRequest",
+    "Policy",
+    "PolicyError",
+    "RoutingTable",
+    "ServiceError",
+    "build_app",
+    "make_policy",
+    "policy_names",
+]
+
+_HOMES = {
+    "CalibrationTrace": "artifacts",
+    "RoutingTable": "artifacts",
+    "Client": "client",
+    "ServiceError": "client",
+    "ExpertPlacement": "expert_placement",
+    "ArtifactError": "records",
+    "build_app": "serving.app",
+    "ConfigurationError": "serving.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'routing')}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

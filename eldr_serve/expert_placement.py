@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eldr_serve.files import write_all
 from eldr_serve.records import ArtifactError, Record, build, parse_record, read_file
@@ -33,6 +33,26 @@ class _PlacementRecord(Record):
     method: str
     map_sha256: str
     report: dict[str, Any]
+
+
+class Topology(BaseModel):
+    """EP ranks (GPUs) on nodes, equally many each; rank r is on node r // (ranks / nodes)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ranks: int = Field(ge=1, description="EP ranks")
+    nodes: int = Field(default=1, ge=1, description="machines that hold them")
+
+    @model_validator(mode="after")
+    def _divides(self) -> Topology:
+        if self.ranks % self.nodes:
+            raise ValueError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
+        return self
+
+    @property
+    def node_of(self) -> Ints:
+        """int[G], the node of each rank."""
+        return np.arange(self.ranks) // (self.ranks // self.nodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +96,6 @@ class ExpertPlacement:
     def num_redundant(self) -> int:
         """Slots of a layer beyond one an expert; what engines are told as redundant experts."""
         return int(self.physical_to_logical.shape[1]) - self.num_experts
-
-    def require_model(self, model: str, num_layers: int, num_experts: int) -> None:
-        """Raises ValueError, naming the first difference, unless it is a placement of this model."""
-        for what, mine, theirs in (
-            ("model", self.model, model),
-            ("number of MoE layers", len(self.physical_to_logical), num_layers),
-            ("number of experts", self.num_experts, num_experts),
-        ):
-            if mine != theirs:
-                raise ValueError(f"the placement's {what} is {mine}, the model's {theirs}")
 
     def to_json(self) -> bytes:
         """The canonical file's content."""

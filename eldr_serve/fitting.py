@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,45 @@ from eldr_serve.clustering import Clusters, balanced_kmeans
 from eldr_serve.signature import (
     TRANSFORMS,
     SignatureSpec,
-    fit_signature,
     inverse_document_frequency,
     select_layers,
     signature_quality,
 )
+
+
+def fit_signature(
+    trace: CalibrationTrace,
+    transform: str = "count-idf",
+    *,
+    layers: Sequence[int] | None = None,
+    pairs: int = 5000,
+    seed: int = 0,
+) -> SignatureSpec:
+    """Fit the weights and the layer mask on a calibration trace.
+
+    Args:
+        transform: one of TRANSFORMS.
+        layers: keep these instead of the greedy mask.
+
+    Raises:
+        ValueError: unknown transform, or a trace too small to correlate.
+    """
+    if transform not in TRANSFORMS:
+        raise ValueError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
+    element, weighted = TRANSFORMS[transform]
+    idf = (
+        inverse_document_frequency(trace.prefill_counts)
+        if weighted
+        else np.ones(trace.prefill_counts.shape[1:], np.float32)
+    )
+    if layers is None:
+        selection = select_layers(
+            trace.prefill_counts, trace.decode_probability, idf=idf, element=element, pairs=pairs, seed=seed
+        )
+        kept = selection.kept
+    else:
+        kept = np.asarray(layers, np.int64)
+    return SignatureSpec(idf, kept, element)
 
 
 def fit_table(

@@ -9,17 +9,13 @@ import base64
 import binascii
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
-
-if TYPE_CHECKING:
-    from eldr_serve.artifacts import CalibrationTrace
 
 Counts = NDArray[np.unsignedinteger[Any]]
 Element = Literal["count", "sqrt", "binary"]
@@ -191,41 +187,6 @@ def select_layers(
         rhos.append(float(scores[best]))
         dot, norm_i, norm_j = dot + dots[layer], norm_i + norms_i[layer], norm_j + norms_j[layer]
     return LayerSelection(np.array(order), np.array(rhos))
-
-
-def fit_signature(
-    trace: CalibrationTrace,
-    transform: str = "count-idf",
-    *,
-    layers: Sequence[int] | None = None,
-    pairs: int = 5000,
-    seed: int = 0,
-) -> SignatureSpec:
-    """Fit the weights and the layer mask on a calibration trace.
-
-    Args:
-        transform: one of TRANSFORMS.
-        layers: keep these instead of the greedy mask.
-
-    Raises:
-        ValueError: unknown transform, or a trace too small to correlate.
-    """
-    if transform not in TRANSFORMS:
-        raise ValueError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
-    element, weighted = TRANSFORMS[transform]
-    idf = (
-        inverse_document_frequency(trace.prefill_counts)
-        if weighted
-        else np.ones(trace.prefill_counts.shape[1:], np.float32)
-    )
-    if layers is None:
-        selection = select_layers(
-            trace.prefill_counts, trace.decode_probability, idf=idf, element=element, pairs=pairs, seed=seed
-        )
-        kept = selection.kept
-    else:
-        kept = np.asarray(layers, np.int64)
-    return SignatureSpec(idf, kept, element)
 
 
 def _pairs(num_requests: int, pairs: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

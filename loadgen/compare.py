@@ -28,11 +28,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from loadgen.figures import method, policy_rows
 from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
-from loadgen.service import Service
 from loadgen.trial import JOURNAL, RESTORE, Shape, Step, Trial, drive, order, parse_policy
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
@@ -82,7 +82,7 @@ def compare(
         str(prompts), model, per_s, trial_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
     )
     settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
-    service = Service(host, os.environ.get(admin_key_env, ""))
+    service = Client(host, os.environ.get(admin_key_env, ""))
     if out.exists() and any(out.iterdir()) and not (out / JOURNAL).exists():
         raise BadInput(f"{out} is not empty and holds no comparison of this version: give another --out")
     journal = Journal(out / JOURNAL, settings)
@@ -152,7 +152,7 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: Service, journal: Journal, names: list[str]) -> Iterator[None]:
+def _policy_restored(service: Client, journal: Journal, names: list[str]) -> Iterator[None]:
     """Check that the server takes every policy; at the end, however it comes, set its own again."""
     status = service.status()
     # That of a run that was killed is not the server's own.
@@ -174,7 +174,7 @@ def _policy_restored(service: Service, journal: Journal, names: list[str]) -> It
 
 
 def _measure(
-    service: Service, journal: Journal, steps: list[Step], shape: Shape, console: Console, scratch: Path
+    service: Client, journal: Journal, steps: list[Step], shape: Shape, console: Console, scratch: Path
 ) -> None:
     load_s = shape.warm_up_s + shape.seconds
     start = time.perf_counter()

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from eldr_serve.client import Client, ServiceError, parse_parameters
 from eldr_serve.routing import policy_names
-from loadgen.service import Service
 from tools.cli import BadInput
 from tools.journal import Journal
 
@@ -48,16 +46,10 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     name, *pairs = text.split(":")
     if pairs and "=" not in pairs[0] and name not in policy_names():  # my_package.module:MyPolicy
         name = f"{name}:{pairs.pop(0)}"
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals and value):
-            raise BadInput(f"{text!r} is no policy: write name:parameter=value")
-        try:
-            parameters[key] = json.loads(value)
-        except ValueError:
-            parameters[key] = value
-    return name, parameters
+    try:
+        return name, parse_parameters(pairs)
+    except ValueError as error:
+        raise BadInput(f"{text!r} is no policy: write name:parameter=value") from error
 
 
 @dataclass
@@ -67,7 +59,7 @@ class Trial:
     policy: str
     round: int
     requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
-    engines: dict[str, float] | None = None  # increase of Service.decode_totals, warm-up included
+    engines: dict[str, float] | None = None  # increase of Client.decode_totals, warm-up included
     placed: int = 0
     best: int = 0  # of these, on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
@@ -123,7 +115,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 
 def drive(
-    service: Service,
+    service: Client,
     trial: Trial,
     shape: Shape,
     *,
@@ -202,7 +194,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Service, trial: Trial) -> Iterator[None]:
+def _watched(service: Client, trial: Trial) -> Iterator[None]:
     """Note each worker's requests in flight twice a second."""
     stop = threading.Event()
     start = time.perf_counter()
@@ -210,8 +202,8 @@ def _watched(service: Service, trial: Trial) -> Iterator[None]:
     def watch() -> None:
         while not stop.wait(0.5):
             try:
-                workers = httpx.get(f"{service.url}/eldr/status", timeout=30).json().get("workers", [])
-            except (httpx.HTTPError, ValueError):
+                workers = service.status().get("workers", [])
+            except ServiceError:
                 continue  # a gap in a picture
             trial.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
 

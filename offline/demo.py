@@ -26,10 +26,10 @@ import yaml
 from rich.console import Console
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from loadgen.figures import method, policy_rows
 from loadgen.report import distributions, load_over_time, page
-from loadgen.service import Service
 from loadgen.trial import Shape, Trial, drive
 from tools.cli import BadInput, run
 from tools.plots import signature_space
@@ -82,7 +82,7 @@ def _command(module: str, *arguments: object, log: Path) -> None:
 
 
 @contextmanager
-def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> Iterator[Service]:
+def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> Iterator[Client]:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise BadInput(f"something listens at port {port} already; give another --port")
@@ -97,7 +97,7 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
     arguments["admin_key"] = KEY
     for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    service = Service(f"http://127.0.0.1:{port}", KEY)
+    service = Client(f"http://127.0.0.1:{port}", KEY)
     try:
         with _step("starting the engines (1 prefill, 2 decode)") as tell:
             with ThreadPoolExecutor(1) as importing:

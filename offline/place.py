@@ -17,21 +17,16 @@ import typer
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement, RoutingTable
-from eldr_serve.experts import (
-    activation_placement,
-    co_activation,
-    eplb_placement,
-    expert_load,
-    grace_placement,
-    hosts_of,
-)
-from eldr_serve.experts.cost import LayerCost, Topology
-from eldr_serve.experts.director import director_placement
-from eldr_serve.experts.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
-from eldr_serve.experts.grace import slots_a_rank
-from eldr_serve.experts.locality import local_rule
+from eldr_serve.expert_placement import Topology, hosts_of
 from eldr_serve.files import write_all
 from eldr_serve.fitting import fit_table
+from offline.placement.affinity import co_activation, expert_load
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement
+from offline.placement.eplb import activation_placement, eplb_placement
+from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
+from offline.placement.grace import grace_placement, slots_a_rank
+from offline.placement.locality import local_rule
 from offline.scenario import observed, routes_of
 from tools.cli import BadInput, run
 from tools.results import print_table

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.ep_ranks import device, read_experts, read_gate
-from eldr_serve.experts import MetroPlan, hosts_of
-from eldr_serve.experts.parallel_layer import (
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
+from studies.parallel_layer import (
     ParallelLayer,
     Products,
     Routing,

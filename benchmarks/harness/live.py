@@ -16,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks.harness.cluster import local_ray, wait_ready
 from benchmarks.harness.cpu_speed import probed
 from benchmarks.harness.engines import WEIGHTS, our_arguments
 from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.client import Client
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.trial import read_trials
 from loadgen.workload import Prompt, read_prompts
@@ -107,11 +106,9 @@ class Comparison:
         """Swap the table into what serves there, and run loadgen.compare; one that was stopped goes on."""
         self._journal.put("begun", True)
         url = f"http://127.0.0.1:{port}"
-        table_file, out = self.folder / "table.safetensors", self.folder / "comparison"
-        table.save(table_file)
-        key = {"authorization": f"Bearer {_KEY}"}
-        answer = httpx.put(f"{url}/eldr/table", content=table_file.read_bytes(), headers=key, timeout=60)
-        answer.raise_for_status()
+        out = self.folder / "comparison"
+        table.save(self.folder / "table.safetensors")
+        Client(url, _KEY).swap_table(table.to_bytes())
         options = load | {"host": url, "out": out}
         with probed(self.folder / "cpu_speed"):
             done = subprocess.run(

@@ -36,8 +36,8 @@ from eldr_serve.engine.compat import (
     moe_layers,
     routes_own_tokens,
 )
-from eldr_serve.experts import MetroPlan, hosts_of
-from eldr_serve.experts.cost import Topology
+from eldr_serve.expert_placement import Topology, hosts_of
+from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_torch import TorchMetro
 
 Ints = NDArray[np.int64]

@@ -13,7 +13,7 @@ import triton.language as tl
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from eldr_serve.experts.replica_routing import UNIT, MetroPlan
+from eldr_serve.experts.metro import UNIT, MetroPlan
 
 _UNIT = tl.constexpr(UNIT)
 _NEVER = tl.constexpr(1 << 30)  # above any load

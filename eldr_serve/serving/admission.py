@@ -46,12 +46,6 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     max_sequences: int = Field(
         default=256, ge=1, description="answers to one request (prompts x n); one that asks for more gets 400"
     )
-    router_timeout_s: float = Field(
-        default=1.0, gt=0, description="wait for the DecodeRouter before placing by own load, s"
-    )
-    prewarm: bool = Field(
-        default=True, description="send one token through each prefill-decode pair before users do"
-    )
 
 
 class Gate:

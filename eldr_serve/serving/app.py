@@ -57,7 +57,6 @@ def build_app(args: dict[str, Any]) -> Application:
         router="PrefillRequestRouter",
         router_kwargs={
             "directory_name": prefill_directory(parsed.name),
-            "prefix_tokens": parsed.prefill_router.prefix_tokens,
             "max_load_ratio": parsed.prefill_router.max_load_ratio,
             "max_kv_usage": parsed.prefill_router.max_kv_usage,
         },
@@ -101,7 +100,6 @@ def build_app(args: dict[str, Any]) -> Application:
             parameters=parsed.router.parameters,
             table=parsed.router.table.read_bytes() if parsed.router.table else None,
             client_timeout_s=parsed.router.client_timeout_s,
-            idle_exit_s=parsed.router.idle_exit_s,
             seed=parsed.router.seed,
         ),
         options=parsed.ingress,

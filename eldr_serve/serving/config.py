@@ -33,9 +33,6 @@ class RouterOptions(BaseModel):
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
     )
-    idle_exit_s: float = Field(
-        default=600.0, gt=0, description="the router actor leaves when no ingress has spoken for this long, s"
-    )
     seed: int = Field(default=0, description="seed of random choices")
 
     @field_validator("table")
@@ -59,9 +56,6 @@ class PrefillRouterOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prefix_tokens: int = Field(
-        default=64, ge=1, description="head of the prompt that is hashed, tokens (4 characters each for text)"
-    )
     max_load_ratio: float = Field(
         default=1.25, ge=1.0, description="a replica above this times the mean load is passed over"
     )

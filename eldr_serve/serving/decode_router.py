@@ -16,6 +16,7 @@ from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Sett
 from eldr_serve.serving.router_state import RouterState
 
 NAMESPACE = "eldr"
+_IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
 _REAP_PERIOD_S = 1.0
 
 
@@ -28,9 +29,6 @@ class RouterSpec(BaseModel, frozen=True):
     table: bytes | None = Field(default=None, description="RoutingTable file to start with, as bytes")
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, in s"
-    )
-    idle_exit_s: float = Field(
-        default=600.0, gt=0, description="the actor leaves when no ingress has spoken for this long, in s"
     )
     seed: int = Field(default=0, description="seed of the policy's random choices")
 
@@ -116,7 +114,7 @@ class DecodeRouter:
             await asyncio.sleep(_REAP_PERIOD_S)
             self._state.drop_silent_clients()
             self._metrics.load(self._state)
-            if time.monotonic() - self._last_call > self._spec.idle_exit_s:
+            if time.monotonic() - self._last_call > _IDLE_EXIT_S:
                 ray.actor.exit_actor()
 
 

@@ -108,7 +108,6 @@ class EldrIngress(Ingress):
         self._client = RouterClient(
             lambda: connect(actor_name(application), router),
             self._decode_replicas,
-            timeout_s=options.router_timeout_s,
         )
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
@@ -120,9 +119,7 @@ class EldrIngress(Ingress):
             self._decode_replicas,
         )
         self._path = RequestPath(engines=engines, client=self._client, options=path_options)
-        self._warmup = Warmup(
-            engines=engines, client=self._client, model_id=router.model_id, enabled=options.prewarm
-        )
+        self._warmup = Warmup(engines=engines, client=self._client, model_id=router.model_id)
         self._started: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:

@@ -177,7 +177,6 @@ class PrefillRequestRouter(_CountingRouter):
     """Rendezvous hash of the prompt's head, to the least loaded where that replica is over its bound.
 
     Keyword arguments (request_router_kwargs):
-        prefix_tokens: tokens (4 characters each, for text) of the prompt that are hashed.
         max_load_ratio: a replica with more than this times the mean load is passed over.
         max_kv_usage: a replica with more than this share of its KV blocks in use is, too.
     """
@@ -186,14 +185,12 @@ class PrefillRequestRouter(_CountingRouter):
         self,
         *,
         directory_name: str = "prefill",
-        prefix_tokens: int = 64,
         max_load_ratio: float = 1.25,
         max_kv_usage: float = 1.0,
         **kwargs: Any,
     ) -> None:
         super().initialize_state(directory_name=directory_name, **kwargs)
         self.directory.budget = PrefillBudget(max_kv_usage)
-        self._prefix_tokens = prefix_tokens
         self._max_load_ratio = max_load_ratio
 
     async def _choose(
@@ -208,7 +205,7 @@ class PrefillRequestRouter(_CountingRouter):
         # The ingress has seen room somewhere; if it is gone by now, all are full alike.
         open_to_it = self.directory.budget.with_room(by_name) or list(by_name)
         chosen = choose_prefill(
-            prompt_head(request, self._prefix_tokens),
+            prompt_head(request),
             {name: self._in_flight[name] for name in open_to_it},
             max_load_ratio=self._max_load_ratio,
             attempt=int(params.get(ATTEMPT, 0)),
@@ -216,7 +213,7 @@ class PrefillRequestRouter(_CountingRouter):
         return by_name[chosen]
 
 
-def prompt_head(request: Any, prefix_tokens: int) -> bytes:
+def prompt_head(request: Any, prefix_tokens: int = 64) -> bytes:
     """The bytes that the prefix hash is taken of: first tokens, or 4 characters a token of text."""
     prompt = getattr(request, "prompt", None)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):

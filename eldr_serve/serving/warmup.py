@@ -34,12 +34,10 @@ class Warmup:
         engines: Engines,
         client: RouterClient,
         model_id: str,
-        enabled: bool,
     ) -> None:
         self._engines = engines
         self._client = client
         self._model_id = model_id
-        self._enabled = enabled
         self._warm: set[tuple[str, str]] = set()
         self._engines_up = False
 
@@ -50,8 +48,8 @@ class Warmup:
 
     @property
     def ready(self) -> bool:
-        """Every engine that Serve knows of is up and, if warming is on, warm."""
-        return self._engines_up and not (self._enabled and self._cold())
+        """Every engine that Serve knows of is up and warm."""
+        return self._engines_up and not self._cold()
 
     def _cold(self) -> list[tuple[str, str]]:
         return [
@@ -68,7 +66,7 @@ class Warmup:
             self._engines.prefill.check_health.remote(), self._engines.decode.check_health.remote()
         )
         self._engines_up = True
-        while self._enabled:
+        while True:
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
             await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
 

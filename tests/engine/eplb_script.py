@@ -32,7 +32,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine import compat, eplb
-from eldr_serve.experts import hosts_of, route_metro
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import route_metro
 
 RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
 PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 3, 0, 1, 5, 4, 2]]

@@ -10,14 +10,10 @@ from vllm.distributed.eplb.eplb_state import _commit_eplb_maps, compute_logical_
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.experts import (
-    activation_placement,
-    co_activation,
-    eplb_placement,
-    expert_load,
-    grace_placement,
-)
-from eldr_serve.experts.cost import Topology
+from eldr_serve.expert_placement import Topology
+from offline.placement.affinity import co_activation, expert_load
+from offline.placement.eplb import activation_placement, eplb_placement
+from offline.placement.grace import grace_placement
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 12
 

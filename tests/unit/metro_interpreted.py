@@ -12,8 +12,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_triton import TritonMetro, _metro
+from offline.placement.eplb import eplb_placement
 
 
 def interpret() -> None:

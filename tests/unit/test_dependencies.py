@@ -18,11 +18,8 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.engine": ENGINE,
-    "eldr_serve.experts.cascade": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
     "eldr_serve.experts.metro_triton": ("gpu",),
-    "eldr_serve.experts.parallel_layer": ENGINE,
-    "eldr_serve.experts.replica": ENGINE,
     "eldr_serve.serving": (SERVE,),
     "eldr_serve.serving.compat": ENGINE,
     "eldr_serve.serving.first_token": ENGINE,
@@ -32,7 +29,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "offline": (SERVE,),
     "tools": (SERVE,),
     "offline.calibrate": ENGINE,
-    "offline.figures": ENGINE,
+    "studies": ENGINE,
     "benchmarks": ENGINE,
     "demo_model": ENGINE,
 }

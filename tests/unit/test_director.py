@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from eldr_serve.experts import hosts_of
-from eldr_serve.experts.annealing import annealed_placement
-from eldr_serve.experts.cost import LayerCost, Topology
-from eldr_serve.experts.director import director_placement, placed_work, round_in_polytope
+from eldr_serve.expert_placement import Topology, hosts_of
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement, placed_work, round_in_polytope
+from studies.annealing import annealed_placement
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=2e-6, per_token_s=1e-7, near_byte_s=1e-11, far_byte_s=1e-10)
 BYTES = 2000.0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.figures import director, shifting
-from offline.figures.common import Options
+from studies.figures import director, shifting
+from studies.figures.common import Options
 from tools.cli import BadInput
 
 L, E, TOP_K, STEPS, EACH = 2, 16, 2, 8, 12

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.artifacts import ArtifactError, ExpertPlacement
-from eldr_serve.experts import eplb_placement
+from offline.placement.eplb import eplb_placement
 
 MAP = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 3]]
 
@@ -82,20 +82,6 @@ def test_vllm_reads_one_record_with_a_list_a_layer() -> None:
 def test_a_placement_that_cannot_be_is_named(slots: Any, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         placement(slots, **changes)
-
-
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        (("other", 2, 4), "model is m, the model's other"),
-        (("m", 3, 4), "MoE layers is 2, the model's 3"),
-        (("m", 2, 8), "experts is 4, the model's 8"),
-    ],
-)
-def test_a_placement_of_another_model_is_refused(asked: tuple[str, int, int], sentence: str) -> None:
-    placement().require_model("m", 2, 4)
-    with pytest.raises(ValueError, match=sentence):
-        placement().require_model(*asked)
 
 
 @pytest.mark.parametrize(

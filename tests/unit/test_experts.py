@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.experts import (
-    activation_placement,
-    eplb_placement,
-    hosts_of,
-    route_even,
-    route_metro,
-    route_optimal,
-)
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import route_metro
+from offline.placement.eplb import activation_placement, eplb_placement
+from studies.replica_choice import route_even, route_optimal
 
 
 def test_eplb_gives_the_published_example() -> None:

@@ -15,17 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import synthetic_trace
 
-from eldr_serve.experts import (
-    co_activation,
-    expert_load,
-    grace_placement,
-    hosts_of,
-    polling_weights,
-    route_local,
-    route_weighted,
-)
-from eldr_serve.experts.cost import LayerCost, Topology
-from eldr_serve.experts.evaluate import (
+from eldr_serve.expert_placement import Topology, hosts_of
+from offline.placement.affinity import co_activation, expert_load
+from offline.placement.cost import LayerCost
+from offline.placement.evaluate import (
     evaluate,
     forwarded_copies,
     home_ranks,
@@ -34,7 +27,8 @@ from eldr_serve.experts.evaluate import (
     serve_even,
     served,
 )
-from eldr_serve.experts.grouping import (
+from offline.placement.grace import grace_placement
+from offline.placement.grouping import (
     bounded_groups,
     hierarchical_groups,
     knee,
@@ -43,11 +37,11 @@ from eldr_serve.experts.grouping import (
     spectral_groups,
     utilisation,
 )
-from eldr_serve.experts.locality import local_rule, weighted_rule
-from eldr_serve.experts.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
-from offline.figures import grace
-from offline.figures.common import Options
-from offline.reproduce import reproduce
+from offline.placement.locality import local_rule, polling_weights, route_local, route_weighted, weighted_rule
+from offline.placement.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
+from studies.figures import grace
+from studies.figures.common import Options
+from studies.reproduce import reproduce
 from tools.cli import bad_input_exits
 
 quick = settings(deadline=None, max_examples=20)

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from traces import synthetic_trace
 
 from benchmarks.harness import live
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.client import Client
 from eldr_serve.fitting import fit_table
 from loadgen.figures import policy_rows
 from loadgen.trial import JOURNAL, RESTORE, Trial, order, read_trials
@@ -42,14 +42,12 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
         (path / "compare.json").write_text(json.dumps({"rate": options["rate"]}))
         return subprocess.CompletedProcess(command, 0)
 
-    def swap(url: str, *, content: bytes, headers: dict[str, str], **_: Any) -> httpx.Response:
-        assert url == f"{URL}/eldr/table"
-        assert headers["authorization"].startswith("Bearer ")
-        tables.append(content)
-        return httpx.Response(200, request=httpx.Request("PUT", url))
+    def swap(client: Client, table: bytes) -> None:
+        assert client.url == URL
+        tables.append(table)
 
     monkeypatch.setattr(live.subprocess, "run", compare)
-    monkeypatch.setattr(live.httpx, "put", swap)
+    monkeypatch.setattr(Client, "swap_table", swap)
     table, _ = fit_table(synthetic_trace(), 2)
     file = tmp_path / "table.safetensors"
 

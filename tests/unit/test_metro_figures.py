@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts.cost import LayerWork
-from offline.figures import metro
-from offline.figures.common import Options
+from offline.placement.cost import LayerWork
+from studies.figures import metro
+from studies.figures.common import Options
 from tools.cli import BadInput
 
 L, E, TOP_K, STEPS, N = 2, 32, 4, 5, 40

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.experts import route_metro, route_optimal
+from eldr_serve.experts.metro import LARGEST, UNIT, MetroPlan, route_metro
 from eldr_serve.experts.metro_torch import TorchMetro
-from eldr_serve.experts.replica_routing import LARGEST, UNIT, MetroPlan
+from studies.replica_choice import route_optimal
 
 
 @st.composite

@@ -14,15 +14,10 @@ from torch import Tensor
 
 from benchmarks.harness.engines import WEIGHTS
 from benchmarks.harness.ep_ranks import on_ranks, read_experts, read_gate
-from eldr_serve.experts import (
-    MetroPlan,
-    activation_placement,
-    eplb_placement,
-    hosts_of,
-    route_even,
-    route_optimal,
-)
-from eldr_serve.experts.parallel_layer import (
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
+from offline.placement.eplb import activation_placement, eplb_placement
+from studies.parallel_layer import (
     ParallelLayer,
     Products,
     Routing,
@@ -34,6 +29,7 @@ from eldr_serve.experts.parallel_layer import (
     torch_products,
     vllm_products,
 )
+from studies.replica_choice import route_even, route_optimal
 
 E, TOP_K, LAYER = 64, 4, 2  # of the demo model; any layer
 SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens of each rank; 2 ranks: the first

@@ -14,9 +14,9 @@ from traces import synthetic_trace
 from typer.testing import CliRunner
 
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement
-from eldr_serve.experts.cost import LayerCost
 from eldr_serve.fitting import fit_table
 from offline.place import METHODS, place
+from offline.placement.cost import LayerCost
 from tools.cli import bad_input_exits
 
 L, E = 4, 16
@@ -43,7 +43,7 @@ def test_a_placement_is_written_with_its_report(
     redundant = 0 if method == "activation" else 4
     placed(trace, tmp_path / "p.json", method=method, nodes=2, redundant=redundant)
     made = ExpertPlacement.load(tmp_path / "p.json")
-    made.require_model("m", L, E)
+    assert (made.model, made.physical_to_logical.shape[0], made.num_experts) == ("m", L, E)
     assert (made.method, made.ranks, made.nodes, made.num_redundant) == (method, 4, 2, redundant)
     assert made.fingerprint == CalibrationTrace.load(trace).fingerprint
     rows = made.report["held_out"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from eldr_serve.experts.cascade import Cascade, predict_routes, train_cascade
-from eldr_serve.experts.prediction import decode_correction, expected_workload, match_rate, workload_error
-from eldr_serve.experts.replica import quantise_, rounded
+from studies.cascade import Cascade, predict_routes, train_cascade
+from studies.low_bit_replica import quantise_, rounded
+from studies.prediction import decode_correction, expected_workload, match_rate, workload_error
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 24, 4, 8, 2
 

@@ -149,7 +149,7 @@ async def test_a_pair_is_warm_once_its_prefill_sends_a_signature(
     monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
     prefill, decode, client = Handle(answer(UNCOUNTED)), Handle(answer(None)), Client()
     engines: Any = Engines(prefill, decode, SimpleNamespace(live=["p"]), SimpleNamespace(live=["d"]))  # type: ignore[arg-type]
-    warm = Warmup(engines=engines, client=client, model_id="m", enabled=True)  # type: ignore[arg-type]
+    warm = Warmup(engines=engines, client=client, model_id="m")  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         task = asyncio.create_task(warm.run())
         try:

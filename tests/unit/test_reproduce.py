@@ -11,10 +11,10 @@ import pytest
 import typer
 
 from eldr_serve.artifacts import CalibrationTrace
-from offline.figures import balanceroute, eldr, eldr_parallel
-from offline.figures.common import Options
-from offline.reproduce import reproduce
 from offline.scenario import Work
+from studies.figures import balanceroute, eldr, eldr_parallel
+from studies.figures.common import Options
+from studies.reproduce import reproduce
 from tools.cli import bad_input_exits
 
 L, E, TOP_K, STEPS = 3, 32, 2, 20

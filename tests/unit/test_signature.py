@@ -13,10 +13,10 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from traces import synthetic_trace
 
+from eldr_serve.fitting import fit_signature
 from eldr_serve.signature import (
     TRANSFORMS,
     SignatureSpec,
-    fit_signature,
     inverse_document_frequency,
     pack_counts,
     select_layers,

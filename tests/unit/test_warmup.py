@@ -41,7 +41,7 @@ async def test_every_pair_hands_over_and_compiles_its_samplers() -> None:
     directories[0].publish(["p0"])
     directories[1].publish(["d0", "d1"])
     engines = Engines(prefill, decode, *directories)  # type: ignore[arg-type]
-    warmup = Warmup(engines=engines, client=Client(), model_id="m", enabled=True)  # type: ignore[arg-type]
+    warmup = Warmup(engines=engines, client=Client(), model_id="m")  # type: ignore[arg-type]
     running = asyncio.create_task(warmup.run())
     async with asyncio.timeout(5):
         while not warmup.ready:

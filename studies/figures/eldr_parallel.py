@@ -1,7 +1,7 @@
 """ELDR with decode workers under expert parallelism (paper, Figure 18), simulated over real routes.
 
 Each decode worker is four ranks, and a step waits in every layer for the rank with most active experts.
-What a placement is fitted on is never run. Step costs are those of `offline.figures.eldr`, an active expert
+What a placement is fitted on is never run. Step costs are those of `studies.figures.eldr`, an active expert
 now of the slowest rank; the paper's GPUs, model and batch are others, so its percentages are not to be met
 to the digit.
 """
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import activation_placement
 from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.run import simulate
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
-from offline.figures.eldr import BALANCERS, COST, PREFILL, TASKS
+from offline.placement.eplb import activation_placement
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.figures.eldr import BALANCERS, COST, PREFILL, TASKS
 from tools.cli import BadInput
 from tools.plots import lines
 

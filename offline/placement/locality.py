@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.cost import Topology
-from eldr_serve.experts.evaluate import Rule
+from eldr_serve.expert_placement import Topology
+from offline.placement.evaluate import Rule
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts.annealing import annealed_placement
-from eldr_serve.experts.director import director_placement
-from offline.figures import shifting
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
-from offline.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
+from offline.placement.director import director_placement
+from studies.annealing import annealed_placement
+from studies.figures import shifting
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from tools.cli import BadInput
 from tools.plots import bars, lines
 
@@ -83,7 +83,7 @@ def optimisers(options: Options) -> Rows:
 
 def predictors(options: Options) -> Rows:
     """Tables I and II and Fig. 10: each predictor of the demo model, and batches placed by its forecast."""
-    from offline.figures import predictors as found
+    from studies.figures import predictors as found
 
     observed, seed = _demo(options), options.seeds[0]
     accuracy = found.accuracy(observed, seed)
@@ -122,8 +122,8 @@ def predictors(options: Options) -> Rows:
 
 def _demo(options: Options) -> Any:
     """The demo model's routes over the prompts; torch is loaded only here."""
-    from offline.figures.demo_routes import demo_routes
-    from offline.figures.predictors import NUMBER
+    from studies.figures.demo_routes import demo_routes
+    from studies.figures.predictors import NUMBER
 
     return demo_routes(options.trace("a folder of prompts (*.jsonl.gz)"), NUMBER)
 

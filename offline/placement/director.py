@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from eldr_serve.experts.cost import LayerCost, LayerWork, Topology
-from eldr_serve.experts.packing import (
+from eldr_serve.expert_placement import Topology
+from offline.placement.cost import LayerCost, LayerWork
+from offline.placement.packing import (
     copies_of,
     improved,
     packed,

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts.cost import LayerCost, LayerWork, Topology
-from eldr_serve.experts.replica_routing import MetroPlan
+from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.metro import MetroPlan
+from offline.placement.cost import LayerCost, LayerWork
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

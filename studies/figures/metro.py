@@ -18,10 +18,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import MetroPlan, eplb_placement, hosts_of, route_even, route_optimal
-from eldr_serve.experts.cost import LayerCost, LayerWork
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
+from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.metro import MetroPlan
+from offline.placement.cost import LayerCost, LayerWork
+from offline.placement.eplb import eplb_placement
 from offline.scenario import observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.replica_choice import route_even, route_optimal
 from tools.cli import BadInput
 from tools.plots import bars, lines
 

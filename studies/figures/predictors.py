@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import expert_load
-from eldr_serve.experts.cascade import Cascade, predict_routes, train_cascade
-from eldr_serve.experts.prediction import match_rate, workload_error
-from eldr_serve.experts.replica import quantise_
-from offline.figures import shifting
-from offline.figures.demo_routes import STEPS, DemoRoutes, demo_model, generated, routes_of
+from offline.placement.affinity import expert_load
+from studies.cascade import Cascade, predict_routes, train_cascade
+from studies.figures import shifting
+from studies.figures.demo_routes import STEPS, DemoRoutes, demo_model, generated, routes_of
+from studies.low_bit_replica import quantise_
+from studies.prediction import match_rate, workload_error
 from tools.progress import progress_bar
 
 NUMBER = 48  # prompts a domain

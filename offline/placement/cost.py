@@ -13,34 +13,14 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
+from eldr_serve.expert_placement import Topology
 from eldr_serve.files import write_whole
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Seconds = Annotated[float, Field(ge=0)]
-
-
-class Topology(BaseModel):
-    """EP ranks (GPUs) on nodes, equally many each; rank r is on node r // (ranks / nodes)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ranks: int = Field(ge=1, description="EP ranks")
-    nodes: int = Field(default=1, ge=1, description="machines that hold them")
-
-    @model_validator(mode="after")
-    def _divides(self) -> Topology:
-        if self.ranks % self.nodes:
-            raise ValueError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
-        return self
-
-    @property
-    def node_of(self) -> Ints:
-        """int[G], the node of each rank."""
-        return np.arange(self.ranks) // (self.ranks // self.nodes)
 
 
 @dataclass(frozen=True)

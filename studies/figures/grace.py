@@ -15,21 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import co_activation, eplb_placement, expert_load, grace_placement, hosts_of
-from eldr_serve.experts.cost import Topology
-from eldr_serve.experts.evaluate import Rule, evaluate, sample_batches, serve_even
-from eldr_serve.experts.grace import knee_ratio
-from eldr_serve.experts.grouping import (
+from eldr_serve.expert_placement import Topology, hosts_of
+from offline.placement.affinity import co_activation, expert_load
+from offline.placement.eplb import eplb_placement
+from offline.placement.evaluate import Rule, evaluate, sample_batches, serve_even
+from offline.placement.grace import grace_placement, knee_ratio
+from offline.placement.grouping import (
     bounded_groups,
     hierarchical_groups,
     size_bounds,
     spectral_groups,
     utilisation,
 )
-from eldr_serve.experts.locality import local_rule, weighted_rule
-from eldr_serve.experts.replication import hot_experts, load_skew, num_replicas, with_replicas
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
+from offline.placement.locality import local_rule, weighted_rule
+from offline.placement.replication import hot_experts, load_skew, num_replicas, with_replicas
 from offline.scenario import observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from tools.cli import BadInput
 from tools.plots import bars, lines
 

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.experts import hosts_of
-from eldr_serve.experts.cost import LayerCost, Topology
-from eldr_serve.experts.director import director_placement, placed_work
-from eldr_serve.experts.migration import Links, aligned, plan_migration
-from eldr_serve.experts.prediction import decode_correction, expected_workload
+from eldr_serve.expert_placement import Topology, hosts_of
 from offline.gptoss import read_gptoss
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement, placed_work
+from studies.migration import Links, aligned, plan_migration
+from studies.prediction import decode_correction, expected_workload
 from tools.cli import BadInput
 
 STEPS = 256  # decode steps of a batch; observed ones repeat

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.optimize import linear_sum_assignment
 
-from eldr_serve.experts.cost import Seconds, Topology
+from eldr_serve.expert_placement import Topology
+from offline.placement.cost import Seconds
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

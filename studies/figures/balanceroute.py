@@ -29,8 +29,8 @@ from eldr_serve.routing.predictors import Oracle
 from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import simulate
-from offline.figures.common import Figure, Options, Rows, Steps
-from offline.figures.traffic import Traffic
+from studies.figures.common import Figure, Options, Rows, Steps
+from studies.figures.traffic import Traffic
 from tools.cli import BadInput
 from tools.plots import lines, save
 

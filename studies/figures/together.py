@@ -19,10 +19,10 @@ from eldr_serve.routing import make_policy
 from eldr_serve.simulation.cluster import Cluster, Decode
 from eldr_serve.simulation.requests import Experts
 from eldr_serve.simulation.run import simulate
-from offline.figures.common import Figure, Options, Rows, Steps
-from offline.figures.eldr import COST
-from offline.figures.traffic import Traffic
 from offline.scenario import observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps
+from studies.figures.eldr import COST
+from studies.figures.traffic import Traffic
 from tools.cli import BadInput
 from tools.plots import bars
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn.functional import silu
 
-from eldr_serve.experts.replica_routing import route_even
+from studies.replica_choice import route_even
 
 Ints = NDArray[np.int64]
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]

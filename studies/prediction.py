@@ -1,8 +1,8 @@
 """Which experts a pending batch will use (DIRECTOR, section V-A), and how good such a forecast is.
 
-Three predictors: the cascade (`cascade.py`, torch) and the low-bit replica (`replica.py`, torch) read the
-prompt before it runs; ELDR's prefill signature is free where prefill and decode are apart, because prefill
-has counted the experts already.
+Three predictors: the cascade (`cascade.py`) and the low-bit replica (`low_bit_replica.py`) read the prompt
+before it runs; ELDR's prefill signature is free where prefill and decode are apart, because prefill has
+counted the experts already.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.cost import Topology
-from eldr_serve.experts.grouping import (
+from eldr_serve.expert_placement import Topology
+from offline.placement.grouping import (
     RATIOS,
     hierarchical_groups,
     knee,
@@ -16,7 +16,7 @@ from eldr_serve.experts.grouping import (
     ratio_curve,
     utilisation,
 )
-from eldr_serve.experts.replication import fill_slots, load_skew, with_replicas
+from offline.placement.replication import fill_slots, load_skew, with_replicas
 
 Ints = NDArray[np.int64]
 

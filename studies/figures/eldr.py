@@ -21,8 +21,8 @@ from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
 from eldr_serve.simulation.outcome import Outcome
 from eldr_serve.simulation.requests import Requests
 from eldr_serve.simulation.run import Change, simulate
-from offline.figures.common import Figure, Options, Rows, Steps, change_pct
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from tools.cli import BadInput
 from tools.plots import bars, lines
 

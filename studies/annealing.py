@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.cost import LayerCost, Topology
-from eldr_serve.experts.director import by_source, full_slots, prices
-from eldr_serve.experts.packing import copies_of, held_by, packed, priced, rank_s, replicated
+from eldr_serve.expert_placement import Topology
+from offline.placement.cost import LayerCost
+from offline.placement.director import by_source, full_slots, prices
+from offline.placement.packing import copies_of, held_by, packed, priced, rank_s, replicated
 
 Ints = NDArray[np.int64]
 

@@ -1,0 +1,113 @@
+"""A running service over HTTP, as its operator sees it: status, policy, table, what its engines report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+
+# Names in the status -> ours
+_TOTALS = {"steps": "steps", "requests": "batch", "active_experts": "active", "seconds": "seconds"}
+_STILL_S = 3.0  # decode replicas report their steps every second
+
+
+class ServiceError(ValueError):
+    """The service cannot be reached, or refuses; one sentence."""
+
+
+class Client:
+    """A running application; every call raises ServiceError if it does not answer, or refuses.
+
+    Args:
+        url: of its ingress.
+        admin_key: for set_policy and swap_table.
+        timeout_s: of each call.
+    """
+
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self._settled: dict[str, float] | None = None
+        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._http = httpx.Client(timeout=timeout_s, headers=headers)
+
+    def status(self) -> dict[str, Any]:
+        """GET /eldr/status."""
+        return self._ask("GET", "status")
+
+    def set_policy(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Change the policy; returns the settings that are live then."""
+        return self._ask("PUT", "policy", json={"name": name, "parameters": parameters or {}})
+
+    def swap_table(self, table: bytes) -> dict[str, Any]:
+        """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
+        return self._ask("PUT", "table", content=table)
+
+    def wait_idle(self, timeout_s: float = 300.0) -> None:
+        """Until no request holds a lease."""
+        deadline = time.monotonic() + timeout_s
+        while self.status().get("leases", 0):
+            if time.monotonic() > deadline:
+                raise ServiceError(f"requests are still running on {self.url} after {timeout_s:.0f} s")
+            time.sleep(0.2)
+
+    def decode_totals(self) -> dict[str, float] | None:
+        """Sums over all decode steps that engines have reported; None while the router does not know them.
+
+        `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`.
+        """
+        totals = self.status().get("decode_totals")
+        return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}
+
+    def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
+        """decode_totals once they stand still.
+
+        Args:
+            at_rest: nothing was sent since the last call, so what it returned needs no second look.
+        """
+        totals, since = self.decode_totals(), time.monotonic()
+        if at_rest and totals == self._settled:
+            return totals
+        while totals is not None and time.monotonic() - since < _STILL_S:
+            time.sleep(0.5)
+            newer = self.decode_totals()
+            if newer != totals:
+                totals, since = newer, time.monotonic()
+        self._settled = totals
+        return totals
+
+    def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        url = f"{self.url}/eldr/{path}"
+        try:
+            answer = self._http.request(method, url, **kwargs)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServiceError(f"{url} cannot be reached: {error}") from error
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if answer.is_success and isinstance(found, dict):
+            return found
+        try:
+            sentence = str(found["error"]["message"])
+        except (KeyError, TypeError):
+            raise ServiceError(
+                f"{self.url} does not answer as eldr-serve: HTTP {answer.status_code}"
+            ) from None
+        raise ServiceError(f"{self.url} refuses: {sentence}")
+
+
+def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
+    """{"band": 0.1} of `band=0.1`: values are JSON, or else text; ValueError for what is no pair."""
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{pair!r} is no parameter: write name=value")
+        try:
+            parameters[key] = json.loads(value)
+        except ValueError:
+            parameters[key] = value
+    return parameters

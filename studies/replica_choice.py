@@ -1,0 +1,74 @@
+"""Other choices of the replica that serves an expert's tokens, which METRO's greedy is held against.
+
+Arguments and errors as those of `eldr_serve.experts.metro.route_metro`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from eldr_serve.experts.metro import checked
+
+Ints = NDArray[np.int64]
+
+
+def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
+    """The fewest activated experts on the worst rank: bipartite flow under binary search of the bound.
+
+    Returns and raises as `route_metro`; the yardstick, too slow to serve with.
+    """
+    count, held = checked(tokens, hosts)
+    rank = np.full(count.shape, -1, np.int64)
+    for layer in range(len(count)):
+        active = np.flatnonzero(count[layer] > 0)
+        if len(active):
+            rank[layer, active] = _flow(held[layer, active])
+    return rank.reshape(np.shape(tokens))
+
+
+def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
+    """EPLB's: an expert's tokens spread evenly over all its replicas.
+
+    Returns:
+        int[..., E, G] tokens by rank; a remainder goes to the first hosts, one each.
+    """
+    count, held = checked(tokens, hosts)
+    replicas = held.sum(axis=2)
+    share, rest = np.divmod(count, np.maximum(replicas, 1))
+    place = np.cumsum(held, axis=2) - 1  # 0 for the first host, 1 for the second, ...
+    spread = np.where(held, share[..., None] + (place < rest[..., None]), 0)
+    return spread.reshape((*np.shape(tokens), held.shape[2]))
+
+
+def _flow(held: NDArray[np.bool_]) -> Ints:
+    """int[n] rank of each expert of held[n, G], with the least maximum."""
+    n, ranks = held.shape
+    low, high = -(-n // ranks), n
+    best: Ints | None = None
+    while low < high or best is None:
+        bound = (low + high) // 2
+        found = _within(held, bound)
+        if found is None:
+            low = bound + 1
+        else:
+            best, high = found, bound
+    return best
+
+
+def _within(held: NDArray[np.bool_], bound: int) -> Ints | None:
+    """An assignment with at most `bound` experts a rank; None if there is none."""
+    n, ranks = held.shape
+    source, sink = n + ranks, n + ranks + 1
+    expert, rank = np.nonzero(held)
+    rows = np.concatenate([np.full(n, source), expert, n + np.arange(ranks)])
+    columns = np.concatenate([np.arange(n), n + rank, np.full(ranks, sink)])
+    capacity = np.concatenate([np.ones(n + len(expert)), np.full(ranks, bound)]).astype(np.int32)
+    network = csr_array((capacity, (rows, columns)), shape=(n + ranks + 2, n + ranks + 2))
+    result = maximum_flow(network, source, sink)
+    if result.flow_value < n:
+        return None
+    assigned: Ints = result.flow.toarray()[:n, n : n + ranks].argmax(axis=1)
+    return assigned

@@ -1,0 +1,128 @@
+"""What `import eldr_serve` offers, that it is light, and how the command `eldr` finds what it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from typing import Any
+
+import pytest
+from fake_service import KEY, FakeService, fake_service
+from shipped import ROOT
+from typer.testing import CliRunner
+
+import eldr_serve
+from eldr_serve.command import _LAZY, app
+
+PUBLIC = [
+    "ArtifactError",
+    "CalibrationTrace",
+    "Client",
+    "ConfigurationError",
+    "Decision",
+    "ExpertPlacement",
+    "Loads",
+    "NoWorkerError",
+    "PlacementRequest",
+    "Policy",
+    "PolicyError",
+    "RoutingTable",
+    "ServiceError",
+    "build_app",
+    "make_policy",
+    "policy_names",
+]
+HEAVY = ("ray", "vllm", "torch", "matplotlib", "scipy")
+
+
+def eldr(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="eldr")
+
+
+def in_a_process(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_the_public_names_are_these_and_are_there() -> None:
+    assert sorted(eldr_serve.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(eldr_serve, name).__name__ == name
+
+
+@pytest.mark.parametrize(
+    "code", ["from eldr_serve import make_policy, RoutingTable, Client", "from eldr_serve.command import app"]
+)
+def test_an_import_loads_no_engine(code: str) -> None:
+    heavy = HEAVY[: 3 if "make_policy" in code else None]
+    assert in_a_process(f"{code}; import sys; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
+
+
+def test_help_of_all_subcommands_loads_none_of_them() -> None:
+    done = in_a_process(
+        "import sys, eldr_serve.command as c\nsys.argv[1:] = ['--help']\n"
+        "try: c.main()\nexcept SystemExit: pass\n"
+        f"print([m for m in (*{HEAVY}, 'offline', 'httpx') if m in sys.modules])"
+    )
+    assert done.endswith("[]\n")
+    assert all(name in done for name in (*_LAZY, "status", "policy", "table"))
+
+
+@pytest.mark.parametrize("name", ["fit", "bench"])
+def test_a_subcommand_has_the_help_of_its_command(name: str) -> None:
+    done = eldr(name, "--help")
+    assert done.exit_code == 0
+    assert f"Usage: eldr {name}" in done.stdout
+
+
+def test_outside_a_checkout_a_subcommand_says_where_it_is() -> None:
+    said = in_a_process(
+        "import sys, eldr_serve.command as c\nsys.modules['offline'] = None\nsys.argv[1:] = ['fit']\nc.main()"
+    )
+    assert said.startswith("eldr fit: it is part of the repository")
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_service_is_shown_and_changed() -> None:
+    with fake_service() as service:
+        at = ("--url", service.url)
+        assert "locality-band (band 0.2)" in eldr("status", *at).stdout
+        assert '"leases": 0' in eldr("status", "--json", *at).stdout
+        changed = eldr("policy", "random", "--set", "seed=3", "--admin-key", KEY, *at)
+        assert changed.exit_code == 0, changed.stderr
+        assert service.policy == {"name": "random", "parameters": {"seed": 3}}
+        assert '"policy": "random"' in eldr("policy", *at).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["policy", "random"], "admin key"),
+        (["policy", "nosuch", "--admin-key", KEY], "unknown policy"),
+        (["policy", "random", "--set", "seed"], "name=value"),
+        (["policy", "--set", "seed=1"], "the name of a policy"),
+        (["table", "nowhere"], "nowhere"),
+    ],
+)
+def test_refusals_are_one_sentence(arguments: list[str], sentence: str, service: FakeService) -> None:
+    done = eldr(*arguments, "--url", service.url)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def service() -> Any:
+    with fake_service() as running:
+        yield running
+
+
+def test_a_wheel_holds_one_package() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["eldr_serve"]}
+    assert (ROOT / "eldr_serve/py.typed").exists()
