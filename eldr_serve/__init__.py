@@ -20,9 +20,11 @@ if TYPE_CHECKING:
         PlacementRequest,
         Policy,
         PolicyError,
+        QueuedPolicy,
         make_policy,
         policy_names,
     )
+    from eldr_serve.routing.checks import check_policy
     from eldr_serve.serving.app import build_app
     from eldr_serve.serving.errors import ConfigurationError
 
@@ -38,9 +40,11 @@ __all__ = [
     "PlacementRequest",
     "Policy",
     "PolicyError",
+    "QueuedPolicy",
     "RoutingTable",
     "ServiceError",
     "build_app",
+    "check_policy",
     "make_policy",
     "policy_names",
 ]
@@ -53,6 +57,7 @@ _HOMES = {
     "ExpertPlacement": "expert_placement",
     "ArtifactError": "records",
     "build_app": "serving.app",
+    "check_policy": "routing.checks",
     "ConfigurationError": "serving.errors",
 }
 

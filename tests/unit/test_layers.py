@@ -12,6 +12,7 @@ from shipped import imports, modules
 PARTS = (
     "eldr_serve.files",
     "eldr_serve.records",
+    "eldr_serve.renamed",
     "eldr_serve.signature",
     "eldr_serve.expert_placement",
     "eldr_serve.artifacts",

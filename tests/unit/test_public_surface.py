@@ -27,9 +27,11 @@ PUBLIC = [
     "PlacementRequest",
     "Policy",
     "PolicyError",
+    "QueuedPolicy",
     "RoutingTable",
     "ServiceError",
     "build_app",
+    "check_policy",
     "make_policy",
     "policy_names",
 ]
