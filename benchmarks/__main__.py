@@ -1,7 +1,7 @@
 """Run the benchmarks of some minutes in all: `make bench`; the others by name, or `all`.
 
-Those that read prompts take them from the folder in ELDR_PROMPTS, or else the demo's. The tables of
-README.md and docs/evidence.md follow at the end.
+Those that read prompts take them from the folder in ELDR_PROMPTS, or else the demo's. The tables and
+plots of README.md and docs follow at the end.
 """
 
 from __future__ import annotations
@@ -39,4 +39,5 @@ if __name__ == "__main__":
             sys.exit(f"benchmarks: there is no {name!r}; there are {', '.join(NAMES)}")
         print(f"== {name}", flush=True)
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
-    subprocess.run([sys.executable, "-m", "benchmarks.rig.tables"], check=True)
+    for made in ("tables", "plots"):
+        subprocess.run([sys.executable, "-m", f"benchmarks.rig.{made}"], check=True)
