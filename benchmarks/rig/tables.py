@@ -2,7 +2,7 @@
 
     python -m benchmarks.rig.tables
 
-A table stands between `<!-- table NAME column, column ... [where key=value] -->` and `<!-- end -->`, and is
+A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is
 filled in from NAME.json. Between `<!-- claims NAME -->` and `<!-- end -->` stands that list of claims.yaml.
 """
 
@@ -42,12 +42,8 @@ def filled(page: str) -> str:
 
 
 def _table(arguments: str) -> str:
-    name, _, rest = arguments.partition(" ")
-    columns, _, condition = rest.partition(" where ")
+    name, _, columns = arguments.partition(" ")
     rows = rows_of(name)
-    if condition:
-        key, _, value = condition.partition("=")
-        rows = [row for row in rows if str(row[key]) == value]
     names = [column.strip() for column in columns.split(",")]
     if unknown := set(names).difference(*rows):
         raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
