@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-engine test-demo test-e2e lint format demo bench clean
+.PHONY: help setup browser test test-unit test-engine test-demo test-e2e lint format demo bench tables clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -70,6 +70,10 @@ demo: setup ## serve, calibrate, fit, swap, compare three policies, report; then
 
 bench: setup ## run the benchmarks; results in benchmarks/results
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+tables: setup ## rewrite docs/tables, docs/plots and the README's table from benchmarks/results
+	$(BIN)/python -m benchmarks.harness.tables
+	$(BIN)/python -m benchmarks.harness.plots
 
 clean: ## remove what runs left behind (not .venv)
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Run the benchmarks of some minutes in all: `make bench`; the others by name, or `all`.
 
-Those that read prompts take them from the folder in ELDR_PROMPTS, or else the demo's. The tables of
-README.md and docs/evidence.md follow at the end.
+Those that read prompts take them from the folder in ELDR_PROMPTS, or else the demo's. The tables and
+plots of README.md and docs follow at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bench(
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
         raise BadInput(f"there is no {unknown[0]!r}; there are {', '.join(NAMES)}")
-    for name in [*chosen, "harness.tables"]:
+    for name in [*chosen, "harness.tables", "harness.plots"]:
         typer.echo(f"== {name}")
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
 

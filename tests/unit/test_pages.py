@@ -1,0 +1,50 @@
+"""Pages stay short, narrow and linked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "demo_model/README.md"]
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_narrow_and_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    free = () if page == README else ("|", "<!--")
+    assert not [line for line in text.splitlines() if len(line) > 110 and not line.startswith(free)]
+    for link in _LINK.findall(text):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def test_the_readme_is_short_and_so_are_its_table_and_the_glossary() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+    claims = README.read_text().partition("<!-- claims readme -->")[2].partition("<!-- end -->")[0]
+    assert claims.count("\n|") <= 2 + 8
+    assert (ROOT / "docs/glossary.md").read_text().count("\n|") <= 2 + 10
+
+
+def test_every_table_of_results_is_linked_and_plots_are_small() -> None:
+    prose = "".join(page.read_text() for page in PAGES if page.parent.name != "tables")
+    assert not [
+        page.name for page in (ROOT / "docs/tables").glob("*.md") if f"tables/{page.name}" not in prose
+    ]
+    plots = list((ROOT / "docs/plots").glob("*.png"))
+    assert plots
+    assert not [plot.name for plot in plots if plot.stat().st_size > 100_000 or plot.name not in prose]
