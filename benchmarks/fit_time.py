@@ -16,7 +16,7 @@ import typer
 from benchmarks.harness import options
 from benchmarks.harness.synthetic import TOP_K, E, L
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.fitting import fit_table
+from offline.fitting import fit_table
 from tools.cli import run
 from tools.results import publish
 

@@ -21,14 +21,14 @@ from benchmarks.harness import options
 from benchmarks.harness.capture import Captured, captured
 from benchmarks.harness.replay import Load, loads_of
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, StepCost, make_policy
 from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
 from eldr_serve.routing.marginal import Known
 from eldr_serve.routing.policies import worker_similarity
-from eldr_serve.simulation.cluster import Cluster, Decode
-from eldr_serve.simulation.requests import Experts, Requests
-from eldr_serve.simulation.run import simulate
+from offline.fitting import fit_table
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.requests import Experts, Requests
+from offline.simulation.run import simulate
 from tools.cli import run
 from tools.plots import bars
 from tools.results import publish

@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.capture import captured
-from eldr_serve.simulation.requests import expert_bits
+from offline.simulation.requests import expert_bits
 from tools.cli import run
 from tools.plots import lines
 from tools.results import publish

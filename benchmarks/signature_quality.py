@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import options
 from benchmarks.harness.capture import captured
 from benchmarks.harness.gates import gate_scores
-from eldr_serve.fitting import compare_transforms
+from offline.fitting import compare_transforms
 from tools.cli import run
 from tools.plots import bars, lines
 from tools.results import publish

@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.capture import captured
-from eldr_serve.fitting import fit_table
+from offline.fitting import fit_table
 from tools.cli import run
 from tools.plots import save
 from tools.plots import signature_space as draw

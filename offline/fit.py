@@ -13,7 +13,7 @@ import typer
 
 from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
-from eldr_serve.fitting import compare_transforms, fit_table
+from offline.fitting import compare_transforms, fit_table
 from tools.cli import BadInput, run
 from tools.plots import save, signature_space
 

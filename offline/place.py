@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement, RoutingTable
 from eldr_serve.expert_placement import Topology, hosts_of
 from eldr_serve.files import write_all
-from eldr_serve.fitting import fit_table
+from offline.fitting import fit_table
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement

@@ -16,9 +16,9 @@ import ray
 import typer
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.fitting import fit_table
 from eldr_serve.serving.decode_router import actor_name, find
 from eldr_serve.serving.errors import SwapRefused
+from offline.fitting import fit_table
 from tools.cli import BadInput, run
 
 

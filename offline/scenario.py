@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
-from eldr_serve.fitting import fit_table
 from eldr_serve.routing import Policy, make_policy
-from eldr_serve.simulation.cluster import Cluster
-from eldr_serve.simulation.requests import Experts, Requests
 from loadgen.traces import TraceRequest, read_trace
+from offline.fitting import fit_table
 from offline.gptoss import read_gptoss
+from offline.simulation.cluster import Cluster
+from offline.simulation.requests import Experts, Requests
 from tools.cli import BadInput
 
 

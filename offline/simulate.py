@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
-from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
-from eldr_serve.simulation.cluster import Cluster
-from eldr_serve.simulation.run import simulate as run_simulation
 from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
+from offline.simulation.calibration import FittedCost, fit_steps, from_status
+from offline.simulation.cluster import Cluster
+from offline.simulation.run import simulate as run_simulation
 from tools.cli import BadInput, run
 from tools.progress import progress_bar
 from tools.results import publish

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.simulation.calibration import FittedCost
+from offline.simulation.calibration import FittedCost
 from studies.figures import balanceroute, director, eldr, eldr_parallel, grace, metro, together
 from studies.figures.common import Figure, Options
 from tools.cli import BadInput, run

@@ -32,8 +32,6 @@ from benchmarks.harness.engines import WEIGHTS, weights_name
 from benchmarks.harness.gates import gate_scores
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.clustering import balanced_kmeans, kmeans
-from eldr_serve.fitting import fit_table
 from eldr_serve.routing import (
     Decision,
     LoadLedger,
@@ -46,10 +44,12 @@ from eldr_serve.routing import (
     make_policy,
 )
 from eldr_serve.signature import TRANSFORMS, SignatureSpec, select_layers
-from eldr_serve.simulation.cluster import Cluster, Decode
-from eldr_serve.simulation.outcome import Outcome
-from eldr_serve.simulation.requests import Experts, Requests
-from eldr_serve.simulation.run import simulate
+from offline.clustering import balanced_kmeans, kmeans
+from offline.fitting import fit_table
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Experts, Requests
+from offline.simulation.run import simulate
 from tools.cli import BadInput
 from tools.journal import Journal
 from tools.progress import progress_bar

@@ -26,9 +26,9 @@ from eldr_serve.routing import (
     make_policy,
 )
 from eldr_serve.routing.predictors import Oracle
-from eldr_serve.simulation.cluster import Cluster, Decode
-from eldr_serve.simulation.requests import Requests
-from eldr_serve.simulation.run import simulate
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.requests import Requests
+from offline.simulation.run import simulate
 from studies.figures.common import Figure, Options, Rows, Steps
 from studies.figures.traffic import Traffic
 from tools.cli import BadInput

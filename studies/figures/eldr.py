@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
-from eldr_serve.fitting import fit_table
 from eldr_serve.routing import StepCost
-from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
-from eldr_serve.simulation.outcome import Outcome
-from eldr_serve.simulation.requests import Requests
-from eldr_serve.simulation.run import Change, simulate
+from offline.fitting import fit_table
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from offline.simulation.cluster import Cluster, Decode, Prefill
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Requests
+from offline.simulation.run import Change, simulate
 from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from tools.cli import BadInput
 from tools.plots import bars, lines

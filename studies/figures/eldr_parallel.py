@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
-from eldr_serve.simulation.cluster import Cluster, Decode
-from eldr_serve.simulation.run import simulate
 from offline.placement.eplb import activation_placement
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.run import simulate
 from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from studies.figures.eldr import BALANCERS, COST, PREFILL, TASKS
 from tools.cli import BadInput

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.fitting import fit_table
 from eldr_serve.routing import make_policy
-from eldr_serve.simulation.cluster import Cluster, Decode
-from eldr_serve.simulation.requests import Experts
-from eldr_serve.simulation.run import simulate
+from offline.fitting import fit_table
 from offline.scenario import observed, routes_of
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.requests import Experts
+from offline.simulation.run import simulate
 from studies.figures.common import Figure, Options, Rows, Steps
 from studies.figures.eldr import COST
 from studies.figures.traffic import Traffic

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eldr_serve.simulation.requests import Requests
 from loadgen.traces import TraceRequest, read_trace
+from offline.simulation.requests import Requests
 
 SHARE_LEARNT = 0.2  # of a trace, before what is played: the predictors' past
 KEYS = 64  # buckets of prompt length, where a trace names no prompts

@@ -18,7 +18,7 @@ from benchmarks.harness.engine_pool import EnginePool
 from benchmarks.harness.gates import gate_scores
 from benchmarks.harness.replay import LAYERS, widened
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival
-from eldr_serve.simulation.calibration import fit_steps
+from offline.simulation.calibration import fit_steps
 from tools.cli import BadInput
 
 SHORT = 100  # characters

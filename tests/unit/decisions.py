@@ -21,9 +21,9 @@ from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import Placement, PlacementRequest, State, StepCost, StepSums, make_policy
 from eldr_serve.serving.messages import Exchange, Restore, Settings
 from eldr_serve.serving.router_state import RouterState
-from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
-from eldr_serve.simulation.requests import Experts, Requests, expert_bits
-from eldr_serve.simulation.run import Change, simulate
+from offline.simulation.cluster import Cluster, Decode, Prefill
+from offline.simulation.requests import Experts, Requests, expert_bits
+from offline.simulation.run import Change, simulate
 
 RECORD = Path(__file__).with_name("recorded") / "decisions.json"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from eldr_serve.clustering import balanced_assignment, balanced_kmeans, kmeans
+from offline.clustering import balanced_assignment, balanced_kmeans, kmeans
 
 
 def hungarian(cost: np.ndarray, capacity: int) -> float:

@@ -14,7 +14,7 @@ from traces import synthetic_trace
 from typer.testing import CliRunner
 
 from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement
-from eldr_serve.fitting import fit_table
+from offline.fitting import fit_table
 from offline.place import METHODS, place
 from offline.placement.cost import LayerCost
 from tools.cli import bad_input_exits

@@ -13,7 +13,6 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from traces import synthetic_trace
 
-from eldr_serve.fitting import fit_signature
 from eldr_serve.signature import (
     TRANSFORMS,
     SignatureSpec,
@@ -23,6 +22,7 @@ from eldr_serve.signature import (
     signature_quality,
     unpack_counts,
 )
+from offline.fitting import fit_signature
 
 COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 1000))
 

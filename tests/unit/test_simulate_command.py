@@ -14,11 +14,11 @@ import yaml
 from in_process import command
 
 from eldr_serve.routing import StepCost
-from eldr_serve.simulation.calibration import FittedCost, fit_steps, from_status
-from eldr_serve.simulation.requests import SimulationError
 from offline.gptoss import LAYERS, TOP_K, read_gptoss
 from offline.scenario import Work, read_scenario
 from offline.simulate import one_run, simulate
+from offline.simulation.calibration import FittedCost, fit_steps, from_status
+from offline.simulation.requests import SimulationError
 from tools.cli import BadInput, bad_input_exits
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.routing import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
-from eldr_serve.simulation.cluster import Cluster, Decode, Prefill
-from eldr_serve.simulation.requests import Experts, Requests, SimulationError, expert_bits, rank_masks
-from eldr_serve.simulation.run import Change, simulate
+from offline.simulation.cluster import Cluster, Decode, Prefill
+from offline.simulation.requests import Experts, Requests, SimulationError, expert_bits, rank_masks
+from offline.simulation.run import Change, simulate
 
 COST = StepCost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
 L, E, TOP_K = 2, 70, 3

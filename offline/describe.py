@@ -1,6 +1,6 @@
 """The tables of policies' parameters in a page, made from the models that declare them.
 
-    python -m eldr_serve.routing.describe --write docs/placement.md
+    python -m offline.describe --write docs/placement.md
 
 A table stands between `<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->`; `beyond` leaves out what
 OTHER has too, with the same default.

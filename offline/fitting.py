@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace, RoutingTable
-from eldr_serve.clustering import Clusters, balanced_kmeans
 from eldr_serve.signature import (
     TRANSFORMS,
     SignatureSpec,
@@ -19,6 +18,7 @@ from eldr_serve.signature import (
     select_layers,
     signature_quality,
 )
+from offline.clustering import Clusters, balanced_kmeans
 
 
 def fit_signature(

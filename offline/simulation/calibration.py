@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.files import write_whole
 from eldr_serve.routing import StepCost, StepSums
-from eldr_serve.simulation.requests import SimulationError
+from offline.simulation.requests import SimulationError
 
 COLUMNS = ("requests", "kv_tokens", "experts", "seconds")
 

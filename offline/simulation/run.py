@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from eldr_serve.routing import LoadLedger, Placement, PlacementRequest, Placer, Policy, State
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
-from eldr_serve.simulation.cluster import Cluster, Prefill
-from eldr_serve.simulation.outcome import Outcome
-from eldr_serve.simulation.requests import Experts, Requests, SimulationError, rank_masks
+from offline.simulation.cluster import Cluster, Prefill
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
 
 _STEP, _ROUND, _PREFILLED, _READY, _CHANGE = range(5)  # kinds of events
 _SAMPLE_EVERY = 0.1  # s, of imbalance; with a barrier it is sampled at every step
