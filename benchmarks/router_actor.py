@@ -40,13 +40,14 @@ class Caller:
     """What an ingress does with the router, timed."""
 
     def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
-        from eldr_serve.serving.decode_router import RouterSpec, connect
+        from eldr_serve.serving.decode_router import connect
         from eldr_serve.serving.replicas import ReplicaDirectory
         from eldr_serve.serving.router_client import RouterClient
+        from eldr_serve.serving.router_settings import RouterSettings
 
         replicas = ReplicaDirectory()
         replicas.publish(f"replica-{number:04d}" for number in range(workers))
-        spec = RouterSpec(model_id="m", table=table)
+        spec = RouterSettings(model_id="m", table=table)
         self._client = RouterClient(lambda: connect(name, spec), replicas, timeout_s=10.0)
         self._table = RoutingTable.from_bytes(table)
         self._prompts = prompts

@@ -18,7 +18,6 @@ from benchmarks.harness.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.compat import to_model_metadata
-from eldr_serve.serving.decode_router import RouterSpec
 from eldr_serve.serving.ingress import (
     ENDPOINTS,
     EldrIngress,
@@ -27,6 +26,7 @@ from eldr_serve.serving.ingress import (
     prefill_directory,
 )
 from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.servers import ReleaseKv
 from eldr_serve.signature import pack_counts
 
@@ -126,7 +126,7 @@ def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, se
         model_cards={MODEL: to_model_metadata(MODEL, LLMConfig(model_loading_config={"model_id": MODEL}))},
         prefill=prefill,
         application=name,
-        router=RouterSpec(model_id=MODEL, table=replace(table, model=MODEL).to_bytes()),
+        router=RouterSettings(model_id=MODEL, table=replace(table, model=MODEL).to_bytes()),
         options=limits,
         path_options=PathOptions(),
     )

@@ -20,7 +20,7 @@ from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
 from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
-from eldr_serve.serving.decode_router import RouterSpec, actor_name
+from eldr_serve.serving.decode_router import actor_name
 from eldr_serve.serving.errors import ConfigurationError
 from eldr_serve.serving.ingress import (
     ENDPOINTS,
@@ -94,14 +94,7 @@ def build_app(args: dict[str, Any]) -> Application:
         model_cards={model_id: to_model_metadata(model_id, decode_config)},
         prefill=prefill,
         application=parsed.name,
-        router=RouterSpec(
-            model_id=model_id,
-            policy=parsed.router.policy,
-            parameters=parsed.router.parameters,
-            table=parsed.router.table.read_bytes() if parsed.router.table else None,
-            client_timeout_s=parsed.router.client_timeout_s,
-            seed=parsed.router.seed,
-        ),
+        router=parsed.router.model_copy(update={"model_id": model_id}),
         options=parsed.ingress,
         path_options=parsed.path,
         admin_key_sha256=_admin_key_sha256(parsed),

@@ -2,53 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from eldr_serve.artifacts import ArtifactError, RoutingTable
-from eldr_serve.routing import DEFAULT_POLICY, make_policy
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.path import PathOptions
-
-
-class RouterOptions(BaseModel):
-    """The decode router: policy, table, and what happens to state that nobody renews."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    policy: str = Field(
-        default=DEFAULT_POLICY,
-        description="policy to start with, a name or my_package.module:MyPolicy; PUT /eldr/policy changes it",
-    )
-    parameters: dict[str, Any] = Field(
-        default_factory=dict, description="parameters of the policy, as `band: 0.1` (cosine similarity)"
-    )
-    table: Path | None = Field(
-        default=None,
-        description="RoutingTable file to start with, seen from where the app is built; "
-        "none: by load until one is swapped in",
-    )
-    client_timeout_s: float = Field(
-        default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
-    )
-    seed: int = Field(default=0, description="seed of random choices")
-
-    @field_validator("table")
-    @classmethod
-    def _readable(cls, table: Path | None) -> Path | None:
-        if table is not None:
-            try:
-                RoutingTable.load(table)
-            except ArtifactError as error:
-                raise ValueError(str(error)) from error
-        return table
-
-    @model_validator(mode="after")
-    def _can_be_made(self) -> Self:
-        make_policy(self.policy, **self.parameters)
-        return self
+from eldr_serve.serving.router_settings import RouterSettings
 
 
 class PrefillRouterOptions(BaseModel):
@@ -80,7 +40,7 @@ class EldrArgs(BaseModel):
     name: str = Field(default="eldr", description="names the DecodeRouter actor; one an application")
     prefill_config: dict[str, Any] = Field(description="LLMConfig of the prefill deployment")
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
-    router: RouterOptions = Field(default_factory=RouterOptions)
+    router: RouterSettings = Field(default_factory=RouterSettings)
     prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
     path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")
     ingress: IngressOptions = Field(default_factory=IngressOptions)

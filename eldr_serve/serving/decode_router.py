@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import ray
-from pydantic import BaseModel, Field
 from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from eldr_serve.routing import DEFAULT_POLICY, Placement, State, StepSums
+from eldr_serve.routing import Placement, State, StepSums
 from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
+from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
 
 NAMESPACE = "eldr"
@@ -20,44 +20,24 @@ _IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
 _REAP_PERIOD_S = 1.0
 
 
-class RouterSpec(BaseModel, frozen=True):
-    """What the actor is started with; a redeployment with another spec starts it anew."""
-
-    model_id: str = Field(description="id of the model served; a table of another model is refused")
-    policy: str = Field(default=DEFAULT_POLICY, description="name of the policy to start with")
-    parameters: dict[str, Any] = Field(default_factory=dict, description="parameters of the policy")
-    table: bytes | None = Field(default=None, description="RoutingTable file to start with, as bytes")
-    client_timeout_s: float = Field(
-        default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, in s"
-    )
-    seed: int = Field(default=0, description="seed of the policy's random choices")
-
-
 class DecodeRouter:
     """Holds live load, leases, the policy and the table for every ingress of one deployment."""
 
-    def __init__(self, spec: RouterSpec) -> None:
-        self._start(spec)
+    def __init__(self, settings: RouterSettings) -> None:
+        self._start(settings)
         self._reaper = asyncio.get_event_loop().create_task(self._reap())
 
-    def _start(self, spec: RouterSpec) -> None:
-        self._spec = spec
-        self._state = RouterState(
-            model_id=spec.model_id,
-            policy=spec.policy,
-            parameters=spec.parameters,
-            table=spec.table,
-            client_timeout_s=spec.client_timeout_s,
-            seed=spec.seed,
-        )
+    def _start(self, settings: RouterSettings) -> None:
+        self._started_with = settings
+        self._state = RouterState(**dict(settings))
         self._last_call = time.monotonic()
         self._metrics = _Metrics()
 
-    async def configure(self, spec: RouterSpec) -> None:
+    async def configure(self, settings: RouterSettings) -> None:
         """Start anew if the deployment was changed; leases come back from the clients."""
-        if spec != self._spec:
+        if settings != self._started_with:
             outbox = self._state.outbox
-            self._start(spec)
+            self._start(settings)
             outbox.close()
 
     async def exchange(self, message: Exchange) -> Reply:
@@ -192,7 +172,7 @@ def actor_name(application: str) -> str:
     return f"decode-router:{application}"
 
 
-def connect(name: str, spec: RouterSpec) -> ActorHandle:
+def connect(name: str, settings: RouterSettings) -> ActorHandle:
     """The named actor, started if it is not there."""
     handle: ActorHandle = (
         ray.remote(DecodeRouter)
@@ -205,7 +185,7 @@ def connect(name: str, spec: RouterSpec) -> ActorHandle:
             max_concurrency=1000,
             num_cpus=0,
         )
-        .remote(spec)
+        .remote(settings)
     )
     return handle
 

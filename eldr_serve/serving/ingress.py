@@ -46,11 +46,12 @@ from eldr_serve.serving.compat import (
     check_ray,
     openai_application,
 )
-from eldr_serve.serving.decode_router import RouterSpec, actor_name, connect
+from eldr_serve.serving.decode_router import actor_name, connect
 from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused
 from eldr_serve.serving.path import PathOptions, RequestPath
 from eldr_serve.serving.replicas import Engines, directory
 from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.warmup import Warmup
 from eldr_serve.serving.wire import sequences
 
@@ -95,7 +96,7 @@ class EldrIngress(Ingress):
         *,
         prefill: DeploymentHandle,
         application: str,
-        router: RouterSpec,
+        router: RouterSettings,
         options: IngressOptions,
         path_options: PathOptions,
         admin_key_sha256: str | None = None,

@@ -18,9 +18,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from eldr_serve.routing import PlacementRequest
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.budget import PrefillBudget
-from eldr_serve.serving.decode_router import RouterSpec, connect
+from eldr_serve.serving.decode_router import connect
 from eldr_serve.serving.replicas import ReplicaDirectory, directory
 from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.wire import ATTEMPT, REPLICA, max_new_tokens, signature_of, transfer_params
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class DecodeRequestRouter(_CountingRouter):
     Keyword arguments (request_router_kwargs):
         directory_name: see above.
         router_name: name of the DecodeRouter actor to place with; None where an ingress places.
-        router_spec: the actor's settings (RouterSpec fields) if it must be started.
+        router_spec: the actor's settings (RouterSettings fields) if it must be started.
     """
 
     def initialize_state(
@@ -133,7 +134,7 @@ class DecodeRequestRouter(_CountingRouter):
         self._client: RouterClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         if router_name is not None:
-            spec = RouterSpec.model_validate(router_spec)
+            spec = RouterSettings.model_validate(router_spec)
             self._client = RouterClient(lambda: connect(router_name, spec), self.directory)
 
     async def _choose(

@@ -20,8 +20,8 @@ from test_router_client import FakeActor
 from eldr_serve.serving import ingress
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.compat import CompletionResponse
-from eldr_serve.serving.decode_router import RouterSpec
 from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.router_settings import RouterSettings
 
 KEY = "key"
 _names = itertools.count()
@@ -105,7 +105,7 @@ async def running_app(
             {"m": {"id": "m", "object": "model", "owned_by": "", "permission": [], "metadata": {}}},
             prefill=handles[0],
             application=name,
-            router=RouterSpec(model_id="m"),
+            router=RouterSettings(model_id="m"),
             options=IngressOptions(**options),
             path_options=PathOptions(retry_backoff_s=0.0),
             admin_key_sha256=hashlib.sha256(KEY.encode()).hexdigest(),

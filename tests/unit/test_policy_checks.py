@@ -28,7 +28,7 @@ from eldr_serve.routing import (
     reads_counts,
 )
 from eldr_serve.routing.registry import policy_class
-from eldr_serve.serving.config import RouterOptions
+from eldr_serve.serving.router_settings import RouterSettings
 from offline.describe import filled
 
 PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
@@ -76,7 +76,7 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
     lease = ask(state, "x")
     assert lease is not None
     assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
-    assert RouterOptions(policy=name, parameters={"start": 3}).policy == name
+    assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{stranger}:Late")
     assert isinstance(predicts.predictor, Survival)
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
         make_policy(name, **parameters)
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        RouterOptions(policy=name, parameters=parameters)
+        RouterSettings(policy=name, parameters=parameters)
 
 
 @pytest.mark.parametrize("name", policy_names())
