@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eldr_serve.renamed import renamed
 from eldr_serve.serving.compat import picklable_chat
 from eldr_serve.serving.errors import BadRequest, Refused
 
@@ -33,6 +34,8 @@ _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     """What one ingress replica does by itself."""
+
+    _renamed = renamed(prewarm=None, router_timeout_s=None)
 
     max_in_flight: int = Field(
         default=4096, ge=1, description="requests in one ingress replica; more get 429 before prefill"

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from eldr_serve.renamed import renamed
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
@@ -13,6 +14,8 @@ from eldr_serve.serving.router_settings import RouterSettings
 
 class PrefillRouterOptions(BaseModel):
     """Prefix-hash routing of prompts to prefill replicas."""
+
+    _renamed = renamed(prefix_tokens=None)
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
