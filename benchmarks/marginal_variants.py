@@ -20,7 +20,6 @@ from sklearn.linear_model import RidgeCV
 from benchmarks.harness import options
 from benchmarks.harness.capture import Captured, captured
 from benchmarks.harness.replay import Load, loads_of
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.routing import Loads, MarginalCost, PlacementRequest, Policy, StepCost, make_policy
 from eldr_serve.routing.activation import UNIT, ExpectedActivation, Levels, levels_of, probability
 from eldr_serve.routing.marginal import Known
@@ -32,6 +31,7 @@ from offline.simulation.run import simulate
 from tools.cli import run
 from tools.plots import bars
 from tools.results import publish
+from tools.trace import CalibrationTrace
 
 # A decode step of the demo model with experts of 1,024 neurons on one CPU core, by replay.
 COST = StepCost(fixed_s=5.0e-3, per_request_s=3.0e-4, per_kv_token_s=3e-7, per_expert_s=7.0e-5)

@@ -14,11 +14,11 @@ from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.harness import options
 from benchmarks.harness.capture import captured
-from eldr_serve.signature import signature_quality
 from offline.fitting import fit_signature
 from tools.cli import run
 from tools.plots import save
 from tools.results import publish
+from tools.signature_quality import signature_quality
 
 
 def prefill_decode(

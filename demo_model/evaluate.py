@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo_model import sources
 from demo_model.widen import WEIGHTS
-from eldr_serve import signature
+from eldr_serve.signature import SignatureSpec
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
 from tools.results import write_result
+from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
 
 LANGUAGES = sources.MAIN_LANGUAGES
 GROUPS = {"task": sources.TASKS, "language": LANGUAGES, "all": sources.TASKS + LANGUAGES}
@@ -213,22 +214,20 @@ def quality(requests: Requests, seed: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, idf in (
         ("count", np.ones(fit.prefill.shape[1:], np.float32)),
-        ("count_idf", signature.inverse_document_frequency(fit.prefill)),
+        ("count_idf", inverse_document_frequency(fit.prefill)),
     ):
         for which, kept in (("all_layers", layers), ("greedy_mask", mask)):
-            spec = signature.SignatureSpec(idf=idf, layers=kept)
-            found[f"rho_{name}_{which}"] = signature.signature_quality(
-                spec.encode(test.prefill), decode, seed=seed
-            )
+            spec = SignatureSpec(idf=idf, layers=kept)
+            found[f"rho_{name}_{which}"] = signature_quality(spec.encode(test.prefill), decode, seed=seed)
     label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
-    found["rho_domain_label"] = signature.signature_quality(label, decode, seed=seed)
+    found["rho_domain_label"] = signature_quality(label, decode, seed=seed)
     found["greedy_mask_layers"] = len(mask)
     return found
 
 
 def mask_of(requests: Requests) -> np.ndarray:
     """Layers up to the peak of the greedy selection."""
-    selection = signature.select_layers(requests.prefill, requests.probability)
+    selection = select_layers(requests.prefill, requests.probability)
     return np.asarray(selection.order[: int(np.argmax(selection.rho)) + 1])
 
 

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+    from eldr_serve.artifacts import RoutingTable
     from eldr_serve.client import Client, ServiceError
     from eldr_serve.expert_placement import ExpertPlacement
     from eldr_serve.records import ArtifactError
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArtifactError",
-    "CalibrationTrace",
     "Client",
     "ConfigurationError",
     "Decision",
@@ -50,7 +49,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CalibrationTrace": "artifacts",
     "RoutingTable": "artifacts",
     "Client": "client",
     "ServiceError": "client",

@@ -22,7 +22,6 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
@@ -30,6 +29,7 @@ from loadgen.workload import Prompt, balanced_sample, read_prompts
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.progress import progress_bar
+from tools.trace import CalibrationTrace
 
 _FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor

@@ -25,7 +25,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.artifacts import RoutingTable
 from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from loadgen.figures import method, policy_rows
@@ -35,6 +35,7 @@ from tools.cli import BadInput, run
 from tools.plots import signature_space
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
+from tools.trace import CalibrationTrace
 
 KEY = "demo"
 console = Console()

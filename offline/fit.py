@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from offline.fitting import compare_transforms, fit_table
 from tools.cli import BadInput, run
 from tools.plots import save, signature_space
+from tools.trace import CalibrationTrace
 
 
 def fit(

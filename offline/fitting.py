@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace, RoutingTable
-from eldr_serve.signature import (
-    TRANSFORMS,
-    SignatureSpec,
-    inverse_document_frequency,
-    select_layers,
-    signature_quality,
-)
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.signature import TRANSFORMS, SignatureSpec
 from offline.clustering import Clusters, balanced_kmeans
+from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
+from tools.trace import CalibrationTrace
 
 
 def fit_signature(

@@ -16,7 +16,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement, RoutingTable
+from eldr_serve.artifacts import ExpertPlacement, RoutingTable
 from eldr_serve.expert_placement import Topology, hosts_of
 from eldr_serve.files import write_all
 from offline.fitting import fit_table
@@ -30,6 +30,7 @@ from offline.placement.locality import local_rule
 from offline.scenario import observed, routes_of
 from tools.cli import BadInput, run
 from tools.results import print_table
+from tools.trace import CalibrationTrace
 
 Ints = NDArray[np.int64]
 Report = dict[str, Any]

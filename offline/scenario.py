@@ -11,7 +11,7 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import Policy, make_policy
 from loadgen.traces import TraceRequest, read_trace
 from offline.fitting import fit_table
@@ -19,6 +19,7 @@ from offline.gptoss import read_gptoss
 from offline.simulation.cluster import Cluster
 from offline.simulation.requests import Experts, Requests
 from tools.cli import BadInput
+from tools.trace import CalibrationTrace
 
 
 class _Part(BaseModel):

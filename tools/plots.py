@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.artifacts import RoutingTable
 from eldr_serve.files import write_whole
+from tools.trace import CalibrationTrace
 
 Rows = Sequence[dict[str, Any]]
 

@@ -24,11 +24,11 @@ from rich.progress import track
 
 from benchmarks.harness.engines import WEIGHTS, weights_name
 from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
 from offline.calibrate import EngineActor, build_trace, prompt_tokens
 from tools.cli import BadInput, run
+from tools.trace import CalibrationTrace
 
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")

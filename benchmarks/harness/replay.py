@@ -43,7 +43,7 @@ from eldr_serve.routing import (
     StepSums,
     make_policy,
 )
-from eldr_serve.signature import TRANSFORMS, SignatureSpec, select_layers
+from eldr_serve.signature import TRANSFORMS, SignatureSpec
 from offline.clustering import balanced_kmeans, kmeans
 from offline.fitting import fit_table
 from offline.simulation.cluster import Cluster, Decode
@@ -53,6 +53,7 @@ from offline.simulation.run import simulate
 from tools.cli import BadInput
 from tools.journal import Journal
 from tools.progress import progress_bar
+from tools.signature_quality import select_layers
 from tools.stats import paired_change_percent
 
 LAYERS = 6  # MoE layers of the demo model

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace
+from tools.trace import CalibrationTrace
 
 
 class SimulationError(ValueError):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.director import director_placement
 from studies.annealing import annealed_placement
 from studies.figures import shifting
@@ -17,6 +16,7 @@ from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from studies.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from tools.cli import BadInput
 from tools.plots import bars, lines
+from tools.trace import CalibrationTrace
 
 BATCHES = 8
 RANKS = 32

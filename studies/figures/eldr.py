@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import StepCost
 from offline.fitting import fit_table
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
@@ -25,6 +25,7 @@ from offline.simulation.run import Change, simulate
 from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from tools.cli import BadInput
 from tools.plots import bars, lines
+from tools.trace import CalibrationTrace
 
 TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; in proportion elsewhere

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.eplb import activation_placement
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.cluster import Cluster, Decode
@@ -22,6 +21,7 @@ from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from studies.figures.eldr import BALANCERS, COST, PREFILL, TASKS
 from tools.cli import BadInput
 from tools.plots import lines
+from tools.trace import CalibrationTrace
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
 RATES = (24, 40, 56)  # requests/s; the paper's range

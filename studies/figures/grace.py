@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.expert_placement import Topology, hosts_of
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.eplb import eplb_placement
@@ -33,6 +32,7 @@ from offline.scenario import observed, routes_of
 from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from tools.cli import BadInput
 from tools.plots import bars, lines
+from tools.trace import CalibrationTrace
 
 TOKENS = 128  # of a step, the paper's batch size
 BATCHES = 100  # held-out steps

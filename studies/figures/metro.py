@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.expert_placement import hosts_of
 from eldr_serve.experts.metro import MetroPlan
 from offline.placement.cost import LayerCost, LayerWork
@@ -27,6 +26,7 @@ from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from studies.replica_choice import route_even, route_optimal
 from tools.cli import BadInput
 from tools.plots import bars, lines
+from tools.trace import CalibrationTrace
 
 Ints = NDArray[np.int64]
 RANKS = 8

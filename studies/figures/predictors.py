@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.affinity import expert_load
 from studies.cascade import Cascade, predict_routes, train_cascade
 from studies.figures import shifting
@@ -24,6 +23,7 @@ from studies.figures.demo_routes import STEPS, DemoRoutes, demo_model, generated
 from studies.low_bit_replica import quantise_
 from studies.prediction import match_rate, workload_error
 from tools.progress import progress_bar
+from tools.trace import CalibrationTrace
 
 NUMBER = 48  # prompts a domain
 TRAINING_STEPS = 300

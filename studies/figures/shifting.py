@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import CalibrationTrace
 from eldr_serve.expert_placement import Topology, hosts_of
 from offline.gptoss import read_gptoss
 from offline.placement.cost import LayerCost
@@ -23,6 +22,7 @@ from offline.placement.director import director_placement, placed_work
 from studies.migration import Links, aligned, plan_migration
 from studies.prediction import decode_correction, expected_workload
 from tools.cli import BadInput
+from tools.trace import CalibrationTrace
 
 STEPS = 256  # decode steps of a batch; observed ones repeat
 PER_RANK = 64  # requests

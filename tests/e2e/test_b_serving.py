@@ -13,8 +13,9 @@ import psutil
 import pytest
 from service import ADMIN_KEY, Service, wait_for
 
-from eldr_serve.artifacts import CalibrationTrace, RoutingTable
+from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import policy_names
+from tools.trace import CalibrationTrace
 
 
 def test_trace_from_a_ray_job_is_whole(trace_file: Path) -> None:

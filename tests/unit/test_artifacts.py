@@ -16,9 +16,10 @@ from safetensors.numpy import save as save_tensors
 from tables import unit_table
 from traces import synthetic_trace
 
-from eldr_serve.artifacts import ArtifactError, CalibrationTrace, RoutingTable
+from eldr_serve.artifacts import ArtifactError, RoutingTable
 from eldr_serve.files import write_whole
 from eldr_serve.signature import SignatureSpec
+from tools.trace import CalibrationTrace
 
 TRACE = synthetic_trace(12)
 TABLE = unit_table(3)

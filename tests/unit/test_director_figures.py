@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eldr_serve.artifacts import CalibrationTrace
 from studies.figures import director, shifting
 from studies.figures.common import Options
 from tools.cli import BadInput
+from tools.trace import CalibrationTrace
 
 L, E, TOP_K, STEPS, EACH = 2, 16, 2, 8, 12
 DOMAINS = ("code", "math", "en", "fr")

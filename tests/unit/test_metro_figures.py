@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.cost import LayerWork
 from studies.figures import metro
 from studies.figures.common import Options
 from tools.cli import BadInput
+from tools.trace import CalibrationTrace
 
 L, E, TOP_K, STEPS, N = 2, 32, 4, 5, 40
 

@@ -13,11 +13,12 @@ import typer
 from traces import synthetic_trace
 from typer.testing import CliRunner
 
-from eldr_serve.artifacts import CalibrationTrace, ExpertPlacement
+from eldr_serve.artifacts import ExpertPlacement
 from offline.fitting import fit_table
 from offline.place import METHODS, place
 from offline.placement.cost import LayerCost
 from tools.cli import bad_input_exits
+from tools.trace import CalibrationTrace
 
 L, E = 4, 16
 

@@ -17,7 +17,6 @@ from eldr_serve.command import _LAZY, app
 
 PUBLIC = [
     "ArtifactError",
-    "CalibrationTrace",
     "Client",
     "ConfigurationError",
     "Decision",

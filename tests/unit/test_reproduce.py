@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import typer
 
-from eldr_serve.artifacts import CalibrationTrace
 from offline.scenario import Work
 from studies.figures import balanceroute, eldr, eldr_parallel
 from studies.figures.common import Options
 from studies.reproduce import reproduce
 from tools.cli import bad_input_exits
+from tools.trace import CalibrationTrace
 
 L, E, TOP_K, STEPS = 3, 32, 2, 20
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eldr_serve.artifacts import CalibrationTrace
+from tools.trace import CalibrationTrace
 
 
 def synthetic_trace(
