@@ -47,7 +47,7 @@ class Caller:
 
         replicas = ReplicaDirectory()
         replicas.publish(f"replica-{number:04d}" for number in range(workers))
-        spec = RouterSettings(model_id="m", table=table)
+        spec = RouterSettings(model_id="m", policy="locality-band", table=table)
         self._client = RouterClient(lambda: connect(name, spec), replicas, timeout_s=10.0)
         self._table = RoutingTable.from_bytes(table)
         self._prompts = prompts
