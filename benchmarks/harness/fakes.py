@@ -126,7 +126,9 @@ def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, se
         model_cards={MODEL: to_model_metadata(MODEL, LLMConfig(model_loading_config={"model_id": MODEL}))},
         prefill=prefill,
         application=name,
-        router=RouterSettings(model_id=MODEL, policy="locality-band", table=replace(table, model=MODEL).to_bytes()),
+        router=RouterSettings(
+            model_id=MODEL, policy="locality-band", table=replace(table, model=MODEL).to_bytes()
+        ),
         options=limits,
         path_options=PathOptions(),
     )

@@ -61,6 +61,7 @@ class RouterClient:
         self.placements: dict[str, Placement] = {}  # all that are not DONE
         self._answers: dict[str, asyncio.Future[None]] = {}  # of those that somebody waits for
         # What the actor is still to be told.
+        self._unsent: dict[str, Placement] = {}  # SCORED ones, and such as are not any more
         self._released: list[str] = []
         self._progress: dict[str, int] = {}
         self._held: set[str] = set()
@@ -105,10 +106,8 @@ class RouterClient:
                     break
                 if rescore > _RESCORES:  # swapped faster than we could score: load alone decides
                     placement.request = replace(placement.request, signature=None)
-                if placement.state is State.SENT:
-                    placement.become(State.SCORED)
                 answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
-                self.link.wake()
+                self._ask(placement)
                 # No wait_for here: in Python 3.11 it swallows a cancellation that meets a finished answer,
                 # and the request of a client that has gone would run on.
                 await answer
@@ -158,6 +157,13 @@ class RouterClient:
         self._events[event] += 1
 
     # -- how -------------------------------------------------------------------------------------
+
+    def _ask(self, placement: Placement) -> None:
+        """It goes with the next call."""
+        if placement.state is not State.SCORED:
+            placement.become(State.SCORED)
+        self._unsent[placement.request_id] = placement
+        self.link.wake()
 
     def _settle(self, placement: Placement) -> None:
         """Whoever waits for an answer about it goes on."""
@@ -226,7 +232,7 @@ class RouterClient:
     # -- what the link asks and tells (see router_link.Desk) -----------------------------------------
 
     def message(self, epoch: str) -> Exchange:
-        sent = list(self._waiting(State.SCORED))
+        sent = [placement for placement in self._unsent.values() if placement.state is State.SCORED]
         for placement in sent:
             placement.become(State.SENT)
         message = Exchange(
@@ -238,14 +244,15 @@ class RouterClient:
             epoch,
             dict(self._events),
         )
-        self._released, self._progress, self._held, self._events = [], {}, set(), Counter()
+        self._unsent, self._released, self._progress, self._held = {}, [], {}, set()
+        self._events = Counter()
         return message
 
     def undelivered(self, message: Exchange) -> None:
         for request in message.placements:
             placement = self.placements.get(request.request_id)
             if placement is not None and placement.state is State.SENT:
-                placement.become(State.SCORED)
+                self._ask(placement)
         self._released[:0] = message.released
         self._progress = message.progress | self._progress
         self._held |= {lease.request_id for lease in message.held} & self.placements.keys()
@@ -282,9 +289,8 @@ class RouterClient:
 
     def settings_changed(self, settings: Settings) -> None:
         self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
-        for placement in self._waiting(State.QUEUED):
-            placement.become(State.SCORED)
-            self.link.wake()
+        for placement in list(self._queued()):
+            self._ask(placement)
 
     @property
     def has_news(self) -> bool:
@@ -292,9 +298,8 @@ class RouterClient:
 
     @property
     def waits(self) -> bool:
-        return any(self._waiting(State.QUEUED))
+        return any(self._queued())
 
-    def _waiting(self, state: State) -> Iterator[Placement]:
-        """Those in that state, of all that somebody waits for."""
+    def _queued(self) -> Iterator[Placement]:
         found = (self.placements[request_id] for request_id in self._answers)
-        return (placement for placement in found if placement.state is state)
+        return (placement for placement in found if placement.state is State.QUEUED)
