@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.exceptions import RequestCancelledError
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
-from test_router_client import FakeActor, connected
+from router_talk import FakeActor, connected
 
 from eldr_serve.engine.keys import REQUEST
 from eldr_serve.serving.compat import CompletionRequest, ErrorResponse

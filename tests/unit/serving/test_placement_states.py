@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tables import unit_table
 
 from eldr_serve.routing import Placement, PlacementRequest, State
-from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Exchange, Settings
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
@@ -132,17 +131,6 @@ async def test_each_edge(path: str) -> None:
     if end is State.LEASED:
         assert desk.task is not None
         assert (await desk.task).replica in ("r0", "r1")
-
-
-async def test_who_waits_too_long_is_refused() -> None:
-    desk = Desk()
-    await desk.ask(wait_s=0.01)
-    await desk.send()
-    await desk.queue()
-    assert desk.task is not None
-    with pytest.raises(Overloaded):
-        await desk.task
-    assert desk.state is State.DONE
 
 
 _STEPS = ["send", "fail", "lease", "queue", "rescore", "swap", "lose", "cancel", "release"]

@@ -9,7 +9,7 @@ import pytest
 from fake_engines import INTERVALS, SOMEBODY_ELSES, TOKENS, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_router_client import all_is_over
+from router_talk import all_is_over
 
 from eldr_serve.serving.errors import Overloaded
 
