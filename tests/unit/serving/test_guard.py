@@ -16,7 +16,6 @@ from eldr_serve.routing import (
     Loads,
     NoWorkerError,
     Policy,
-    PolicyError,
     QueuedPolicy,
     State,
     make_policy,
@@ -93,27 +92,6 @@ def test_no_worker_is_still_no_worker() -> None:
     with pytest.raises(NoWorkerError):
         guard.select(request(), Loads.of([2, 0, 1], available=False), RNG)
     assert not failures
-
-
-COUNTS = ("slots", "lookahead", "threshold", "max_overtakes", "overcommit", "candidates")
-
-
-@pytest.mark.parametrize(
-    ("policy", "name", "value"),
-    [
-        *[("balance-route", name, value) for name in COUNTS for value in (2**31, 2**63, 10**30)],
-        ("balance-route-horizon", "refresh", 2**63),
-        ("balance-band", "band_tokens", float("inf")),
-        ("balance-band", "band_tokens", 10**400),
-        ("locality-band", "max_load_ratio", float("inf")),
-        ("locality-band", "max_load_ratio", 10**400),
-        ("marginal-cost", "affinity", 10**400),
-        ("marginal-cost", "cost", {"per_step_s": 10**400}),
-    ],
-)
-def test_no_parameter_overflows(policy: str, name: str, value: Any) -> None:
-    with pytest.raises(PolicyError, match=f"^{name} is "):
-        make_policy(policy, **{name: value})
 
 
 def test_the_largest_counts_that_are_taken_work() -> None:

@@ -69,7 +69,7 @@ async def test_a_fault_in_every_interval_of_a_requests_life(
             assert await world.ask(prompt, stream=stream) == right(prompt)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(INTERVALS), st.sampled_from(FAULTS)), max_size=5),
     st.booleans(),

@@ -136,7 +136,7 @@ async def test_each_edge(path: str) -> None:
 _STEPS = ["send", "fail", "lease", "queue", "rescore", "swap", "lose", "cancel", "release"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(_STEPS), max_size=12))
 def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(steps: list[str]) -> None:
     async def run() -> None:
