@@ -31,18 +31,9 @@ from eldr_serve.serving.servers import ReleaseKv
 SOMEBODY_ELSES = "another prompt"
 TOKENS = 4
 INTERVALS = (
-    "prefill-sent",
-    "prefilling",
-    "prefilled",
-    "placing",
-    "decode-routed",
-    "decode-sent",
-    "before-pull",
-    "pulled",
-    "first-token",
-    "mid-stream",
-    "last-token",
-)
+    "prefill-sent", "prefilling", "prefilled", "placing", "decode-routed", "decode-sent", "before-pull",
+    "pulled", "first-token", "mid-stream", "last-token",
+)  # fmt: skip
 _BLOCKS = 12
 _A_MOMENT_S = 0.001
 _TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled

@@ -223,29 +223,3 @@ def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
     state = Loads.of([1, 1, 1], [1000, 900, 1000])
     assert present.select(newcomer, state, RNG).worker == 1
     assert ahead.select(newcomer, state, RNG).worker == 0
-
-
-def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
-    policy: Any = make_policy("balance-route-horizon", horizon=3)
-    policy.on_assigned(request("a", 100, 900), 1)
-    projected = policy._project(Loads.of([2, 2, 0], [700, 150, 0]))
-    assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
-    policy.on_assigned(request("b", 50, 900), 0)
-    gone = policy._project(Loads.of([0, 1], [0, 100]))
-    assert gone[0].tolist() == [0, 1, 2, 3]
-    assert gone[1].tolist() == [100, 101, 102, 103]
-
-
-def test_a_request_that_moves_is_not_one_that_ended() -> None:
-    policy: Any = make_policy("balance-route-horizon", horizon=10)
-    moves = request("a", 100, 900)
-    policy.on_assigned(moves, 0)
-    policy.on_progress({"a": 40})
-    policy.on_finished("a")
-    policy.on_assigned(moves, 1)
-    running = policy._forecast._running
-    assert (running.worker.tolist(), running.age.tolist()) == ([1], [40])
-    assert len(policy.predictor._newest) == 0
-    policy.on_finished("a")
-    policy.on_progress({})
-    assert list(policy.predictor._newest) == [40]

@@ -109,16 +109,6 @@ TestComing = Coming.TestCase
 TestComing.settings = settings(max_examples=25, stateful_step_count=20)
 
 
-def test_like_goes_to_like_until_load_forbids_it() -> None:
-    policy = make_policy("marginal-cost", prior_tokens=0.0)
-    policy.on_assigned(handoff("a", 1), 0)
-    policy.on_assigned(handoff("b", 2), 1)
-    pair = Loads.of([1, 1], [40, 40])
-    assert policy.select(handoff("c", 1), pair, RNG).worker == 0
-    assert policy.select(handoff("c", 2), pair, RNG).worker == 1
-    assert policy.select(handoff("c", 1), Loads.of([60, 1], [2400, 40]), RNG).worker == 1
-
-
 def deviations(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
     """Of each request, placed one after the other: how it differs from the mean of those before."""
     found: list[np.ndarray | None] = []

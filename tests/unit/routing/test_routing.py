@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from shipped import ROOT
 from tables import counts_for, request, unit_table
 
 from eldr_serve.routing import (
     Decision,
-    LoadLedger,
     Loads,
     make_policy,
     policy_names,
@@ -169,49 +167,3 @@ def test_routing_needs_neither_ray_nor_vllm_nor_torch_nor_sklearn() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "locality-band", done.stderr
-
-
-class Ledger(RuleBasedStateMachine):
-    """Loads equal a recount after any sequence of events."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ledger = LoadLedger()
-        self.held: dict[str, tuple[str, int, int]] = {}
-
-    @rule(request=st.integers(0, 8), worker=st.sampled_from("abc"), tokens=st.integers(0, 50))
-    def add(self, request: int, worker: str, tokens: int) -> None:
-        self.ledger.add(str(request), worker, tokens)
-        self.held[str(request)] = (worker, tokens, 0)
-
-    @rule(request=st.integers(0, 8), tokens=st.integers(0, 99))
-    def progress(self, request: int, tokens: int) -> None:
-        self.ledger.progress(str(request), tokens)
-        if str(request) in self.held:
-            worker, prompt, before = self.held[str(request)]
-            self.held[str(request)] = (worker, prompt, max(before, tokens))
-
-    @rule(request=st.integers(0, 8))
-    def release(self, request: int) -> None:
-        self.ledger.release(str(request))
-        self.held.pop(str(request), None)
-
-    @invariant()
-    def equals_a_recount(self) -> None:
-        for worker in "abc":
-            mine = [prompt + generated for w, prompt, generated in self.held.values() if w == worker]
-            loads = self.ledger.loads(self.ledger.places([worker, "nobody"]))
-            assert loads.in_flight.tolist() == [len(mine), 0]
-            assert loads.kv_tokens.tolist() == [sum(mine), 0]
-            assert loads.available.all()
-        assert len(self.ledger) == len(self.held)
-
-    def teardown(self) -> None:
-        for name in self.held:
-            self.ledger.release(name)
-        loads = self.ledger.loads(self.ledger.places("abc"))
-        assert not loads.in_flight.any()
-        assert not loads.kv_tokens.any()
-
-
-TestLedger = Ledger.TestCase

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -82,46 +81,6 @@ def test_what_cannot_wait_is_placed_at_once() -> None:
     assert not queued(say(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
 
 
-@pytest.mark.parametrize("change", [("shortest-queue", {}), (SLOTS, {"queue": False})])
-def test_when_the_policy_keeps_no_queue_any_more_all_are_placed(change: tuple[str, dict[str, Any]]) -> None:
-    state = router(workers=2)
-    say(state, *"abcdef")
-    state.set_policy(*change)
-    assert fetch(state).keys() == set("cdef")
-    assert state.queue_size == 0
-    assert state.status()["leases"] == 6
-
-
-def test_more_slots_and_more_workers_are_used_at_once() -> None:
-    state = router(workers=1)
-    say(state, *"abcd")
-    state.update_workers(["r0", "r1"])
-    assert fetch(state)["b"].replica == "r1"
-    state.set_policy(SLOTS, {"slots": 2})
-    assert fetch(state).keys() == {"c", "d"}
-
-
-def test_an_abandoned_request_leaves_the_queue_or_its_unfetched_lease() -> None:
-    state = router(workers=1)
-    say(state, "a", "b", "c")
-    say(state, released=("b",))
-    assert state.queue_size == 1
-    say(state, released=("a",))  # c is granted, and abandoned before its client has heard of it
-    say(state, released=("c",))
-    assert fetch(state) == {}
-    assert state.status()["leases"] == 0
-
-
-def test_a_request_placed_by_its_client_leaves_the_queue() -> None:
-    state = router(workers=1)
-    say(state, "a", "b")
-    say(state, held=(leased("b", "r0"),))
-    assert state.queue_size == 0
-    say(state, released=("a",))
-    assert fetch(state) == {}
-    assert loads(state)["r0"][0] == 1
-
-
 def test_asking_again_keeps_the_turn() -> None:
     state = router(workers=1)
     say(state, "a", "b", "c")
@@ -141,29 +100,6 @@ def test_a_swap_makes_scores_of_queued_requests_void() -> None:
     assert policy(state).waiting[0].similarity is None
     say(state, released=("a",))
     assert not fetch(state)["b"].best
-
-
-def test_what_a_lost_client_had_queued_goes_with_it() -> None:
-    now = [0.0]
-    state = router(workers=1, clients="cd", clock=lambda: now[0])
-    say(state, "a", "b")
-    now[0] = 20.0
-    say(state, "x", client="d")
-    now[0] = 40.0
-    assert state.drop_silent_clients() == 1
-    assert state.counters["queued_of_lost_clients"] == 1
-    assert fetch(state, "d").keys() == {"x"}  # on the worker that became free
-    assert state.queue_size == 0
-
-
-def test_without_workers_nothing_is_queued_and_what_was_waits_for_one() -> None:
-    state = router(workers=1)
-    say(state, "a", "b")
-    state.update_workers([])
-    assert (state.queue_size, fetch(state)) == (1, {})
-    assert [answer.state for answer in say(state, "c").placements] == [State.SENT]
-    state.update_workers(["r7"])
-    assert fetch(state)["b"].replica == "r7"
 
 
 def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:
@@ -229,12 +165,12 @@ class Conservation(RuleBasedStateMachine):
         reply = say(self.state, *ask, client=client, **fields)
         assert reply.refused is None
         for name, answer in zip(ask, reply.placements, strict=True):
-            self.waits.pop(name, None)
+            waited = self.waits.pop(name, None)
             if answer.state is State.LEASED:
                 self.holds[name] = (client, answer.replica)
-            elif answer.state is State.QUEUED:
+            elif answer.state is State.QUEUED or waited is not None:  # it keeps its turn
                 self.waits[name] = client
-            else:
+            if answer.state is State.SENT:
                 assert not self.live
 
     @rule(numbers=st.lists(_NUMBERS, max_size=5, unique=True), client=_CLIENTS)
@@ -249,6 +185,15 @@ class Conservation(RuleBasedStateMachine):
         for known in (self.waits, self.holds, self.told):
             known.pop(name, None)
         self.say(client, released=(name,))
+
+    @rule(number=_NUMBERS, client=_CLIENTS, replica=st.sampled_from(["r0", "r1"]))
+    def hold(self, number: int, client: str, replica: str) -> None:
+        """The client has placed it by itself."""
+        name = f"{client}{number}"
+        self.waits.pop(name, None)
+        self.told.pop(name, None)
+        self.holds[name] = (client, replica)
+        self.say(client, held=(leased(name, replica),))
 
     @rule(client=_CLIENTS)
     def fetch(self, client: str) -> None:
@@ -268,7 +213,11 @@ class Conservation(RuleBasedStateMachine):
         self.live = live
         self.state.update_workers(live)
 
-    @rule(change=st.sampled_from([(SLOTS, {"slots": 2}), (SLOTS, {"slots": 5}), ("locality-band", {})]))
+    @rule(
+        change=st.sampled_from(
+            [(SLOTS, {"slots": 2}), (SLOTS, {"slots": 5}), (SLOTS, {"queue": False}), ("locality-band", {})]
+        )
+    )
     def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
         self.state.set_policy(*change)
 
@@ -310,7 +259,8 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_free_while_somebody_waits(self) -> None:
         status = self.state.status()
-        if status["decode_queue"]["size"] and status["policy"] == SLOTS:
+        if self.state.queue_size and self.live:
+            assert status["policy"] == SLOTS
             assert all(w["in_flight"] >= status["parameters"]["slots"] for w in status["workers"])
 
     def teardown(self) -> None:

@@ -88,16 +88,6 @@ def test_whatever_fails_no_answer_is_of_another_prompt(
     asyncio.run(run())
 
 
-async def test_one_request_makes_no_more_prefills_than_it_may() -> None:
-    """Each decode try but the last fails after a prefill of its own; only failed prefills are counted."""
-    faults = [("prefilling", "prefill dies"), *[("before-pull", "decode dies")] * 2]
-    faults.insert(2, ("prefilling", "prefill dies"))
-    async with World(faults).serving(prefill_tries=3, decode_tries=3) as world:
-        (answer,) = await world.answers(["a"], stream=False)
-        assert answer == right("a")
-        assert world.prefills.calls["a"] == 3 + 2
-
-
 async def test_a_fake_engine_reads_another_prompts_blocks_once_they_are_free() -> None:
     world = World([])
     prefill, decode = world.prefills.engines["p0"], world.decodes.engines["d0"]

@@ -203,20 +203,6 @@ async def test_a_queued_request_gets_its_lease_when_there_is_room() -> None:
         assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress is told before the release
 
 
-async def test_a_lease_that_is_on_its_way_to_one_who_has_left_is_released() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
-        await client.place(request("a"), None)
-        task = await waiting(client, actor, "b")
-        actor.grant_delay_s = 0.1
-        client.release("a")
-        await settled(lambda: "b" in actor.running)
-        task.cancel()
-        await all_is_over(client, actor)
-        await asyncio.sleep(0.15)
-        await all_is_over(client, actor)
-
-
 async def test_who_waits_too_long_is_told_to_come_again() -> None:
     actor = queueing()
     async with connected(actor, "r0") as client:
@@ -228,21 +214,6 @@ async def test_who_waits_too_long_is_told_to_come_again() -> None:
         client.release("a")
         await all_is_over(client, actor)
         await settled(lambda: actor.state.counters["queue_expired"] == 1)
-
-
-async def test_queued_requests_are_placed_by_own_load_when_the_actor_dies() -> None:
-    actor = queueing()
-    async with connected(actor, "r0", "r1") as client:
-        for name in "ab":
-            await client.place(request(name), None, wait_s=30.0)
-        tasks = [await waiting(client, actor, name) for name in "cd"]
-        actor.die()
-        leases = await asyncio.gather(*tasks)
-        assert {(lease.replica, lease.reason) for lease in leases} == {
-            ("r0", "router-away"), ("r1", "router-away"),
-        }  # fmt: skip
-        actor.restart()
-        await settled(lambda: set(actor.running) == set("abcd"))
 
 
 async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() -> None:
@@ -258,20 +229,6 @@ async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() 
         with pytest.raises(Overloaded):
             await task
         assert asyncio.get_running_loop().time() - started < 2.5  # the wait did not begin anew
-
-
-async def test_a_swap_while_a_request_waits_scores_it_again() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
-        await client.place(request("a"), None)
-        task = await waiting(client, actor, "b", counts=counts_for(1))
-        actor.state.swap_table(unit_table(3).to_bytes())
-        client.count("news")
-        similarity = lambda: actor.state.placer.policy.waiting[0].similarity  # noqa: E731
-        assert similarity() is None
-        await settled(lambda: similarity() is not None and similarity().shape == (3,))
-        client.release("a")
-        assert (await task).request_id == "b"
 
 
 async def test_a_poll_that_is_not_answered_means_that_the_actor_is_away(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from router_talk import ask, leased, loads, make, release, say
-from tables import counts_for, request, unit_table
+from tables import request, unit_table
 
 from eldr_serve.routing import State, StepCost, StepSums
 from eldr_serve.serving import decode_router
@@ -117,30 +117,6 @@ def test_leases_of_a_client_that_is_gone_are_dropped_after_its_timeout() -> None
     now[0] = 31.0
     assert state.drop_silent_clients() == 1
     assert set(loads(state).values()) == {(0, 0)}
-
-
-def held(state: RouterState) -> dict[str, int]:
-    return {name: worker for name, (worker, _) in state.placer.policy.active.held.items()}
-
-
-def test_marginal_cost_knows_who_is_where_through_changes_of_policy_table_and_workers() -> None:
-    state = make(policy="marginal-cost")
-    for n in range(6):
-        ask(state, str(n), signature=counts_for(n % 3))
-    placed = {name: running.slot for name, running in state.placer.running.items()}
-    assert held(state) == placed
-    assert len({placed[n] for n in "03"}) == len({placed[n] for n in "14"}) == 1  # like with like
-    state.set_policy("shortest-queue", {})
-    release(state, "0")
-    state.set_policy("marginal-cost", {})
-    state.swap_table(unit_table(3).to_bytes())
-    del placed["0"]
-    assert held(state) == placed
-    for workers in (["r0", "r2"], ["r0", "r2", "r9"]):  # a newcomer in the vacant slot holds nothing
-        state.update_workers(workers)
-        assert held(state) == {name: worker for name, worker in placed.items() if worker != 1}
-    release(state, *placed)
-    assert held(state) == {}
 
 
 def test_all_steps_are_in_the_totals_however_old() -> None:
