@@ -220,19 +220,14 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
 
 
 def test_the_weight_of_experts_is_that_of_their_cost() -> None:
-    cost = StepCost(2e-3, 1e-4, 0.0, 5e-5).as_dict()
-    policies = [
-        make_policy("marginal-cost", cost=cost, expert_weight=3.0),
-        make_policy("marginal-cost", cost=cost | {"per_expert_s": 15e-5}),
-    ]
-    placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
-    for n in range(40):
-        newcomer = handoff(f"r{n}", n % 5)
-        first, second = (policy.select(newcomer, loads(placement), RNG).worker for policy in policies)
-        assert first == second
-        placement[first].append(newcomer)
-        for policy in policies:
-            policy.on_assigned(newcomer, first)
+    weighed: Any = make_policy("marginal-cost", cost=COST.as_dict(), expert_weight=3.0)
+    costly: Any = make_policy("marginal-cost", cost=COST.as_dict() | {"per_expert_s": 15e-5})
+    there, where = [handoff(f"r{n}", n % 5) for n in range(40)], [n % 4 for n in range(40)]
+    for policy in (weighed, costly):
+        placed(policy, there, where)
+    load = loads(on_each(there, where, 4))
+    added = (policy.added_cost(handoff("new", 3), load) for policy in (weighed, costly))
+    assert next(added) == pytest.approx(next(added))
 
 
 def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:
