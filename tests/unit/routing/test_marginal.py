@@ -24,7 +24,7 @@ RNG = np.random.default_rng(0)
 COST = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
 
 
-def handoff(request_id: str, seed: int, tokens: int = 40) -> PlacementRequest:
+def request_like(request_id: str, seed: int, tokens: int = 40) -> PlacementRequest:
     rng = np.random.default_rng(seed)
     taste = rng.dirichlet(np.full(E, 0.3), size=L)
     counts = np.stack([rng.multinomial(tokens * TOP_K, t) for t in taste])
@@ -66,10 +66,10 @@ def on_each(requests: list[PlacementRequest], workers: list[int], many: int) -> 
 def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
     policy: Any = make_policy("marginal-cost", affinity=0.0, cost=COST.as_dict())
     rng = np.random.default_rng(seed)
-    there = [handoff(f"r{i}", seed + i) for i in range(requests)]
+    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
     where = rng.integers(workers, size=requests).tolist()
     placed(policy, there, where)
-    placement, newcomer = on_each(there, where, workers), handoff("new", seed + 999)
+    placement, newcomer = on_each(there, where, workers), request_like("new", seed + 999)
     added = policy.added_cost(newcomer, loads(placement))
     expected = [total_seconds(COST, [*p, newcomer]) - total_seconds(COST, p) for p in placement]
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
@@ -88,7 +88,7 @@ class Coming(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcdefgh"), worker=st.integers(0, 3), seed=st.integers(0, 50))
     def place(self, name: str, worker: int, seed: int) -> None:
-        self.held[name] = (handoff(name, seed), worker)
+        self.held[name] = (request_like(name, seed), worker)
         self.policy.on_assigned(self.held[name][0], worker)
 
     @rule(name=st.sampled_from("abcdefgh"))
@@ -136,10 +136,10 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
     workers = 4
     policy: Any = make_policy("marginal-cost", cost=COST.as_dict(), affinity=strength)
     rng = np.random.default_rng(seed)
-    there = [handoff(f"r{i}", seed + i) for i in range(requests)]
+    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
     where = rng.integers(workers - 1, size=requests).tolist()
     placed(policy, there, where)
-    newcomer, load = handoff("new", seed + 999), loads(on_each(there, where, workers))
+    newcomer, load = request_like("new", seed + 999), loads(on_each(there, where, workers))
     deviation = deviations([*there, newcomer])[-1]
     profile = profiles(there, where, workers)
     length = np.linalg.norm(profile, axis=1)
@@ -151,7 +151,7 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
 
 def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None:
     policy: Any = make_policy("marginal-cost")
-    there, where = [handoff(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
+    there, where = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
     placed(policy, there, where)
     learnt = policy.profiles.profile.copy()
     assert learnt == pytest.approx(profiles(there, where, 3), abs=0.01)
@@ -171,7 +171,7 @@ def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float
         went = np.zeros((4, 4))
         for n in range(400):
             kind = int(rng.integers(4))
-            newcomer = handoff(f"{phase}.{n}", kinds[kind])
+            newcomer = request_like(f"{phase}.{n}", kinds[kind])
             worker = policy.select(newcomer, loads(placement), rng).worker
             policy.on_assigned(newcomer, worker)
             placement[worker].append(newcomer)
@@ -212,7 +212,7 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
     first = policy.select(bare, Loads.of([2, 1]), RNG)
     assert (first.worker, first.reason) == (1, "no-signature")
     policy.on_assigned(bare, 1)
-    policy.on_assigned(handoff("a", 1), 0)
+    policy.on_assigned(request_like("a", 1), 0)
     later = policy.select(bare, Loads.of([1, 9], [40, 90]), RNG)
     assert (later.worker, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
@@ -222,11 +222,11 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
 def test_the_weight_of_experts_is_that_of_their_cost() -> None:
     weighed: Any = make_policy("marginal-cost", cost=COST.as_dict(), expert_weight=3.0)
     costly: Any = make_policy("marginal-cost", cost=COST.as_dict() | {"per_expert_s": 15e-5})
-    there, where = [handoff(f"r{n}", n % 5) for n in range(40)], [n % 4 for n in range(40)]
+    there, where = [request_like(f"r{n}", n % 5) for n in range(40)], [n % 4 for n in range(40)]
     for policy in (weighed, costly):
         placed(policy, there, where)
     load = loads(on_each(there, where, 4))
-    added = (policy.added_cost(handoff("new", 3), load) for policy in (weighed, costly))
+    added = (policy.added_cost(request_like("new", 3), load) for policy in (weighed, costly))
     assert next(added) == pytest.approx(next(added))
 
 

@@ -137,36 +137,31 @@ async def test_faults_of_the_engine_stay_faults_and_a_begun_answer_is_not_change
 # -- the first prompt of an engine that starts ---------------------------------------------------------
 
 
-class Engine:
-    """What LLMServer would start."""
+async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving, list[str]]:
+    """Of a server whose engine is started so: what it served, and the prompts that it abandoned."""
+    serving, abandoned = Serving(response), []
 
-    def __init__(self, response: Any) -> None:
-        self._oai_serving_chat = self._oai_serving_completion = self.serving = Serving(response)
-        self.abandoned: list[str] = []
-
-    async def collective_rpc(self, method: str, timeout: Any, args: Any, kwargs: Any) -> None:
+    async def collective_rpc(method: str, timeout: Any, args: Any, kwargs: Any) -> None:
         assert method == "eldr_abandon"
-        self.abandoned += args[0]
-
-
-async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> Engine:
-    engine = Engine(response)
+        abandoned.extend(args[0])
 
     async def start_engine(server: Any) -> None:
-        server.engine = engine
+        server.engine = SimpleNamespace(
+            _oai_serving_chat=serving, _oai_serving_completion=serving, collective_rpc=collective_rpc
+        )
 
     monkeypatch.setattr(LLMServer, "start", start_engine)
     server = object.__new__(PrefillServer)
     await server.__init__(SimpleNamespace(model_id="m", multiplex_config=lambda: None))  # as Serve does
-    return engine
+    return serving, abandoned
 
 
 async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = await start(monkeypatch, {SIGNATURE: pack_counts(np.ones((3, 4), np.uint32))})
-    (request,) = engine.serving.seen
+    serving, abandoned = await start(monkeypatch, {SIGNATURE: pack_counts(np.ones((3, 4), np.uint32))})
+    (request,) = serving.seen
     assert request.model == "m"
     assert request.kv_transfer_params["do_remote_decode"]
-    assert engine.abandoned == [request.kv_transfer_params[REQUEST]]
+    assert abandoned == [request.kv_transfer_params[REQUEST]]
 
 
 NO_COUNTS = r"'m' \(vLLM .*without an expert signature.*scheduler_cls"

@@ -92,10 +92,5 @@ async def test_a_fake_engine_reads_another_prompts_blocks_once_they_are_free() -
     world = World([])
     prefill, decode = world.prefills.engines["p0"], world.decodes.engines["d0"]
     prefill.owned["r"], prefill.memory[:2] = [0, 1], ["a", "a"]
-    handed_over = {
-        "do_remote_prefill": True,
-        "remote_engine_id": "p0",
-        "remote_request_id": "r",
-        "remote_block_ids": [0, 1],
-    }
-    assert [decode._read("a", handed_over) for _ in range(2)] == ["a", f"a, {SOMEBODY_ELSES}"]
+    handed_over = prefill.handed_over("r", [0, 1])
+    assert [decode.read("a", handed_over) for _ in range(2)] == ["a", f"a, {SOMEBODY_ELSES}"]
