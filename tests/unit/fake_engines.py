@@ -244,8 +244,7 @@ class Deployment:
         if self._kind is DecodeEngine:
             await self.world.reach("decode-routed", None)
         candidates: list[RunningReplica] = [
-            SimpleNamespace(replica_id=ReplicaID(name, self._id))  # type: ignore[misc]
-            for name in self.engines
+            SimpleNamespace(replica_id=ReplicaID(name, self._id)) for name in self.engines
         ]
         ((replica,),) = await self.router.choose_replicas(candidates, pending)
         return self.engines[replica.replica_id.unique_id]
@@ -283,7 +282,7 @@ class World:
             self.client = client
             engines: Any = Engines(
                 self.prefills, self.decodes, self.prefills.directory, self.decodes.directory
-            )  # type: ignore[arg-type]
+            )
             path_options = PathOptions(retry_backoff_s=0.001, **options)
             self.path = RequestPath(engines=engines, client=client, options=path_options)
             place = client.place
@@ -292,7 +291,7 @@ class World:
                 await self.reach("placing", None)
                 return await place(*args, **kwargs)
 
-            client.place = slowly  # type: ignore[method-assign]
+            client.place = slowly
             yield self
 
     async def ask(self, prompt: str, *, stream: bool) -> list[str]:

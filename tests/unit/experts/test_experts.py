@@ -120,4 +120,4 @@ def test_layers_are_independent() -> None:
 )
 def test_bad_input_is_named(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        call()  # type: ignore[operator]
+        call()

@@ -55,7 +55,7 @@ class Broken(QueuedPolicy):
     def on_assigned(self, *_: Any) -> None:
         raise OverflowError
 
-    on_finished = on_progress = update_cost_model = on_assigned  # type: ignore[assignment]
+    on_finished = on_progress = update_cost_model = on_assigned
 
 
 class Astray(Policy):

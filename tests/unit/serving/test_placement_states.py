@@ -41,7 +41,7 @@ class Desk:
     def __init__(self) -> None:
         directory = ReplicaDirectory()
         directory.publish(["r0", "r1"])
-        self.client = RouterClient(lambda: None, directory)  # type: ignore[arg-type, return-value]
+        self.client = RouterClient(lambda: None, directory)
         self.task: asyncio.Task[Placement] | None = None
         self.message: Exchange | None = None
 
