@@ -27,7 +27,12 @@ def test_eplb_gives_the_published_example() -> None:
     ]
 
 
-@given(st.integers(0, 999), st.sampled_from([2, 4]), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+@given(
+    seed=st.integers(0, 999),
+    ranks=st.sampled_from([2, 4]),
+    spare=st.integers(0, 3),
+    groups=st.sampled_from([1, 2, 4]),
+)
 def test_eplb_places_every_expert_and_fills_every_slot(
     seed: int, ranks: int, spare: int, groups: int
 ) -> None:
@@ -36,11 +41,13 @@ def test_eplb_places_every_expert_and_fills_every_slot(
     hosts = hosts_of(placed, 8, ranks)
     assert hosts.any(axis=2).all()
     assert placed.shape == (3, 8 + spare * ranks)
-    for layer in range(3 * (groups % 2)):
-        # One flat pool: nobody with a replica to spare is lighter than one without.
+    for layer in range(3):
         replicas = np.bincount(placed[layer], minlength=8)
-        share, without = load[layer] / replicas, load[layer] / np.maximum(replicas - 1, 1)
-        assert share.max() <= without[replicas > 1].min(initial=np.inf) + 1e-9
+        if groups % 2:  # one flat pool: nobody with a replica to spare is lighter than one without
+            share = load[layer] / replicas
+            spared = replicas > 1
+            if spared.any():
+                assert share.max() <= (load[layer] / np.maximum(replicas - 1, 1))[spared].min() + 1e-9
 
 
 @settings(deadline=None)
@@ -75,7 +82,11 @@ def test_the_optimum_is_the_optimum_and_greedy_is_feasible(seed: int) -> None:
     tokens, hosts = random_case(seed)
     active = np.flatnonzero(tokens)
     choices = [np.flatnonzero(hosts[e]) for e in active]
-    best = min(np.bincount(np.array(c, int), minlength=3).max() for c in itertools.product(*choices))
+    best = (
+        min((np.bincount(c, minlength=3).max() for c in itertools.product(*choices)), default=0)
+        if len(active)
+        else 0
+    )
     for route in (route_optimal, route_metro):
         rank = route(tokens, hosts)
         assert np.array_equal(rank >= 0, tokens > 0)
@@ -120,4 +131,4 @@ def test_layers_are_independent() -> None:
 )
 def test_bad_input_is_named(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        call()
+        call()  # type: ignore[operator]

@@ -223,3 +223,13 @@ def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
     state = Loads.of([1, 1, 1], [1000, 900, 1000])
     assert present.select(newcomer, state, RNG).worker == 1
     assert ahead.select(newcomer, state, RNG).worker == 0
+
+
+def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
+    policy: Any = make_policy("balance-route-horizon", horizon=3)
+    policy.on_assigned(request("a", 100, 900), 1)
+    projected = policy._project(Loads.of([2, 2, 0], [700, 150, 0]))
+    assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
+    policy.on_assigned(request("b", 50, 900), 0)
+    gone = policy._project(Loads.of([0, 1], [0, 100]))
+    assert gone.tolist() == [[0, 1, 2, 3], [100, 101, 102, 103]]

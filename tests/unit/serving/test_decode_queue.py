@@ -102,6 +102,14 @@ def test_a_swap_makes_scores_of_queued_requests_void() -> None:
     assert not fetch(state)["b"].best
 
 
+def test_what_a_lost_client_had_queued_is_counted() -> None:
+    now = [0.0]
+    state = router(workers=1, clock=lambda: now[0])
+    say(state, "a", "b")
+    now[0] = 40.0
+    assert state.drop_silent_clients() == state.counters["queued_of_lost_clients"] == 1
+
+
 def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:
     state = router()
     say(state, "a")

@@ -227,6 +227,25 @@ def test_equal_prompts_have_equal_keys() -> None:
     assert prompt_key(said[0]) == prompt_key(said[1]) != prompt_key(said[2])
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
+    reached = asyncio.Event()
+
+    async def hangs(request: Any) -> AsyncIterator[Any]:
+        reached.set()
+        await asyncio.sleep(60)
+        yield "never"
+
+    world = World(**{leg: hangs})
+    task = asyncio.create_task(world.run())
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert getattr(world, leg).streams[-1].cancelled
+    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
