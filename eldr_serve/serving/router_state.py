@@ -67,7 +67,7 @@ class RouterState:
         first = Settings(0, policy, dict(parameters or {}), table, 0 if table is None else 1)
         made, self._table = self._checked(first)
         self._settings = first
-        self._placer = Placer(
+        self.placer = Placer(
             made, failed=lambda error: self.counters.update(policy_errors=1), seed=seed, clock=clock
         )
 
@@ -122,11 +122,11 @@ class RouterState:
     def _adopt(self, settings: Settings) -> None:
         policy, self._table = self._checked(settings)
         swapped = settings.table_version != self._settings.table_version
-        self._predictor_failures += self._placer.policy.predictor_failures
+        self._predictor_failures += self.placer.policy.predictor_failures
         self._settings = settings
         if swapped:
-            self._placer.forget_scores()
-        self._placer.set_policy(policy, self._cost)
+            self.placer.forget_scores()
+        self.placer.set_policy(policy, self._cost)
 
     def observe_steps(self, steps: StepSums) -> None:
         """Take what decode engines measured; the policy follows the cost fitted to recent steps."""
@@ -136,7 +136,7 @@ class RouterState:
         self._steps, self._steps_at = self._steps.faded(keep) + steps, now
         self._cost = self._steps.fit() or self._cost
         if self._cost is not None:
-            self._placer.update_cost_model(self._cost)
+            self.placer.update_cost_model(self._cost)
 
     # -- workers and clients ---------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class RouterState:
                 self._slots.append(replica)
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
-        self._placer.set_workers(self._slots)
+        self.placer.set_workers(self._slots)
 
     def restore(self, message: Restore) -> Restored:
         """Take back from a client what an earlier incarnation of this actor knew.
@@ -170,8 +170,8 @@ class RouterState:
             self._adopt(settings)
             self.counters["settings_restored"] += 1
         for lease in message.leases:
-            if lease.request_id not in self._placer.running:
-                self._placer.hold(replace(lease, client=message.client))
+            if lease.request_id not in self.placer.running:
+                self.placer.hold(replace(lease, client=message.client))
                 self.counters["leases_restored"] += 1
         self._dispatch()
         return Restored(self.epoch, self._settings)
@@ -180,10 +180,10 @@ class RouterState:
         """Release what clients hold that have not been heard of; returns how many leases."""
         now = self._clock()
         silent = {c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s}
-        lost = [r for r, placement in self._placer.running.items() if placement.client in silent]
-        queued = [r for r, placement in self._placer.queue.items() if placement.client in silent]
+        lost = [r for r, placement in self.placer.running.items() if placement.client in silent]
+        queued = [r for r, placement in self.placer.queue.items() if placement.client in silent]
         for request_id in lost + queued:
-            self._placer.finish(request_id)
+            self.placer.finish(request_id)
         for client in silent:
             del self._last_seen[client]
             self.outbox.drop(client)
@@ -201,16 +201,16 @@ class RouterState:
             return Reply(self.epoch, self._settings.version, refused="unknown-client")
         self._last_seen[message.client] = self._clock()
         self.counters.update(message.events)
-        self._placer.progress(message.progress)
+        self.placer.progress(message.progress)
         for request_id in message.released:
-            self._placer.finish(request_id)
+            self.placer.finish(request_id)
         for lease in message.held:
             self._hold(replace(lease, client=message.client))
         asked = [Placement(request, State.SENT, message.client) for request in message.placements]
-        queued = {r.request_id for r in message.placements if r.request_id in self._placer.queue}
+        queued = {r.request_id for r in message.placements if r.request_id in self.placer.queue}
         # What was scored with another table stays SENT: its caller fetches this one and asks again.
         live = self._settings.table_version
-        leased = self._placer.submit(
+        leased = self.placer.submit(
             p for p in asked if p.request.similarity is None or p.request.table_version == live
         )
         own = set(map(id, asked))
@@ -220,12 +220,12 @@ class RouterState:
         return Reply(self.epoch, self._settings.version, tuple(p.answer() for p in asked))
 
     def _hold(self, lease: Placement) -> None:
-        known = self._placer.running.get(lease.request_id) or self._placer.queue.get(lease.request_id)
-        self._placer.hold(lease if known is None else replace(lease, request=known.request))
+        known = self.placer.running.get(lease.request_id) or self.placer.queue.get(lease.request_id)
+        self.placer.hold(lease if known is None else replace(lease, request=known.request))
         self.counters["placed_by_client"] += 1
 
     def _dispatch(self) -> None:
-        leased = self._placer.dispatch()
+        leased = self.placer.dispatch()
         self.outbox.put(leased)
         self._count(leased)
 
@@ -241,7 +241,7 @@ class RouterState:
 
     def status(self) -> dict[str, Any]:
         """JSON-able; `kv_tokens` are prompt + generated tokens of the requests in flight."""
-        loads = self._placer.loads()
+        loads = self.placer.loads()
         workers = [
             {
                 "worker": slot,
@@ -271,7 +271,7 @@ class RouterState:
             "step_cost": self._step_cost(),
             "decode_totals": self._decode_totals(),
             "workers": workers,
-            "leases": len(self._placer.running),
+            "leases": len(self.placer.running),
             "decode_queue": {"size": self.queue_size, "oldest_wait_s": round(self.oldest_wait_s, 3)},
             "clients": len(self._last_seen),
             "epoch": self.epoch,
@@ -283,17 +283,17 @@ class RouterState:
     @property
     def predictor_failures(self) -> int:
         """Predictions that could not be used, under this policy and those before it."""
-        return self._predictor_failures + self._placer.policy.predictor_failures
+        return self._predictor_failures + self.placer.policy.predictor_failures
 
     @property
     def queue_size(self) -> int:
         """Requests that wait for a worker."""
-        return len(self._placer.queue)
+        return len(self.placer.queue)
 
     @property
     def oldest_wait_s(self) -> float:
         """How long the request that came first has waited, s; 0 where none waits."""
-        since_s = min((p.since_s for p in self._placer.queue.values()), default=None)
+        since_s = min((p.since_s for p in self.placer.queue.values()), default=None)
         return 0.0 if since_s is None else self._clock() - since_s
 
     def _step_cost(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -15,11 +16,12 @@ from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
+from one_path import prefilled
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.exceptions import RequestCancelledError
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
-from test_router_client import FakeActor, connected
+from router_talk import FakeActor, connected
 
 from eldr_serve.engine.keys import REQUEST
 from eldr_serve.serving.compat import CompletionRequest, ErrorResponse
@@ -31,33 +33,21 @@ from eldr_serve.serving.servers import ReleaseKv
 SOMEBODY_ELSES = "another prompt"
 TOKENS = 4
 INTERVALS = (
-    "prefill-sent",
-    "prefilling",
-    "prefilled",
-    "placing",
-    "decode-routed",
-    "decode-sent",
-    "before-pull",
-    "pulled",
-    "first-token",
-    "mid-stream",
-    "last-token",
-)
+    "prefill-sent", "prefilling", "prefilled", "placing", "decode-routed", "decode-sent", "before-pull",
+    "pulled", "first-token", "mid-stream", "last-token",
+)  # fmt: skip
 _BLOCKS = 12
 _A_MOMENT_S = 0.001
 _TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled
 
 
 class Engine:
-    """One replica. `run` answers a call by `emit`, and says at each interval that it is there."""
+    """One replica. Its `run` answers a call by `emit`, and says at each interval that it is there."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.alive = True
-
-    async def run(self, request: Any, emit: Callable[[Any], None]) -> None:
-        raise NotImplementedError
 
 
 class PrefillEngine(Engine):
@@ -84,13 +74,11 @@ class PrefillEngine(Engine):
         if name in self._abandoned:
             self.give_back(name)
         await self.world.reach("prefilled", self)
-        params = {
-            "do_remote_prefill": True,
-            "remote_engine_id": self.name,
-            "remote_request_id": name,
-            "remote_block_ids": list(blocks),
-        }
-        emit(SimpleNamespace(usage=SimpleNamespace(prompt_tokens=7), kv_transfer_params=params))
+        emit(prefilled(**self.handed_over(name, list(blocks))))
+
+    def handed_over(self, name: str, blocks: list[int]) -> dict[str, Any]:
+        where = {"remote_engine_id": self.name, "remote_request_id": name, "remote_block_ids": blocks}
+        return {"do_remote_prefill": True, **where}
 
     def give_back(self, name: str) -> None:
         """The prompt's blocks are free and at once another prompt's; calling it again does nothing."""
@@ -118,9 +106,10 @@ class DecodeEngine(Engine):
         await self.world.reach("decode-sent", self)
         await self.world.reach("before-pull", self)
         try:
-            text = self._read(request.prompt, request.kv_transfer_params or {})
+            text = self.read(request.prompt, request.kv_transfer_params or {})
         except ConnectionError as error:
-            emit(_failure(f"{error}", stream=request.stream))
+            failed = {"message": f"{error}", "type": "engine", "code": 500}
+            emit(f"data: {json.dumps({'error': failed})}" if request.stream else ErrorResponse(error=failed))
             return
         await self.world.reach("pulled", self)
         tokens = []
@@ -132,7 +121,7 @@ class DecodeEngine(Engine):
         if not request.stream:
             emit(SimpleNamespace(tokens=tokens, usage=None))
 
-    def _read(self, prompt: str, params: dict[str, Any]) -> str:
+    def read(self, prompt: str, params: dict[str, Any]) -> str:
         """What the engine takes for the prompt; its prefix cache keeps full blocks, so not the last one."""
         if not params.get("do_remote_prefill"):
             return self._joined(prompt, prompt, prompt)
@@ -146,12 +135,6 @@ class DecodeEngine(Engine):
     def _joined(self, prompt: str, first: str, last: str) -> str:
         kept = self.prefix_cache.setdefault(prompt, first)
         return kept if kept == last else f"{kept}, {last}"
-
-
-def _failure(message: str, *, stream: bool) -> Any:
-    if stream:
-        return f'data: {{"error": {{"message": "{message}", "code": 500}}}}\n\n'
-    return ErrorResponse(error={"message": message, "type": "engine", "code": 500})
 
 
 class Call:
@@ -261,8 +244,7 @@ class Deployment:
         if self._kind is DecodeEngine:
             await self.world.reach("decode-routed", None)
         candidates: list[RunningReplica] = [
-            SimpleNamespace(replica_id=ReplicaID(name, self._id))  # type: ignore[misc]
-            for name in self.engines
+            SimpleNamespace(replica_id=ReplicaID(name, self._id)) for name in self.engines
         ]
         ((replica,),) = await self.router.choose_replicas(candidates, pending)
         return self.engines[replica.replica_id.unique_id]
@@ -298,23 +280,18 @@ class World:
     async def serving(self, **options: Any) -> AsyncIterator[World]:
         async with connected(self.actor, *self.decodes.engines, directory=self.decodes.directory) as client:
             self.client = client
-            self.path = RequestPath(
-                engines=Engines(
-                    self.prefills,  # type: ignore[arg-type]
-                    self.decodes,  # type: ignore[arg-type]
-                    self.prefills.directory,
-                    self.decodes.directory,
-                ),
-                client=client,
-                options=PathOptions(retry_backoff_s=0.001, **options),
+            engines: Any = Engines(
+                self.prefills, self.decodes, self.prefills.directory, self.decodes.directory
             )
+            path_options = PathOptions(retry_backoff_s=0.001, **options)
+            self.path = RequestPath(engines=engines, client=client, options=path_options)
             place = client.place
 
             async def slowly(*args: Any, **kwargs: Any) -> Any:
                 await self.reach("placing", None)
                 return await place(*args, **kwargs)
 
-            client.place = slowly  # type: ignore[method-assign]
+            client.place = slowly
             yield self
 
     async def ask(self, prompt: str, *, stream: bool) -> list[str]:

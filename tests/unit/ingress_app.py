@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
@@ -12,10 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
+from one_path import Deployment, good_prefill
 from ray import serve
 from ray.serve.llm.ingress import make_fastapi_ingress
-from test_path import Stream, good_prefill
-from test_router_client import FakeActor
+from router_talk import FakeActor
 
 from eldr_serve.serving import ingress
 from eldr_serve.serving.admission import IngressOptions
@@ -41,24 +42,16 @@ async def answers(request: Any) -> AsyncIterator[Any]:
     yield CompletionResponse(model="m", choices=[choice], usage=usage)
 
 
-class Handle:
-    """A DeploymentHandle; every method is answered by `answer(request)`, an async generator."""
+class Handle(Deployment):
+    """A DeploymentHandle that notes the adapters which handles were made for."""
 
     def __init__(self, answer: Callable[[Any], AsyncIterator[Any]]) -> None:
-        self.answer = answer
-        self.requests: list[Any] = []
-        self.names: set[str] = set()  # adapters that handles were made for
+        super().__init__(answer)
+        self.names: set[str] = set()
 
     def options(self, *, multiplexed_model_id: str = "", **_: Any) -> Handle:
         self.names |= {multiplexed_model_id} - {""}
         return self
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=self._call)
-
-    def _call(self, request: Any, raw_info: Any = None) -> Stream:
-        self.requests.append(request)
-        return Stream(self.answer(request))
 
 
 class App:
@@ -69,13 +62,12 @@ class App:
 
     async def post(self, path: str, body: Any) -> httpx.Response:
         """The body is JSON text, or what is made JSON of."""
-        content = body if isinstance(body, str | bytes) else None
-        return await self.client.post(
-            path,
-            content=content,
-            json=None if content is not None else body,
-            headers={"content-type": "application/json"},
-        )
+        content = body if isinstance(body, str | bytes) else json.dumps(body)
+        return await self.client.post(path, content=content, headers={"content-type": "application/json"})
+
+    async def put(self, path: str, key: str | None = KEY, **body: Any) -> httpx.Response:
+        """By an operator with this key."""
+        return await self.client.put(path, headers={"authorization": f"Bearer {key}"} if key else {}, **body)
 
     async def status(self) -> dict[str, Any]:
         found: dict[str, Any] = (await self.client.get("/eldr/status")).json()
@@ -88,6 +80,7 @@ async def running_app(
     prefill: Callable[[Any], AsyncIterator[Any]] = good_prefill,
     decode: Callable[[Any], AsyncIterator[Any]] = answers,
     actor: FakeActor | None = None,
+    admin_key: str | None = KEY,
     **options: Any,
 ) -> AsyncIterator[App]:
     """Options are those of IngressOptions."""
@@ -108,7 +101,7 @@ async def running_app(
             router=RouterSettings(model_id="m"),
             options=IngressOptions(**options),
             path_options=PathOptions(retry_backoff_s=0.0),
-            admin_key_sha256=hashlib.sha256(KEY.encode()).hexdigest(),
+            admin_key_sha256=hashlib.sha256(admin_key.encode()).hexdigest() if admin_key else None,
         )
         ingress.directory(ingress.decode_directory(name)).publish(["r0", "r1"])
         transport = httpx.ASGITransport(running.app, raise_app_exceptions=False)

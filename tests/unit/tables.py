@@ -1,10 +1,13 @@
-"""Small tables and traces for tests."""
+"""Small tables, counts and requests for tests."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.routing import PlacementRequest
 from eldr_serve.signature import SignatureSpec
 
 
@@ -22,3 +25,10 @@ def counts_for(centroid: int, num_layers: int = 2, num_experts: int = 8) -> np.n
     counts = np.zeros((num_layers, num_experts), np.uint32)
     counts[0, centroid] = 5
     return counts
+
+
+def request(
+    name: str = "r", prompt_tokens: int = 10, max_new_tokens: int = 20, **fields: Any
+) -> PlacementRequest:
+    counts = fields.pop("signature", None)
+    return PlacementRequest(name, counts, prompt_tokens, max_new_tokens, **fields)

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from shipped import imports, modules
 
 COMPAT = {"eldr_serve.engine.compat", "eldr_serve.serving.compat"}
@@ -40,25 +39,6 @@ def is_internal(name: str) -> bool:
     module = name.rpartition(".")[0]
     public = RAY_PUBLIC if parts[0] == "ray" else {"vllm", *VLLM_EXTENSION_POINTS}
     return module not in {"", *public}
-
-
-@pytest.mark.parametrize(
-    ("name", "internal"),
-    [
-        ("vllm", False),
-        ("vllm.SamplingParams", False),
-        ("vllm._custom_ops", True),
-        ("vllm.config.VllmConfig", False),
-        ("vllm.v1.core.sched.scheduler.Scheduler", False),
-        ("vllm.v1.metrics.utils.create_metric_per_engine", True),
-        ("ray.serve.request_router.RequestRouter", False),
-        ("ray.serve._private.common.ReplicaID", True),
-        ("ray.llm._internal.serve.core.protocol.RawRequestInfo", True),
-        ("numpy._core.multiarray", False),
-    ],
-)
-def test_the_rule(name: str, internal: bool) -> None:
-    assert is_internal(name) == internal
 
 
 def test_only_compat_imports_internal_names() -> None:

@@ -16,24 +16,10 @@ import eldr_serve
 from eldr_serve.command import _LAZY, app
 
 PUBLIC = [
-    "ArtifactError",
-    "Client",
-    "ConfigurationError",
-    "Decision",
-    "ExpertPlacement",
-    "Loads",
-    "NoWorkerError",
-    "PlacementRequest",
-    "Policy",
-    "PolicyError",
-    "QueuedPolicy",
-    "RoutingTable",
-    "ServiceError",
-    "build_app",
-    "check_policy",
-    "make_policy",
-    "policy_names",
-]
+    "ArtifactError", "Client", "ConfigurationError", "Decision", "ExpertPlacement",
+    "Loads", "NoWorkerError", "PlacementRequest", "Policy", "PolicyError", "QueuedPolicy", "RoutingTable",
+    "ServiceError", "build_app", "check_policy", "make_policy", "policy_names",
+]  # fmt: skip
 HEAVY = ("ray", "vllm", "torch", "matplotlib", "scipy")
 
 

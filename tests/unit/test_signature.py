@@ -39,11 +39,6 @@ def test_encode_equals_a_loop(counts: np.ndarray, element: str) -> None:
         assert np.linalg.norm(row) == pytest.approx(1.0 if norm else 0.0, abs=1e-5)
 
 
-@given(COUNTS)
-def test_encode_of_a_batch_is_that_of_its_rows(counts: np.ndarray) -> None:
-    np.testing.assert_array_equal(spec().encode(counts), np.stack([spec().encode(c) for c in counts]))
-
-
 @given(COUNTS, st.integers(2, 50))
 def test_the_length_of_a_prompt_does_not_matter(counts: np.ndarray, times: int) -> None:
     np.testing.assert_allclose(spec().encode(counts * times), spec().encode(counts), atol=1e-5)

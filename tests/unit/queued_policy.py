@@ -1,21 +1,19 @@
-"""A queued policy that does no more than tests need."""
+"""A queued policy that does no more than tests need; `policy=SLOTS` loads it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from eldr_serve.routing import Decision, Loads, PlacementRequest, QueuedPolicy
-from eldr_serve.routing.registry import POLICIES
+
+SLOTS = "queued_policy:Slots"
 
 
 class Slots(QueuedPolicy):
     """First come, first served, on the first worker with a free slot. Remembers what it was told."""
-
-    name = "slots"
 
     class Parameters(QueuedPolicy.Parameters):
         slots: int = 1
@@ -35,7 +33,7 @@ class Slots(QueuedPolicy):
     def queues(self) -> bool:
         return self.parameters.queue
 
-    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "at-once")
 
     def dispatch(
@@ -46,9 +44,9 @@ class Slots(QueuedPolicy):
         free = np.repeat(loads.workers, slots).tolist()
         return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
 
-    def on_assigned(self, handoff: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        self.running[handoff.request_id] = worker
-        self.placed_as[handoff.request_id] = handoff
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self.running[request.request_id] = worker
+        self.placed_as[request.request_id] = request
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self.generated |= generated_tokens
@@ -56,13 +54,3 @@ class Slots(QueuedPolicy):
     def on_finished(self, request_id: str) -> None:
         if self.running.pop(request_id, None) is not None:
             self.lengths.append(self.generated.pop(request_id, 0))
-
-
-@contextmanager
-def registered() -> Iterator[None]:
-    """`slots` is a policy's name within the block."""
-    POLICIES["slots"] = Slots
-    try:
-        yield
-    finally:
-        del POLICIES["slots"]

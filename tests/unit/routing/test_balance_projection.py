@@ -82,7 +82,7 @@ class Running(RuleBasedStateMachine):
 
 
 TestRunning = Running.TestCase
-TestRunning.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRunning.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_many_requests_fit() -> None:

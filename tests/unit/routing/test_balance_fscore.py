@@ -52,11 +52,6 @@ def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker
     assert float(FScore.present(len(loads))([tokens], margin)) == before - now
 
 
-def test_safe_tokens_gain_one_each_and_overflowing_ones_cost_one_for_each_other_worker() -> None:
-    score, margin = FScore.present(8), np.array([100.0])
-    assert score([[60], [100], [101], [110]], margin).tolist() == [60, 100, 93, 30]
-
-
 def test_the_horizon_of_none_is_the_present() -> None:
     margin = np.array([70.0])
     tokens = np.arange(150)[:, None]

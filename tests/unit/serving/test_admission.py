@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from ingress_app import KEY, running_app
+from ingress_app import running_app
 
 from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json, sound
 from eldr_serve.serving.compat import ChatCompletionRequest
-from eldr_serve.serving.errors import BadRequest, Overloaded
+from eldr_serve.serving.errors import Overloaded
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
@@ -51,7 +52,7 @@ def is_one_sentence(answer: httpx.Response, status: int) -> bool:
         (COMPLETIONS, r'{"model": "m", "prompt": "a\ud800b"}'),
         (COMPLETIONS, b'{"model": "m", "prompt": "a\xed\xa0\x80b"}'),
         (COMPLETIONS, HELLO | {"max_tokens": 10**30}),
-        (COMPLETIONS, HELLO | {"prompt": [10**30]}),
+        (COMPLETIONS, HELLO | {"prompt": [2**63]}),
         (COMPLETIONS, "9" * 5000),
         (COMPLETIONS, "[" * 100_000),
         (COMPLETIONS, ""),
@@ -78,12 +79,11 @@ async def test_places_are_counted_where_they_are_checked() -> None:
         raise Overloaded("over")
         yield
 
+    async def slow(model: str | None) -> str:
+        await asyncio.sleep(0.05)
+        return "m"
+
     async with running_app(prefill=holds, max_in_flight=2) as app:
-
-        async def slow(model: str | None) -> str:
-            await asyncio.sleep(0.05)
-            return "m"
-
         app.ingress.model_of = slow
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
@@ -104,10 +104,8 @@ async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> N
         assert is_one_sentence(answer, 429)
         assert answer.json()["error"]["type"] == "overloaded"
         assert int(answer.headers["retry-after"]) >= 1
-        changed = await app.client.put(
-            "/eldr/policy", json={"name": "random"}, headers={"authorization": f"Bearer {KEY}"}
-        )
-        assert changed.status_code == 200  # a full service can be operated
+        # A full service can be operated.
+        assert (await app.put("/eldr/policy", json={"name": "random"})).status_code == 200
         assert (await app.client.get("/v1/models")).status_code == 200
 
 
@@ -193,24 +191,20 @@ class Door:
     """Admission around an application that answers 200, and a client that sends `chunks`."""
 
     def __init__(self, *chunks: bytes, path: str = COMPLETIONS, method: str = "POST", **headers: str) -> None:
-        self.gate = Gate(
-            IngressOptions(max_body_mib=0.001, body_timeout_s=0.2),
-            "2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683",  # of "key"
-            lambda event: None,
-        )
+        key = hashlib.sha256(b"key").hexdigest()
+        options = IngressOptions(max_body_mib=0.001, body_timeout_s=0.2)
+        self.gate = Gate(options, key, lambda event: None)
         self.chunks = list(chunks)
         self.received = 0
         self.bodies: list[bytes] = []
-        self.sent: list[dict[str, Any]] = []
-        self.scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
-        }
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        self.scope = {"type": "http", "method": method, "path": path, "headers": pairs}
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        self.bodies.append((await receive())["body"])
+        body = (await receive())["body"]
+        if body == b"breaks":
+            raise ZeroDivisionError
+        self.bodies.append(body)
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def _receive(self) -> dict[str, Any]:
@@ -220,61 +214,48 @@ class Door:
         body = self.chunks.pop(0)
         return {"type": "http.request", "body": body, "more_body": bool(self.chunks) or body == b"slow"}
 
-    async def _send(self, message: dict[str, Any]) -> None:
-        self.sent.append(message)
-
     async def status(self) -> int:
-        await Admission(self._app, lambda: self.gate)(self.scope, self._receive, self._send)
-        assert self.gate.in_flight == 0
-        return int(self.sent[0]["status"])
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        try:
+            await Admission(self._app, lambda: self.gate)(self.scope, self._receive, send)
+        finally:
+            assert self.gate.in_flight == 0
+        return int(sent[0]["status"])
 
 
-async def test_a_body_arrives_whole() -> None:
+async def test_a_body_arrives_whole_and_gives_its_place_back_though_the_application_breaks() -> None:
     door = Door(b"ab", b"", b"cd")
     assert await door.status() == 200
     assert door.bodies == [b"abcd"]
+    with pytest.raises(ZeroDivisionError):
+        await Door(b"breaks").status()
 
 
-async def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
-    door = Door(b"x", content_length="2000")
-    assert await door.status() == 413
-    assert door.received == 0
+OPERATE = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/policy")]
 
 
-async def test_a_body_that_turns_out_too_large_is_read_no_further() -> None:
-    door = Door(*[b"x" * 500] * 100)
-    assert await door.status() == 413
-    assert door.received == 3
-    assert not door.bodies
-
-
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    assert await Door(b"slow").status() == 408
-
-
-@pytest.mark.parametrize("path", ["/eldr/table", "/eldr/policy"])
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
-async def test_the_key_is_looked_at_before_the_body(path: str, headers: dict[str, str]) -> None:
-    door = Door(b"x", path=path, method="PUT", **headers)
-    assert await door.status() == 401
-    assert door.received == 0
-
-
-async def test_a_table_may_be_larger_than_a_request_but_not_of_any_size() -> None:
-    key = {"path": "/eldr/table", "method": "PUT", "authorization": "Bearer key"}
-    assert await Door(b"x" * 2000, **key).status() == 200  # type: ignore[arg-type]
-    assert await Door(content_length=str(65 * 2**20), **key).status() == 413  # type: ignore[arg-type]
-
-
-async def test_a_place_is_given_back_when_the_application_breaks() -> None:
-    door = Door(b"x")
-
-    async def breaks(*_: Any) -> None:
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        await Admission(breaks, lambda: door.gate)(door.scope, door._receive, door._send)
-    assert door.gate.in_flight == 0
+@pytest.mark.parametrize(
+    ("chunks", "options", "status", "received"),
+    [
+        ([b"x"], {"content_length": "2000"}, 413, 0),
+        ([b"x" * 500] * 100, {}, 413, 3),
+        ([b"slow"], {}, 408, 2),
+        *[([b"x"], o | key, 401, 0) for o in OPERATE for key in ({}, {"authorization": "Bearer wrong"})],
+        # A table may be larger than a request, but not of any size.
+        ([b"x" * 2000], OPERATE[0] | {"authorization": "Bearer key"}, 200, 1),
+        ([], OPERATE[0] | {"authorization": "Bearer key", "content_length": str(65 * 2**20)}, 413, 0),
+    ],
+)
+async def test_no_more_of_a_body_is_read_than_may_come(
+    chunks: list[bytes], options: dict[str, str], status: int, received: int
+) -> None:
+    door = Door(*chunks, **options)
+    assert (await door.status(), door.received) == (status, received)
+    assert len(door.bodies) == (status == 200)
 
 
 # -- form ----------------------------------------------------------------------------------------
@@ -284,20 +265,6 @@ def test_json_by_the_standard_is_taken_as_it_is() -> None:
     value = {"a": [1, -1.5e10, "\U0001f600 \\ud800 99999999999999999999", None, True], "b": {"c": 2**63 - 1}}
     assert parse_json(json.dumps(value).encode()) == value
     assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
-
-
-@pytest.mark.parametrize("body", [b"{", b'"\\ud800"', b"NaN", b"[1e999]", b"[9223372036854775808]", b"\xff"])
-def test_anything_else_is_refused(body: bytes) -> None:
-    with pytest.raises(BadRequest):
-        parse_json(body)
-
-
-def test_what_validators_stumble_over_is_refused() -> None:
-    def stumbles(value: Any) -> Any:
-        raise AttributeError("'int' object has no attribute 'get'")
-
-    with pytest.raises(ValueError, match="no attribute"):
-        sound({}, stumbles)
 
 
 def test_parts_of_messages_are_lists_afterwards() -> None:

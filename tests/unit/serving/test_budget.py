@@ -56,15 +56,11 @@ def test_when_all_samples_have_stopped_nobody_is_full(usage: float) -> None:
     assert budget.with_room("ab") == ["a", "b"]
 
 
-def test_a_replica_that_is_gone_is_forgotten() -> None:
+def test_a_replica_that_is_gone_is_forgotten_and_without_a_bound_nobody_is_full() -> None:
     budget = Budget()
     budget.sample(0, a=1.0, b=0.0)
     budget.sample(1, b=0.0)
     assert budget.usage == {"b": 0.0}
-    assert budget.with_room("a") == ["a"]
-
-
-def test_without_a_bound_nobody_is_full() -> None:
-    budget = Budget(max_usage=1.0)
-    budget.sample(0, a=1.0)
-    assert budget.with_room("a") == ["a"]
+    unbounded = Budget(max_usage=1.0)
+    unbounded.sample(0, a=1.0)
+    assert budget.with_room("a") == unbounded.with_room("a") == ["a"]

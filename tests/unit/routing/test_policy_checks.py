@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import Field
-from test_router_state import ask, make
+from router_talk import ask, make
+from shipped import ROOT
+from tables import request
 
 from eldr_serve.routing import (
     Decision,
@@ -31,7 +33,7 @@ from eldr_serve.routing.registry import policy_class
 from eldr_serve.serving.router_settings import RouterSettings
 from offline.describe import filled
 
-PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
+PAGE = ROOT / "docs" / "placement.md"
 STRANGER = """
 import numpy as np
 from pydantic import Field
@@ -74,7 +76,6 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
     state = make(policy=name, parameters={"start": 1})
     lease = ask(state, "x")
-    assert lease is not None
     assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{stranger}:Late")
@@ -90,6 +91,10 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
         ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
         ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.routing.Policy"),
         ("their_rules:Fails", {}, "cannot be made: RuntimeError('not today')"),
+        ("nearest", {}, "unknown policy"),
+        ("random", {"seed": 1}, "no parameter"),
+        ("locality-band", {"tau": 0.1}, "band"),
+        ("marginal-cost", {"cost": {"per_lunch_s": 1.0}}, "cost"),
         ("locality-balance", {}, "was removed: it had 17 to 24 % less throughput than shortest-queue; use "),
         ("marginal-cost", {"home": 0.1}, "'home' of policy 'marginal-cost' is called 'affinity' now"),
         ("balance-route", {"patience": 9}, "called 'max_overtakes' now"),
@@ -108,6 +113,42 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         RouterSettings(policy=name, parameters=parameters)
+
+
+HUGE = (2**31, 2**63, 10**30)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "values"),
+    [
+        ("balance-route", "slots", [0, 1.5, True, "8", None, *HUGE]),
+        ("balance-route", "candidates", [0, 13, 2.0, *HUGE]),
+        ("balance-route", "threshold", [-1, 0.5, *HUGE]),
+        ("balance-route", "max_overtakes", [0, None, *HUGE]),
+        ("balance-route", "overcommit", [-1, *HUGE]),
+        ("balance-route", "lookahead", HUGE),
+        ("balance-route", "queue", [1]),
+        ("balance-route-horizon", "alpha", [-1, NAN, "x"]),
+        ("balance-route-horizon", "beta", [0, None]),
+        ("balance-route-horizon", "gamma", [0, 1.1]),
+        ("balance-route-horizon", "horizon", [0, 1001, 2.5]),
+        ("balance-route-horizon", "predictor", ["oracle", None, [], "nowhere:Predictor"]),
+        ("balance-route-horizon", "refresh", [0, "5", 2**63]),
+        ("balance-route-horizon", "gate", [-0.1, 1.1]),
+        ("balance-band", "band_tokens", [-1, "wide", NAN, INF, 10**400]),
+        ("locality-band", "band", [-0.1, "wide", True, NAN]),
+        ("locality-band", "max_load_ratio", [0.5, INF, 10**400]),
+        ("marginal-cost", "affinity", [-0.1, 10**400]),
+        ("marginal-cost", "expert_weight", [-1]),
+        ("marginal-cost", "cost", [{"fixed_s": -1}, {"fixed_s": NAN}, 3, {"per_step_s": 10**400}]),
+    ],
+)
+def test_a_wrong_parameter_is_refused_in_one_sentence(name: str, parameter: str, values: Any) -> None:
+    for value in values:
+        with pytest.raises(PolicyError, match=rf"^{parameter} is ") as refused:
+            make_policy(name, **{parameter: value})
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -189,10 +230,7 @@ def test_the_policy_that_the_page_shows_breaks_nothing(
     monkeypatch.syspath_prepend(tmp_path)
     policy = make_policy("from_the_page:Packed", slots=4)
     assert check_policy(type(policy), slots=4) == []
-    assert (
-        policy.select(PlacementRequest("r", None, 5, 5), Loads.of([1, 3, 4]), np.random.default_rng()).worker
-        == 1
-    )
+    assert policy.select(request(), Loads.of([1, 3, 4]), np.random.default_rng()).worker == 1
 
 
 def test_the_page_has_the_parameters_as_declared() -> None:

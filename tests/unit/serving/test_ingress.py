@@ -4,51 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from ingress_app import KEY, running_app
+from one_path import answering
 from ray.exceptions import RayActorError
-from test_router_client import FakeActor
+from router_talk import FakeActor, settled
 
 from eldr_serve.serving.errors import Overloaded
 
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
 COMPLETIONS = "/v1/completions"
-
-
-async def streams(request: Any) -> AsyncIterator[Any]:
-    """A decode engine's stream of one token."""
-    yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-    yield "data: [DONE]\n\n"
+TOKEN = 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+streams = answering(TOKEN, "data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), (KEY, 400)])
 async def test_changes_need_the_key(key: str | None, status: int) -> None:
     actor = FakeActor()
     async with running_app(actor=actor) as app:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        answer = await app.client.put("/eldr/table", content=b"no table", headers=headers)
+        answer = await app.put("/eldr/table", key, content=b"no table")
         assert answer.status_code == answer.json()["error"]["code"] == status
         assert "\n" not in answer.json()["error"]["message"]
         assert actor.state.counters["table_swaps"] == 0
 
 
 async def test_without_a_key_nothing_can_be_changed() -> None:
-    async with running_app() as app:
-        app.ingress.gate._admin_key_sha256 = None
-        headers = {"authorization": f"Bearer {KEY}"}
-        answer = await app.client.put("/eldr/policy", json={"name": "random"}, headers=headers)
-        assert answer.status_code == 403
+    async with running_app(admin_key=None) as app:
+        assert (await app.put("/eldr/policy", json={"name": "random"})).status_code == 403
 
 
 async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:
-    async def no_room(request: Any) -> AsyncIterator[Any]:
-        raise Overloaded("all are full", retry_after_s=7)
-        yield
-
-    async with running_app(prefill=no_room) as app:
+    async with running_app(prefill=answering(Overloaded("all are full", retry_after_s=7))) as app:
         answer = await app.post(COMPLETIONS, HELLO)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "7"
@@ -56,11 +44,7 @@ async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:
 
 
 async def test_an_engine_that_is_lost_is_a_503_for_every_endpoint() -> None:
-    async def lost(request: Any) -> AsyncIterator[Any]:
-        raise RayActorError
-        yield
-
-    async with running_app(decode=lost) as app:
+    async with running_app(decode=answering(RayActorError())) as app:
         for path in (COMPLETIONS, "/tokenize"):
             assert (await app.post(path, HELLO)).status_code == 503
 
@@ -79,15 +63,8 @@ async def test_an_answer_names_its_policy_and_a_stream_its_hand_over(streamed: b
 @pytest.mark.parametrize("chunks_sent", [0, 2])
 async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines(chunks_sent: int) -> None:
     """Its generator is suspended then, and here, as in a reference cycle, nothing else ends it."""
-    left, sending = asyncio.Event(), asyncio.Event()
-
-    async def endless(request: Any) -> AsyncIterator[Any]:
-        try:
-            while True:
-                yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-        finally:
-            left.set()
-
+    sending = asyncio.Event()
+    endless = answering(*[TOKEN] * 99)
     messages = 0
 
     async def send(message: Any) -> None:
@@ -106,19 +83,15 @@ async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines
         await asyncio.Event().wait()
 
     async with running_app(decode=endless) as app:
-        headers = [(b"content-type", b"application/json")]
         scope = {
-            "type": "http",
-            "method": "POST",
-            "path": COMPLETIONS,
-            "headers": headers,
-            "query_string": b"",
-        }
+            "type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
         streaming = asyncio.create_task(app.ingress.app(scope, receive, send))
         await sending.wait()
         assert app.ingress.gate.in_flight == 1
         streaming.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await streaming
-        await asyncio.wait_for(left.wait(), 5)
+        await settled(lambda: app.decode.streams[-1].cancelled)
         assert app.ingress.gate.in_flight == 0

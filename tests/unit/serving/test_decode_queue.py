@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from pooled_policy import Slots, registered
-from tables import counts_for, unit_table
-from test_router_state import leased
+from queued_policy import SLOTS, Slots
+from router_talk import leased, loads, make, say
+from tables import counts_for, request, unit_table
 
-from eldr_serve.routing import Placement, PlacementRequest, State
-from eldr_serve.serving.messages import Exchange, Reply, Restore
+from eldr_serve.routing import Placement, State
+from eldr_serve.serving.messages import Reply, Restore
 from eldr_serve.serving.outbox import Outbox
 from eldr_serve.serving.router_state import RouterState
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _slots_policy() -> Iterator[None]:
-    with registered():
-        yield
-
-
-def make(workers: int = 2, clients: str = "c", **options: Any) -> RouterState:
-    options = {"policy": "slots", "table": unit_table(2).to_bytes()} | options
-    state = RouterState(model_id="m", **options)
-    for client in clients:
-        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers)), None, ()))
-    return state
-
-
-def say(state: RouterState, *ask: str | PlacementRequest, client: str = "c", **fields: Any) -> Reply:
-    placements = tuple(
-        PlacementRequest(a, None, 10, 20, may_wait=True) if isinstance(a, str) else a for a in ask
-    )
-    return state.exchange(Exchange(client, placements, known_epoch=state.epoch, **fields))
+router = partial(make, workers=2, table=2, policy=SLOTS)
 
 
 def fetch(state: RouterState, client: str = "c") -> dict[str, Placement]:
     return {lease.request_id: lease for lease in asyncio.run(state.outbox.take(client, 0.0))}
-
-
-def leases(reply: Reply) -> list[Placement | None]:
-    """Of each request that was sent; None where it waits or must be sent again."""
-    return [answer if answer.state is State.LEASED else None for answer in reply.placements]
 
 
 def queued(reply: Reply) -> set[str]:
@@ -56,42 +31,33 @@ def queued(reply: Reply) -> set[str]:
 
 
 def policy(state: RouterState) -> Slots:
-    found = state._placer.policy
-    assert isinstance(found, Slots)
-    return found
-
-
-def size(state: RouterState) -> int:
-    found: int = state.status()["decode_queue"]["size"]
+    found: Any = state.placer.policy
     return found
 
 
 def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
-    old = make()
-    (lease,) = leases(say(old, PlacementRequest("a", None, 10, 20, prompt_key="k", may_wait=True)))
-    assert lease is not None
-    new = make(clients="")
+    old = router()
+    (lease,) = say(old, request("a", prompt_key="k", may_wait=True)).placements
+    new = router(clients="")
     new.restore(Restore("c", ("r0", "r1"), old.settings, (lease,)))
     for state in (old, new):
-        handoff = policy(state).placed_as["a"]
-        assert (handoff.prompt_tokens, handoff.max_new_tokens, handoff.prompt_key) == (10, 20, "k")
+        asked = policy(state).placed_as["a"]
+        assert (asked.prompt_tokens, asked.max_new_tokens, asked.prompt_key) == (10, 20, "k")
 
 
 def test_with_free_slots_nobody_waits() -> None:
-    state = make()
-    reply = say(state, "a", "b")
-    assert [lease and lease.replica for lease in leases(reply)] == ["r0", "r1"]
-    assert not queued(reply)
-    assert fetch(state) == {}  # the reply has said it
+    state = router()
+    assert [lease.replica for lease in say(state, "a", "b").placements] == ["r0", "r1"]
+    # A release in the same message frees a slot for the asking client.
+    assert say(state, "c", released=("a",)).placements[0].replica == "r0"
+    assert fetch(state) == {}  # the replies have said it
     assert state.counters["queued"] == 0
 
 
 def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
     now = [0.0]
-    state = make(clients="cd", clock=lambda: now[0])
-    reply = say(state, "a", "b", "x")
-    assert queued(reply) == {"x"}
-    assert leases(reply)[2] is None
+    state = router(clients="cd", clock=lambda: now[0])
+    assert queued(say(state, "a", "b", "x")) == {"x"}
     now[0] = 2.0
     assert queued(say(state, "y", client="d")) == {"y"}
     assert queued(say(state, "z")) == {"z"}
@@ -107,69 +73,16 @@ def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
     assert state.counters["placed"] == 4
 
 
-def test_a_release_in_the_same_message_frees_a_slot_for_the_asking_client() -> None:
-    state = make(workers=1)
-    say(state, "a")
-    reply = say(state, "b", released=("a",))
-    assert leases(reply)[0] is not None
-    assert not queued(reply)
-
-
-@pytest.mark.parametrize("fields", [{"may_wait": False}, {"may_wait": True, "exclude": ("r9",)}])
-def test_what_cannot_wait_is_placed_at_once(fields: dict[str, Any]) -> None:
-    state = make(workers=1)
+def test_what_cannot_wait_is_placed_at_once() -> None:
+    state = router(workers=1)
     say(state, "a", "b")
-    reply = say(state, PlacementRequest("c", None, 10, 20, **fields))
-    assert reply.placements[0].reason == "at-once"
-
-
-def test_a_policy_without_pool_lets_nobody_wait() -> None:
-    state = make(workers=1, parameters={"queue": False})
-    assert queued(say(state, "a", "b", "c")) == set()
-
-
-@pytest.mark.parametrize("change", [("shortest-queue", {}), ("slots", {"queue": False})])
-def test_when_the_policy_keeps_no_pool_any_more_all_are_placed(change: tuple[str, dict[str, Any]]) -> None:
-    state = make(workers=2)
-    say(state, *"abcdef")
-    state.set_policy(*change)
-    assert fetch(state).keys() == set("cdef")
-    assert size(state) == 0
-    assert state.status()["leases"] == 6
-
-
-def test_more_slots_and_more_workers_are_used_at_once() -> None:
-    state = make(workers=1)
-    say(state, *"abcd")
-    state.update_workers(["r0", "r1"])
-    assert fetch(state)["b"].replica == "r1"
-    state.set_policy("slots", {"slots": 2})
-    assert fetch(state).keys() == {"c", "d"}
-
-
-def test_a_request_that_gives_up_leaves_the_pool_or_its_unfetched_lease() -> None:
-    state = make(workers=1)
-    say(state, "a", "b", "c")
-    say(state, released=("b",))
-    assert size(state) == 1
-    say(state, released=("a",))  # c is granted, and gives up before it has heard of it
-    say(state, released=("c",))
-    assert fetch(state) == {}
-    assert state.status()["leases"] == 0
-
-
-def test_a_request_placed_by_its_client_leaves_the_pool() -> None:
-    state = make(workers=1)
-    say(state, "a", "b")
-    say(state, held=(leased("b", "r0"),))
-    assert size(state) == 0
-    say(state, released=("a",))
-    assert fetch(state) == {}
-    assert state.status()["workers"][0]["in_flight"] == 1
+    at_once = [request("c"), request("d", may_wait=True, exclude=("r9",))]
+    assert [answer.reason for answer in say(state, *at_once).placements] == ["at-once"] * 2
+    assert not queued(say(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
 
 
 def test_asking_again_keeps_the_turn() -> None:
-    state = make(workers=1)
+    state = router(workers=1)
     say(state, "a", "b", "c")
     assert queued(say(state, "b")) == {"b"}
     say(state, released=("a",))
@@ -177,12 +90,11 @@ def test_asking_again_keeps_the_turn() -> None:
     assert state.counters["queued"] == 2
 
 
-def test_a_swap_makes_scores_of_the_pool_void() -> None:
-    state = make(workers=1)
+def test_a_swap_makes_scores_of_queued_requests_void() -> None:
+    state = router(workers=1)
     say(state, "a")
     score = unit_table(2).similarity(counts_for(1))
-    waiting = PlacementRequest("b", None, 10, 20, similarity=score, table_version=1, may_wait=True)
-    assert queued(say(state, waiting)) == {"b"}
+    assert queued(say(state, request("b", similarity=score, table_version=1, may_wait=True))) == {"b"}
     assert policy(state).waiting[0].similarity is not None
     state.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
@@ -190,31 +102,16 @@ def test_a_swap_makes_scores_of_the_pool_void() -> None:
     assert not fetch(state)["b"].best
 
 
-def test_what_a_lost_client_had_in_the_pool_goes_with_it() -> None:
+def test_what_a_lost_client_had_queued_is_counted() -> None:
     now = [0.0]
-    state = make(workers=1, clients="cd", clock=lambda: now[0])
+    state = router(workers=1, clock=lambda: now[0])
     say(state, "a", "b")
-    now[0] = 20.0
-    say(state, "x", client="d")
     now[0] = 40.0
-    assert state.drop_silent_clients() == 1
-    assert state.counters["queued_of_lost_clients"] == 1
-    assert fetch(state, "d").keys() == {"x"}  # on the worker that became free
-    assert size(state) == 0
-
-
-def test_without_workers_nothing_is_pooled_and_what_was_waits_for_one() -> None:
-    state = make(workers=1)
-    say(state, "a", "b")
-    state.update_workers([])
-    assert (size(state), fetch(state)) == (1, {})
-    assert [answer.state for answer in say(state, "c").placements] == [State.SENT]
-    state.update_workers(["r7"])
-    assert fetch(state)["b"].replica == "r7"
+    assert state.drop_silent_clients() == state.counters["queued_of_lost_clients"] == 1
 
 
 def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:
-    state = make()
+    state = router()
     say(state, "a")
     say(state, progress={"a": 3, "unknown": 9})
     assert policy(state).generated == {"a": 3}
@@ -223,19 +120,19 @@ def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> 
 
 
 def test_a_change_of_workers_ends_no_request_and_a_new_policy_hears_all() -> None:
-    state = make()
+    state = router()
     say(state, "a", "b", progress={})
     say(state, progress={"b": 4})
     state.update_workers(["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 sits where r0 was
     assert policy(state).lengths == [0]  # of a, whose worker is gone
-    state.set_policy("slots", {"slots": 3})
+    state.set_policy(SLOTS, {"slots": 3})
     assert policy(state).running == {"b": 1}
     assert policy(state).generated == {"b": 4}
     assert policy(state).lengths == []
 
 
-async def test_a_poll_returns_when_a_lease_comes_and_empty_when_none_does() -> None:
+async def test_the_newest_poll_returns_when_a_lease_comes_and_all_when_none_does() -> None:
     outbox = Outbox()
     assert await outbox.take("c", 0.01) == ()
     poll = asyncio.create_task(outbox.take("c", 5.0))
@@ -245,22 +142,15 @@ async def test_a_poll_returns_when_a_lease_comes_and_empty_when_none_does() -> N
     assert [lease.request_id for lease in await poll] == ["a"]
     assert await other == ()
 
-
-async def test_the_newest_poll_of_a_client_takes_the_lease() -> None:
-    outbox = Outbox()
     old, new = (asyncio.create_task(outbox.take("c", 5.0)) for _ in range(2))
     await asyncio.sleep(0)
     outbox.put([replace(leased("a", "r0"), client="c")])
     assert await old == ()
     assert len(await new) == 1
-
-
-async def test_an_outbox_that_is_closed_keeps_nobody() -> None:
-    outbox = Outbox()
-    poll = asyncio.create_task(outbox.take("c", 60.0))
+    last = asyncio.create_task(outbox.take("c", 60.0))
     await asyncio.sleep(0)
     outbox.close()
-    assert await poll == await outbox.take("c", 60.0) == ()
+    assert await last == await outbox.take("c", 60.0) == ()
 
 
 _CLIENTS = st.sampled_from("cd")
@@ -274,20 +164,21 @@ class Conservation(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.live = {"r0", "r1", "r2"}
-        self.state = make(workers=3, clients="cd", clock=lambda: self.now, parameters={"slots": 2})
+        self.state = router(workers=3, clients="cd", clock=lambda: self.now, parameters={"slots": 2})
         self.waits: dict[str, str] = {}  # request -> client, as the clients know
         self.holds: dict[str, tuple[str, str]] = {}  # request -> client, replica
+        self.told: dict[str, int] = {}  # tokens of those that have a worker
 
     def say(self, client: str, *ask: str, **fields: Any) -> None:
         reply = say(self.state, *ask, client=client, **fields)
         assert reply.refused is None
         for name, answer in zip(ask, reply.placements, strict=True):
-            self.waits.pop(name, None)
+            waited = self.waits.pop(name, None)
             if answer.state is State.LEASED:
                 self.holds[name] = (client, answer.replica)
-            elif answer.state is State.QUEUED:
+            elif answer.state is State.QUEUED or waited is not None:  # it keeps its turn
                 self.waits[name] = client
-            else:
+            if answer.state is State.SENT:
                 assert not self.live
 
     @rule(numbers=st.lists(_NUMBERS, max_size=5, unique=True), client=_CLIENTS)
@@ -299,9 +190,18 @@ class Conservation(RuleBasedStateMachine):
     def end(self, number: int, client: str) -> None:
         """Finished, cancelled or expired: it is the same to the router."""
         name = f"{client}{number}"
-        self.waits.pop(name, None)
-        self.holds.pop(name, None)
+        for known in (self.waits, self.holds, self.told):
+            known.pop(name, None)
         self.say(client, released=(name,))
+
+    @rule(number=_NUMBERS, client=_CLIENTS, replica=st.sampled_from(["r0", "r1"]))
+    def hold(self, number: int, client: str, replica: str) -> None:
+        """The client has placed it by itself."""
+        name = f"{client}{number}"
+        self.waits.pop(name, None)
+        self.told.pop(name, None)
+        self.holds[name] = (client, replica)
+        self.say(client, held=(leased(name, replica),))
 
     @rule(client=_CLIENTS)
     def fetch(self, client: str) -> None:
@@ -311,14 +211,21 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
     def progress(self, number: int, client: str, tokens: int) -> None:
-        self.say(client, progress={f"{client}{number}": tokens})
+        name = f"{client}{number}"
+        if name in self.state.placer.running:
+            self.told[name] = max(self.told.get(name, 0), tokens)
+        self.say(client, progress={name: tokens})
 
     @rule(live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
     def workers(self, live: set[str]) -> None:
         self.live = live
         self.state.update_workers(live)
 
-    @rule(change=st.sampled_from([("slots", {"slots": 2}), ("slots", {"slots": 5}), ("random", {})]))
+    @rule(
+        change=st.sampled_from(
+            [(SLOTS, {"slots": 2}), (SLOTS, {"slots": 5}), (SLOTS, {"queue": False}), ("locality-band", {})]
+        )
+    )
     def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
         self.state.set_policy(*change)
 
@@ -331,25 +238,37 @@ class Conservation(RuleBasedStateMachine):
         """The client is silent for too long, the other one is not, and then it comes back with nothing."""
         self.now += 31.0
         other = "d" if client == "c" else "c"
-        self.state._last_seen[other] = self.now
+        self.say(other)
         self.state.drop_silent_clients()
         self.state.outbox.drop(client)
         self.waits = {name: c for name, c in self.waits.items() if c != client}
+        self.told = {name: tokens for name, tokens in self.told.items() if name[0] != client}
         self.holds = {name: held for name, held in self.holds.items() if held[0] != client}
         self.state.restore(Restore(client, (), None, ()))
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
-        running, pool = set(self.state._placer.running), set(self.state._placer.queue)
-        assert not running & pool
-        assert running | pool == self.holds.keys() | self.waits.keys()
+        running, queue = set(self.state.placer.running), set(self.state.placer.queue)
+        assert not running & queue
+        assert running | queue == self.holds.keys() | self.waits.keys()
         assert self.holds.keys() <= running
-        assert pool <= self.waits.keys()
+        assert queue <= self.waits.keys()
+
+    @invariant()
+    def loads_equal_a_recount(self) -> None:
+        running = self.state.placer.running.values()
+        for replica, load in loads(self.state).items():
+            mine = [10 + p.generated_tokens for p in running if p.replica == replica]
+            assert load == (len(mine), sum(mine))
+        for name, (_, replica) in self.holds.items():
+            placement = self.state.placer.running[name]
+            assert (placement.replica, placement.generated_tokens) == (replica, self.told.get(name, 0))
 
     @invariant()
     def no_slot_is_free_while_somebody_waits(self) -> None:
         status = self.state.status()
-        if status["decode_queue"]["size"] and status["policy"] == "slots":
+        if self.state.queue_size and self.live:
+            assert status["policy"] == SLOTS
             assert all(w["in_flight"] >= status["parameters"]["slots"] for w in status["workers"])
 
     def teardown(self) -> None:
@@ -357,10 +276,10 @@ class Conservation(RuleBasedStateMachine):
             self.say(client, released=tuple(n for n in (*self.waits, *self.holds) if n[0] == client))
         status = self.state.status()
         assert status["decode_queue"] == {"size": 0, "oldest_wait_s": 0.0}
-        assert all(w["in_flight"] == w["kv_tokens"] == 0 for w in status["workers"])
-        assert not self.state._placer._ledger._requests
+        assert set(loads(self.state).values()) <= {(0, 0)}
+        assert not self.state.placer.running
         assert fetch(self.state, "c") == fetch(self.state, "d") == {}
 
 
 TestConservation = Conservation.TestCase
-TestConservation.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestConservation.settings = hypothesis_settings(max_examples=60, stateful_step_count=40)

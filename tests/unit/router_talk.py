@@ -1,0 +1,149 @@
+"""A router's state, a client of it over a fake actor, and what tests say to both."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ray.exceptions import RayActorError
+from tables import counts_for, request, unit_table
+
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.routing import Placement, PlacementRequest, State
+from eldr_serve.serving.messages import Exchange, Reply, Restore
+from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.router_state import RouterState
+
+
+def make(
+    workers: int = 3, table: int | None = 3, policy: str = "locality-band", clients: str = "c", **options: Any
+) -> RouterState:
+    """A router whose clients (a letter each) have told it of workers r0, r1, ..."""
+    data = unit_table(table).to_bytes() if table else None
+    state = RouterState(model_id="m", policy=policy, table=data, **options)
+    for client in clients:
+        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers)), None, ()))
+    return state
+
+
+def say(state: RouterState, *ask: str | PlacementRequest, client: str = "c", **fields: Any) -> Reply:
+    """Ask for workers, by name alone for a request that may wait, and tell what is in `fields`."""
+    asked = tuple(request(a, may_wait=True) if isinstance(a, str) else a for a in ask)
+    return state.exchange(Exchange(client, asked, known_epoch=state.epoch, **fields))
+
+
+def ask(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Placement:
+    """The answer to a request, which must not wait, of a centroid's signature."""
+    if centroid is not None:
+        table = RoutingTable.from_bytes(state.settings.table or b"")
+        fields["similarity"] = table.similarity(counts_for(centroid))
+    asked = request(name, **{"table_version": state.settings.table_version, **fields})
+    (answer,) = say(state, asked).placements
+    return answer
+
+
+def release(state: RouterState, *names: str) -> None:
+    say(state, released=names)
+
+
+def leased(name: str, replica: str, **fields: Any) -> Placement:
+    """What a client that placed by itself tells."""
+    return Placement(request(name, **{"max_new_tokens": 0, **fields}), State.LEASED, replica=replica)
+
+
+def loads(state: RouterState) -> dict[str, tuple[int, int]]:
+    """Requests and KV tokens of each worker."""
+    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in state.status()["workers"]}
+
+
+class FakeActor:
+    """An actor handle over a RouterState."""
+
+    def __init__(self, **options: Any) -> None:
+        table = unit_table(2).to_bytes()
+        self.options = {"model_id": "m", "policy": "locality-band", "table": table} | options
+        self.state = RouterState(**self.options)
+        self.alive = True
+        self.error: type[RayActorError] = RayActorError  # of its calls while it is not
+        self.delay_s = 0.0
+        self.grant_delay_s = 0.0  # of a poll's answer, after it has left the outbox
+        self.exchanges: list[Exchange] = []
+        self.polls = 0
+
+    @property
+    def running(self) -> dict[str, Placement]:
+        return self.state.placer.running
+
+    def die(self) -> None:
+        self.alive = False
+        self.state.outbox.close()
+
+    def restart(self) -> None:
+        old, self.state = self.state, RouterState(**self.options)
+        self.alive = True
+        old.outbox.close()
+
+    async def poll(self, *args: Any) -> tuple[Placement, ...]:
+        self.polls += 1
+        leases = await self.state.outbox.take(*args)
+        await asyncio.sleep(self.grant_delay_s)
+        if not self.alive:
+            raise self.error
+        return leases
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            async def remote(*args: Any) -> Any:
+                args = pickle.loads(pickle.dumps(args))
+                await asyncio.sleep(self.delay_s)
+                if not self.alive:
+                    raise self.error
+                if method == "exchange":
+                    self.exchanges.append(args[0])
+                if method == "settings":
+                    return self.state.settings
+                if method == "granted":
+                    return await self.poll(*args)
+                return getattr(self.state, method)(*args)
+
+        return Method
+
+
+@asynccontextmanager
+async def connected(
+    actor: FakeActor | Callable[[], Any],
+    *replicas: str,
+    timeout_s: float = 0.3,
+    directory: ReplicaDirectory | None = None,
+) -> AsyncIterator[RouterClient]:
+    """A client of the actor, or of what a look-up finds."""
+    directory = directory or ReplicaDirectory()
+    directory.publish(replicas)
+    find: Any = (lambda: actor) if isinstance(actor, FakeActor) else actor
+    client = RouterClient(find, directory, timeout_s=timeout_s)
+    client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+async def settled(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Wait until it is so."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
+    """Wait until neither router nor client holds anything."""
+    await settled(lambda: not actor.state.queue_size and not actor.running)
+    assert set(loads(actor.state).values()) <= {(0, 0)}
+    assert not client.leases
+    assert not client.placements
+    assert not client.waits

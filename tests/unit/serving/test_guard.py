@@ -1,0 +1,109 @@
+"""No request, and no policy, stops the router: load stands in for a policy that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ingress_app import running_app
+from router_talk import FakeActor, ask, leased, loads, make, release, say
+from tables import request
+
+from eldr_serve.routing import (
+    Decision,
+    GuardedPolicy,
+    Loads,
+    NoWorkerError,
+    Policy,
+    QueuedPolicy,
+    State,
+    make_policy,
+)
+from eldr_serve.routing.balance import BalanceRoute
+
+HORIZON = ["balance-route-horizon", "balance-band"]
+LOADS = Loads(np.array([2, 0, 1]), np.zeros(3, np.int64), np.array([True, False, True]))
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("policy", HORIZON)
+@pytest.mark.parametrize("tokens", [10**30, 2**63, 2**63 - 1, -(10**30)])
+def test_a_placement_of_absurd_size_is_placed_and_so_are_those_after_it(policy: str, tokens: int) -> None:
+    state = make(policy=policy)
+    assert ask(state, "absurd", max_new_tokens=tokens).state is State.LEASED
+    say(state, held=(leased("elsewhere", "r1", max_new_tokens=tokens),))
+    for number in range(3):
+        assert ask(state, str(number)).state is State.LEASED
+        say(state, progress={"absurd": 1 + number}, held=(leased("elsewhere", "r1", max_new_tokens=tokens),))
+    state.set_policy(policy, {})
+    assert loads(state)["r1"][0] >= 1
+    release(state, "absurd", "elsewhere", "0", "1", "2")
+    assert set(loads(state).values()) == {(0, 0)}
+    assert not state.counters["policy_errors"]
+
+
+class Broken(QueuedPolicy):
+    """Fails in whatever it is asked and told."""
+
+    def select(self, *_: Any) -> Decision:
+        raise OverflowError
+
+    def dispatch(self, *_: Any) -> list[tuple[int, Decision]]:
+        raise OverflowError
+
+    def on_assigned(self, *_: Any) -> None:
+        raise OverflowError
+
+    on_finished = on_progress = update_cost_model = on_assigned
+
+
+class Astray(Policy):
+    """Chooses a worker that is not available."""
+
+    def select(self, *_: Any) -> Decision:
+        return Decision(1, 3, None, "astray")
+
+
+def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
+    failures: list[Exception] = []
+    return GuardedPolicy(policy, failures.append), failures
+
+
+@pytest.mark.parametrize("policy", [Broken(), Astray()])
+def test_load_stands_in_for_a_policy_that_fails(policy: Policy) -> None:
+    guard, failures = guarded(policy)
+    assert guard.select(request(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
+    assert len(failures) == 1
+
+
+def test_nobody_waits_for_a_queued_policy_that_fails() -> None:
+    guard, failures = guarded(Broken())
+    given = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in given] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    guard.on_assigned(request(), 0)
+    guard.on_progress({"r": 1})
+    guard.on_finished("r")
+    assert len(failures) == 4
+
+
+def test_no_worker_is_still_no_worker() -> None:
+    guard, failures = guarded(make_policy("shortest-queue"))
+    with pytest.raises(NoWorkerError):
+        guard.select(request(), Loads.of([2, 0, 1], available=False), RNG)
+    assert not failures
+
+
+def test_the_largest_counts_that_are_taken_work() -> None:
+    most = 2**31 - 1
+    policy = BalanceRoute(slots=most, lookahead=most, threshold=most, max_overtakes=most, overcommit=most)
+    assert len(policy.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)) == 5
+
+
+async def test_operators_are_told_in_one_sentence_and_nothing_changes() -> None:
+    async with running_app(actor=FakeActor(policy="random")) as app:
+        wrong = {"name": "balance-route", "parameters": {"slots": 2**62}}
+        answer = await app.put("/eldr/policy", json=wrong)
+        assert answer.status_code == 400
+        assert "slots is 4611686018427387904" in answer.json()["error"]["message"]
+        assert (await app.status())["policy"] == "random"

@@ -1,0 +1,303 @@
+"""The ingress's side of the router, over a fake actor that can be slow, away, or new."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+from queued_policy import SLOTS
+from ray.exceptions import ActorDiedError, RayActorError
+from router_talk import FakeActor, all_is_over, connected, settled
+from tables import counts_for, request, unit_table
+
+from eldr_serve.routing import Placement, State
+from eldr_serve.serving.errors import Overloaded
+from eldr_serve.serving.router_client import RouterClient
+
+
+async def test_a_signature_is_scored_here_and_placed_there() -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1") as client:
+        for name in "ab":  # the first brings the table
+            lease = await client.place(request(name), counts_for(1))
+            assert (lease.replica, lease.reason, lease.best) == ("r1", "locality-band", True)
+        assert actor.exchanges[-1].placements[0].similarity.shape == (2,)
+        # A swap between scoring and placing: it is scored again.
+        actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
+        lease = await client.place(request("c"), counts_for(1))
+        assert (lease.replica, lease.reason) == ("r1", "locality-band")
+        assert not actor.state.counters["signature_missing"]
+        lease = await client.place(request("d"), counts_for(1, num_layers=5))
+        assert lease.reason == "no-signature"
+        assert actor.state.counters["signature_missing"] == 1
+
+
+async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_restart() -> None:
+    actor = FakeActor(policy="marginal-cost", table=None)
+    held = lambda: actor.state.placer.policy.active.held  # noqa: E731
+    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+        await client.place(request("a"), counts_for(0))
+        assert actor.exchanges[-1].placements[0].signature.dtype == "uint8"
+        actor.alive = False
+        away = await client.place(request("b"), counts_for(1))
+        assert away.reason == "router-away"
+        actor.restart()
+        await settled(lambda: not client.router_away and len(actor.running) == 2)
+        assert set(held()) == {"a", "b"}
+        client.release("a")
+        client.release("b")
+        await settled(lambda: not held())
+        assert not client.placements
+        await client.call("set_policy", "shortest-queue", {})
+        await client.place(request("c"), counts_for(0))
+        assert actor.exchanges[-1].placements[0].signature is None
+
+
+async def test_concurrent_placements_share_calls_and_all_releases_arrive() -> None:
+    actor = FakeActor()
+    actor.delay_s = 0.02
+    async with connected(actor, "r0", "r1", timeout_s=5.0) as client:
+        await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
+        assert len(actor.exchanges) < 10
+        assert actor.state.status()["leases"] == 100
+        for n in range(100):
+            client.progress(str(n), n)
+            client.release(str(n))
+            client.release(str(n))
+        await all_is_over(client, actor)
+
+
+@pytest.mark.parametrize("how", ["dead", "slow"])
+async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_all(how: str) -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+        kept = await client.place(request("before"), counts_for(1))
+        actor.state.set_policy("locality-band", {"band": 0.0})
+        await client.place(request("news"), None)
+        policy = actor.state.settings
+        if how == "dead":
+            actor.alive = False
+        else:
+            actor.delay_s = 10.0
+        leases = [await client.place(request(f"away{n}"), counts_for(1)) for n in range(4)]
+        assert client.router_away
+        assert {lease.reason for lease in leases} <= {"router-away"}
+        assert sorted(lease.replica for lease in leases).count(kept.replica) in (1, 2)  # by own load
+        client.release("away0")
+        actor.delay_s = 0.0
+        actor.restart()
+        await settled(lambda: not client.router_away)
+        await client.place(request("after"), counts_for(1))
+        assert set(actor.running) == {"before", "news", "away1", "away2", "away3", "after"}
+        assert actor.state.settings == policy
+        assert actor.state.counters["placed_by_own_load"] == 4
+
+
+async def test_with_no_decode_replica_at_all_the_client_is_told_to_come_again() -> None:
+    async with connected(FakeActor()) as client:
+        with pytest.raises(Overloaded):
+            await client.place(request("a"), None)
+
+
+async def test_a_lease_served_elsewhere_is_corrected() -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1") as client:
+        lease = await client.place(request("a"), counts_for(1))
+        assert lease.replica == "r1"
+        client.served_by("a", "r0")
+        await settled(lambda: actor.running["a"].replica == "r0")
+        # One that ends before the correction could be sent is counted all the same.
+        await client.place(request("b"), counts_for(1))
+        client.served_by("b", "r0" if client.placements["b"].replica == "r1" else "r1")
+        client.release("b")
+        await settled(lambda: actor.state.counters["served_elsewhere"] == 2)
+
+
+async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:
+    actor, loop_runs, free = FakeActor(), threading.Event(), []
+
+    def look_up() -> Any:
+        free.append(loop_runs.wait(5))
+        return actor
+
+    async with connected(look_up, "r0", timeout_s=0.02) as client:
+        status = asyncio.create_task(client.call("status"))
+        for name in "ab":  # longer than one time limit
+            assert (await client.place(request(name), None)).policy == "own-load"
+        with pytest.raises(TimeoutError):
+            await status
+        loop_runs.set()
+        await settled(lambda: set(actor.running) == set("ab"))
+        assert free == [True]
+
+
+@pytest.mark.parametrize(("error", "look_ups"), [(RayActorError, 1), (ActorDiedError, 2)])
+async def test_the_actor_is_looked_up_anew_only_if_it_is_gone_for_good(
+    error: type[RayActorError], look_ups: int
+) -> None:
+    actor, connects = FakeActor(), []
+    actor.error = error
+
+    def look_up() -> Any:
+        connects.append(1)
+        actor.alive = True
+        return actor
+
+    async with connected(look_up, "r0", timeout_s=0.1) as client:
+        await client.place(request("a"), None)
+        actor.die()
+        await client.place(request("b"), None)
+        if error is RayActorError:
+            actor.restart()
+        await settled(lambda: not client.router_away and set(actor.running) == set("ab"))
+        actor.alive = False
+        with pytest.raises(error):
+            await client.call("status")
+        assert len(connects) == look_ups
+        actor.alive = error is RayActorError
+        await client.call("status")
+        assert len(connects) == 2 * look_ups - 1
+
+
+# -- requests that wait in the actor's decode queue ----------------------------------------------------
+
+
+def queueing(**options: Any) -> FakeActor:
+    """Of a policy under which each worker takes one request at a time."""
+    return FakeActor(policy=SLOTS, **options)
+
+
+async def waiting(
+    client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
+) -> asyncio.Task[Placement]:
+    """The placement of a request that is in the queue."""
+    size = actor.state.queue_size
+    task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
+    await settled(
+        lambda: actor.state.queue_size == size + 1 and client.placements[name].state is State.QUEUED
+    )
+    return task
+
+
+async def test_a_queued_request_gets_its_lease_when_there_is_room() -> None:
+    actor = queueing()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None, wait_s=30.0)
+        assert actor.polls == 0
+        task = await waiting(client, actor, "b")
+        # Who does not say how long does not wait.
+        assert (await client.place(request("c"), None)).reason == "at-once"
+        client.release("c")
+        for tokens in range(1, 18):
+            client.progress("a", tokens)
+        client.release("a")
+        lease = await task
+        assert (lease.request_id, lease.replica, lease.reason) == ("b", "r0", "slot")
+        assert lease.waited_s > 0
+        assert actor.polls == 1  # one that was answered at once, and none without need
+        client.release("b")
+        await all_is_over(client, actor)
+        assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress is told before the release
+
+
+async def test_who_waits_too_long_is_told_to_come_again() -> None:
+    actor = queueing()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b", wait_s=0.1)
+        with pytest.raises(Overloaded) as refusal:
+            await task
+        assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
+        client.release("a")
+        await all_is_over(client, actor)
+        await settled(lambda: actor.state.counters["queue_expired"] == 1)
+
+
+async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() -> None:
+    actor = queueing()
+    async with connected(actor, "r0") as client:
+        await client.place(request("a"), None)
+        task = await waiting(client, actor, "b", wait_s=2.0)
+        started = asyncio.get_running_loop().time()
+        actor.restart()
+        client.count("news")
+        await settled(lambda: actor.state.queue_size == 1)
+        assert not task.done()
+        with pytest.raises(Overloaded):
+            await task
+        assert asyncio.get_running_loop().time() - started < 2.5  # the wait did not begin anew
+
+
+async def test_a_poll_that_is_not_answered_means_that_the_actor_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eldr_serve.serving.router_link._POLL_S", 0.1)
+    actor = queueing()
+    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+        for name in "ab":
+            await client.place(request(name), None, wait_s=30.0)
+        task = await waiting(client, actor, "c")
+        actor.grant_delay_s = 60.0
+        client.release("a")
+        assert (await asyncio.wait_for(task, 10)).policy == "own-load"
+        # In place of the one that was lost.
+        await settled(lambda: actor.running["c"].policy == "own-load")
+        client.release("b")
+        client.release("c")
+        await all_is_over(client, actor)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind(seed: int) -> None:
+    """Granted, expired or cancelled, while the actor is slow, swaps, changes its policy and dies."""
+    rng = random.Random(seed)
+    actor = queueing(parameters={"slots": 2})
+    actor.delay_s = 0.001
+    actor.grant_delay_s = 0.005
+    ends: dict[str, str] = {}
+
+    async with connected(actor, "r0", "r1", "r2", timeout_s=0.2) as client:
+
+        async def one(name: str) -> None:
+            counts = counts_for(rng.randrange(2))
+            try:
+                lease = await client.place(request(name), counts, wait_s=rng.choice([0.02, 1.0]))
+                assert client.placements[name] is lease
+                await asyncio.sleep(rng.expovariate(40))
+                ends[name] = "granted"
+            except Overloaded:
+                ends[name] = "expired"
+            except asyncio.CancelledError:
+                ends[name] = "cancelled"
+            finally:
+                client.release(name)
+
+        async def disturb() -> None:
+            for _ in range(6):
+                await asyncio.sleep(0.08)
+                match rng.choice(["swap", "policy", "restart", "die"]):
+                    case "swap":
+                        actor.state.swap_table(unit_table(rng.randrange(1, 4)).to_bytes())
+                    case "policy":
+                        actor.state.set_policy(SLOTS, {"slots": rng.randrange(1, 4)})
+                    case "restart":
+                        actor.restart()
+                    case "die":
+                        actor.die()
+                        await asyncio.sleep(0.05)
+                        actor.restart()
+
+        tasks = []
+        disturbing = asyncio.create_task(disturb())
+        for number in range(250):
+            await asyncio.sleep(rng.expovariate(500))
+            tasks.append(asyncio.create_task(one(str(number))))
+            if rng.random() < 0.15:
+                asyncio.get_running_loop().call_later(rng.random() * 0.1, tasks[-1].cancel)
+        await asyncio.gather(disturbing, *tasks, return_exceptions=True)
+        assert {*ends.values()} >= {"granted", "expired"}
+        assert len(ends) + sum(task.cancelled() for task in tasks) >= 250
+        await all_is_over(client, actor)

@@ -1,0 +1,180 @@
+"""The router's own rules: slots, leases, settings, restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from router_talk import ask, leased, loads, make, release, say
+from tables import request, unit_table
+
+from eldr_serve.routing import State, StepCost, StepSums
+from eldr_serve.serving import decode_router
+from eldr_serve.serving.errors import SwapRefused
+from eldr_serve.serving.messages import Exchange, Restore
+from eldr_serve.serving.router_state import RouterState
+
+
+def test_a_request_goes_to_the_worker_of_its_centroid_and_counts_there_at_once() -> None:
+    state = make()
+    lease = ask(state, "a", 1)
+    assert (lease.replica, lease.slot, lease.band, lease.best) == ("r1", 1, 1, True)
+    assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
+    say(state, progress={"a": 7, "unknown": 3})
+    assert loads(state)["r1"] == (1, 17)
+    say(state, held=(leased("a", "r2"),))  # it was served elsewhere
+    assert loads(state)["r2"][0] == 1
+    release(state, "a", "a", "unknown")
+    assert set(loads(state).values()) == {(0, 0)}
+
+
+def test_a_vacant_slot_keeps_the_others_centroids_and_a_newcomer_takes_it() -> None:
+    state = make()
+    state.update_workers(["r0", "r2"])
+    assert ask(state, "a", 2).replica == "r2"
+    # Its worker is gone: the others are equally far, load decides.
+    assert ask(state, "b", 1).replica == "r0"
+    state.update_workers(["r0", "r2", "new"])
+    heir = ask(state, "c", 1)
+    assert (heir.replica, heir.slot) == ("new", 1)
+
+
+def test_a_table_for_fewer_or_more_workers_still_places() -> None:
+    for k in (1, 2, 5):
+        state = make(workers=3, table=k)
+        assert state.status()["table"]["refit_advised"]
+        assert {ask(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
+        assert sum(n for n, _ in loads(state).values()) == 12
+
+
+def test_an_excluded_replica_is_taken_only_if_there_is_no_other() -> None:
+    state = make()
+    ask(state, "a", 1)
+    assert ask(state, "a", 1, exclude=("r1",)).replica != "r1"
+    assert sum(n for n, _ in loads(state).values()) == 1  # it has left its first worker
+    assert state.counters["rerouted"] == 1
+    assert ask(make(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
+
+
+def test_without_workers_or_with_scores_of_another_table_nothing_is_placed() -> None:
+    for state, version in ((make(), 99), (make(workers=0), 1)):
+        assert ask(state, "a", 1, table_version=version).state is State.SENT
+        assert not state.status()["leases"]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"model": "other"}, {"num_layers": 3}, {"num_experts": 16}, b"\x00" * 64, b""], ids=repr
+)
+def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) -> None:
+    state = make()
+    state.expect_signatures(2, 8)
+    before = state.settings
+    with pytest.raises(SwapRefused) as refusal:
+        state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
+    assert "\n" not in str(refusal.value)
+    assert state.settings is before
+    assert ask(state, "a", 1).state is State.LEASED
+
+
+def test_an_unknown_policy_is_refused_and_the_old_one_stays() -> None:
+    state = make()
+    for name, parameters in (("nearest", {}), ("random", {"x": 1}), ("locality-band", {"band": -1})):
+        with pytest.raises(SwapRefused):
+            state.set_policy(name, parameters)
+    assert state.status()["policy"] == "locality-band"
+
+
+def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> None:
+    old = make()
+    old.set_policy("locality-band", {"band": 0.0})
+    old.swap_table(unit_table(2).to_bytes())
+    lease = ask(old, "a", 1)
+    new = RouterState(model_id="m", policy="random", table=None)
+    refused = new.exchange(Exchange("c", (request("b"),), known_epoch=old.epoch))
+    assert refused.refused == "unknown-client"
+    new.restore(Restore("c", ("r0", "r1", "r2"), old.settings, (lease,)))
+    new.restore(Restore("c", ("r0", "r1", "r2"), old.settings, (lease,)))  # a second client knows it too
+    assert new.settings == old.settings
+    assert loads(new) == loads(old)
+
+
+def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() -> None:
+    old = make()
+    old.set_policy("random", {})
+    new = RouterState(model_id="m", policy="locality-band", table=None)
+    new.set_policy("least-tokens", {})
+    new.restore(Restore("late", (), old.settings, ()))
+    assert new.status()["policy"] == "least-tokens"
+
+
+def test_leases_of_a_client_that_is_gone_are_dropped_after_its_timeout() -> None:
+    now = [0.0]
+    state = make(client_timeout_s=30.0, clock=lambda: now[0])
+    ask(state, "a", 1)
+    now[0] = 29.0
+    assert state.drop_silent_clients() == 0
+    now[0] = 31.0
+    assert state.drop_silent_clients() == 1
+    assert set(loads(state).values()) == {(0, 0)}
+
+
+def test_all_steps_are_in_the_totals_however_old() -> None:
+    now = [0.0]
+    state = make(clock=lambda: now[0])
+    state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
+    assert state.status()["decode_totals"] is None  # of how many layers is not known
+    state.expect_signatures(5, 64)
+    now[0] += 36_000
+    state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
+    totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
+    assert state.status()["decode_totals"] == pytest.approx(totals)
+
+
+def test_the_policy_follows_what_steps_cost() -> None:
+    now = [0.0]
+    state = make(policy="marginal-cost", clock=lambda: now[0])
+    assert state.status()["step_cost"] == {"steps": 0.0}
+    rng = np.random.default_rng(0)
+    batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
+    for cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):
+        state.observe_steps(StepSums.of(batch, 100 * batch, experts, cost.seconds(batch, 0, experts)))
+        now[0] += 36_000
+    shown = state.status()["step_cost"]
+    assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
+    assert shown["relative_error"] < 0.05
+    assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
+    state.set_policy("marginal-cost", {"prior_tokens": 1.0})
+    assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
+
+
+class _Metric:
+    """Stands in for those of ray.util.metrics."""
+
+    def __init__(self, name: str, *_: Any, **__: Any) -> None:
+        self.name, self.total = name, 0
+
+    def inc(self, value: int, tags: dict[str, str]) -> None:
+        self.total += value
+
+    def observe(self, value: float, tags: dict[str, str]) -> None: ...
+
+    set = observe
+
+
+def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(decode_router, kind, _Metric)
+    state, metrics = make(policy="balance-route-horizon"), decode_router._Metrics()
+    assert state.status()["counters"]["predictor_failures"] == 0
+    state.placer.policy.predictor = None  # which fails in whatever it is asked
+    for name in "ab":  # it is asked about those that run when the next is placed
+        ask(state, name)
+    failures = state.status()["counters"]["predictor_failures"]
+    assert failures > 0
+    state.set_policy("shortest-queue", {})
+    assert state.status()["counters"]["predictor_failures"] == failures
+    for _ in range(2):
+        metrics.load(state)
+    assert metrics._failures.name == "eldr_predictor_failures_total"
+    assert metrics._failures.total == failures
