@@ -38,7 +38,7 @@ browser: ## install Debian's chromium if there is no Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	command -v google-chrome >/dev/null || \
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
-	echo 'no Chromium: install it (Debian: chromium), or tests/unit/test_report.py fails' >&2
+	echo 'no Chromium: install it (Debian: chromium), or tests/unit/loadgen/test_report.py fails' >&2
 
 test: setup browser ## the whole suite: unit, engine and end to end, the demo among it, on real engines
 	$(BIN)/python -m pytest $(PARALLEL) tests/engine tests/unit

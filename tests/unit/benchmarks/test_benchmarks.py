@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shipped import ROOT
 
 from benchmarks.__main__ import NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
@@ -22,8 +23,6 @@ from benchmarks.peers import _rows
 from tools.cli import BadInput, run
 from tools.results import publish
 from tools.sse import StreamTiming
-
-ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shipped import ROOT
 
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.signature import pack_counts
 from offline.calibrate import build_trace, decode_settings
 from tools.cli import BadInput
-
-ROOT = Path(__file__).parents[2]
 
 
 def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:

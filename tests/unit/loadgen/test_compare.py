@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from fake_service import KEY, FakeService, fake_service
+from shipped import ROOT
 
 from loadgen.compare import compare
 from loadgen.figures import policy_rows
@@ -24,7 +25,6 @@ from tools.cli import BadInput
 from tools.journal import Journal
 from tools.stats import Slo
 
-ROOT = Path(__file__).parents[2]
 OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import requests
 from fake_service import REPLICAS, FakeService, fake_service
+from shipped import ROOT
 
 from benchmarks.harness.replay_engine import free_port
 from loadgen.arrivals import poisson
 from tools.sse import read_stream
 
-ROOT = Path(__file__).parents[2]
 BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from in_process import command
+from shipped import ROOT
 from traces import synthetic_trace
 
 from eldr_serve.artifacts import RoutingTable
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
