@@ -49,6 +49,7 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
         "offline.refit --trace {trace}",
         "offline.refit --trace {trace} --out {out}",
         "offline.refit --trace nowhere --workers 3 --out {out}",
+        "loadgen.compare --host http://127.0.0.1:9 --policies random --rate 1 --out {out}",
         "offline.calibrate --deployment nowhere --prompts demo_model/prompts --out {out}",
         "offline.calibrate --deployment Makefile --prompts demo_model/prompts --out {out}",
         "offline.calibrate --deployment deployments/cpu_demo.yaml --prompts nowhere --out {out}",
