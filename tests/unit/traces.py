@@ -49,7 +49,7 @@ def synthetic_trace(
 def favourites_trace(
     domains: Sequence[str], *, each: int, num_layers: int, num_experts: int, steps: int, others: float
 ) -> CalibrationTrace:
-    """Each domain with four favourite experts, the others this much less likely; `steps` of prompt and answer."""
+    """Each domain with four favourite experts; the others are less likely by the factor `others`."""
     rng = np.random.default_rng(0)
     names = np.repeat(domains, each)
     weight = np.full((len(names), num_experts), others)

@@ -53,7 +53,6 @@ def test_without_arguments_it_lists_its_figures(capsys: pytest.CaptureFixture[st
         assert f"  {name}" in said
 
 
-@pytest.mark.slow
 def test_balance_routes_balance(arrivals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balanceroute, "SLOTS", 8)
     out = tmp_path / "table1.json"
@@ -82,7 +81,6 @@ def test_predictors_dispatches_and_imbalance_are_measured(arrivals: Path) -> Non
     assert all(0 < row["dispatch_p50_ms"] <= row["dispatch_p99_ms"] for row in timed)
 
 
-@pytest.mark.slow
 def test_a_placement_of_its_own_lightens_a_worker_s_slowest_rank(
     observed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
