@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,7 +24,6 @@ from studies.parallel_layer import (
     all_replicas,
     by_home,
     one_replica,
-    slots_of,
     top_k_gate,
     torch_products,
     vllm_products,
@@ -34,6 +33,7 @@ from studies.replica_choice import route_even, route_optimal
 E, TOP_K, LAYER = 64, 4, 2  # of the demo model; any layer
 SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens of each rank; 2 ranks: the first
 PLACEMENTS = ("eplb", "activation", "replicated")
+GATE = top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K)
 ROUTINGS = ("even", "metro", "optimal", "home")
 
 
@@ -61,7 +61,7 @@ def hidden(tokens: int, seed: int) -> Tensor:
 
 def alone(x: Tensor) -> Tensor:
     """The layer by its definition: each token through each of its experts."""
-    weights, experts = top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K)(x)
+    weights, experts = GATE(x)
     w13, w2 = (w.float() for w in read_experts(WEIGHTS, LAYER, range(E)))
     out = torch.zeros_like(x)
     for token, choice in itertools.product(range(len(x)), range(TOP_K)):
@@ -71,8 +71,7 @@ def alone(x: Tensor) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     placement: str
     routing: str
     sizes: tuple[int, ...]
@@ -85,38 +84,30 @@ def products(placed: tuple[int, ...]) -> Products:
     return torch_products(w13.float(), w2.float())
 
 
-def layer_of(case: Case, rank: int, ranks: int) -> ParallelLayer:
-    placed = placement(case.placement, ranks)
-    mine = tuple(placed.reshape(ranks, -1)[rank].tolist())
-    return ParallelLayer(
-        top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K), products(mine), placed,
-        num_experts=E, route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
-    )  # fmt: skip
-
-
 def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
     """This rank's outputs of each case."""
     outputs = []
     for seed, case in enumerate(cases):
-        layer = layer_of(case, rank, len(case.sizes))
-        start = sum(case.sizes[:rank])
-        x = hidden(sum(case.sizes), seed)[start : start + case.sizes[rank]]
+        ranks = len(case.sizes)
+        placed = placement(case.placement, ranks)
+        layer = ParallelLayer(
+            GATE, products(tuple(placed.reshape(ranks, -1)[rank].tolist())), placed,
+            num_experts=E, route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
+        )  # fmt: skip
+        x = hidden(sum(case.sizes), seed).split(case.sizes)[rank]
         gathered = case.dispatch == "gathered"
         outputs.append((layer.gathered(x, case.sizes) if gathered else layer.exchanged(x)).numpy())
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
-    cases = [
-        Case(placed, routed, tuple(sizes[:ranks]), dispatch)
-        for placed, routed, sizes, dispatch in itertools.product(
-            PLACEMENTS, ROUTINGS, SIZES, ("gathered", "exchanged")
-        )
-    ]
-    for seed, (case, parts) in enumerate(
-        zip(cases, zip(*on_ranks(ranks, computed, cases), strict=True), strict=True)
-    ):
+    sizes = [tuple(some[:ranks]) for some in SIZES]
+    every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", "exchanged"))
+    cases = list(itertools.starmap(Case, every))
+    results = zip(*on_ranks(ranks, computed, cases), strict=True)
+    for seed, (case, parts) in enumerate(zip(cases, results, strict=True)):
         assert [len(part) for part in parts] == list(case.sizes)
         expected = alone(hidden(sum(case.sizes), seed)).numpy()
         np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-4, err_msg=str(case))
@@ -155,12 +146,6 @@ def test_a_routing_keeps_to_hosts_and_gives_the_counts_of_its_rule(name: str) ->
         assert np.array_equal(ranks[local], np.broadcast_to(home[:, None], ranks.shape)[local])
     else:
         assert ((served > 0).sum(axis=1) == (tokens > 0)).all()
-
-
-def test_slots_are_where_the_placement_says() -> None:
-    assert slots_of([2, 0, 1, 0], 3, 2).tolist() == [[1, -1, 0], [1, 0, -1]]
-    with pytest.raises(ValueError, match="does not divide by 3 ranks"):
-        slots_of([0, 1], 2, 3)
 
 
 def test_the_kernel_that_serves_gives_what_plain_torch_gives() -> None:
