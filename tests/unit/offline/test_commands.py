@@ -67,15 +67,7 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "offline.fit",
-        "offline.refit",
-        "offline.calibrate",
-        "offline.demo",
-        "loadgen.compare",
-        "loadgen.hostile",
-    ],
+    "module", [f"offline.{name}" for name in ("fit", "refit", "calibrate", "demo", "place")]
 )
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")
