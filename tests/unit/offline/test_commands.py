@@ -66,9 +66,10 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
     assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
 
 
-@pytest.mark.parametrize(
-    "module", [f"offline.{name}" for name in ("fit", "refit", "calibrate", "demo", "place")]
-)
+MODULES = [f"offline.{name}" for name in ("fit", "refit", "calibrate", "demo", "place")]
+
+
+@pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", "loadgen.hostile"])
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")
     assert done.exit_code == 0
