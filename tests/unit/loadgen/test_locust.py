@@ -20,7 +20,6 @@ from shipped import ROOT
 
 from benchmarks.harness.replay_engine import free_port
 from loadgen.arrivals import poisson
-from tools.sse import read_stream
 
 pytestmark = pytest.mark.slow  # a process a test
 BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
@@ -44,20 +43,6 @@ def locust(
     )  # fmt: skip
     lines = record.read_text().splitlines() if record.exists() else []
     return done, sorted(map(json.loads, lines), key=lambda r: r["number"])
-
-
-def test_a_stream_over_http_is_timed_token_by_token(service: FakeService) -> None:
-    service.first_s, service.gap_s = 0.15, 0.03
-    start = time.perf_counter()
-    body = {"max_tokens": 8}
-    with requests.post(f"{service.url}/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
-        timing = read_stream(answer.iter_lines(chunk_size=None), start)
-    assert timing.completion_tokens == len(timing.token_times_s) == 8
-    assert timing.prompt_tokens == 3
-    assert 0.15 <= timing.ttft_s < 0.5
-    assert np.median(timing.itl_s) == pytest.approx(0.03, abs=0.015)
-    assert timing.tpot_s == pytest.approx(np.mean(timing.itl_s))
-    assert 0.15 + 7 * 0.03 <= timing.end_s < 1.0
 
 
 def test_an_open_loop_sends_by_the_clock_and_records_every_request(

@@ -80,19 +80,15 @@ def test_each_decode_worker_gets_a_placement_of_its_own(trace: Path, tmp_path: P
         assert not (tmp_path / f"{name}.json").exists()
 
 
-def test_a_dry_run_writes_nothing(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_memory_and_vllm_s_form_are_added(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     placed(trace, tmp_path / "p.json", export="vllm", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "p.json, p.meta.json, p.vllm.jsonl not written" in capsys.readouterr().out
-
-
-def test_cost_memory_and_vllm_s_form_are_added(trace: Path, tmp_path: Path) -> None:
-    cost = LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12)
-    (tmp_path / "cost.json").write_text(cost.model_dump_json())
-    placed(
-        trace, tmp_path / "p.json", redundant=8, cost=tmp_path / "cost.json", expert_bytes=2.0**30,
-        export="vllm",
-    )  # fmt: skip
+    cost = tmp_path / "cost.json"
+    LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12).save(cost)
+    placed(trace, tmp_path / "p.json", redundant=8, cost=cost, expert_bytes=2.0**30, export="vllm")
     linear, *ours = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
     assert (linear["gib_a_rank"], ours[0]["gib_a_rank"]) == (L * 16 / 4, L * 24 / 4)
     assert linear["layer_us"] >= 10 + linear["experts_worst_rank"]

@@ -74,11 +74,3 @@ def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
     assert corrected < plain / 2
     rare = decode_correction([[[0, 9]]], [9], [[[0, 9]]], [9])
     assert rare.tolist() == [[1, 1]]  # an expert that nobody used is left alone
-
-
-def test_measures_by_hand() -> None:
-    assert match_rate([[0, 1], [2, 3]], [[1, 0], [3, 4]]) == pytest.approx(0.75)
-    assert workload_error([[2, 2, 0]], [[1, 0, 0]]) == pytest.approx(0.5)
-    assert workload_error([[1, 2], [3, 4]], [[10, 20], [30, 40]]) == pytest.approx(0)
-    assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], 10).tolist() == [[15, 5]]
-    assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], [10, 0]).tolist() == [[10, 0]]
