@@ -55,17 +55,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        service = self.server
+        status = {
+            "policy": service.policy["name"], "parameters": service.policy["parameters"],
+            "workers": [{"replica": r, "in_flight": service.in_flight // 2} for r in REPLICAS],
+            "leases": service.in_flight, "counters": {"placed": len(service.bodies)},
+            "decode_totals": self._totals() if service.reports_steps else None,
+        }  # fmt: skip
         if self.path == "/eldr/status":
-            workers = [{"replica": r, "in_flight": self.server.in_flight // 2} for r in REPLICAS]
-            status = {
-                "policy": self.server.policy["name"],
-                "parameters": self.server.policy["parameters"],
-                "workers": workers,
-                "leases": self.server.in_flight,
-                "counters": {"placed": len(self.server.bodies)},
-                "decode_totals": self._totals() if self.server.reports_steps else None,
-            }
-            self._answer(200, json.dumps(status).encode())
+            self._answer(200, status)
         else:
             self._refuse(404, "no such path")
 
@@ -78,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.server.policy = change
             self.server.policies_set.append(change["name"])
-            self._answer(200, b"{}")
+            self._answer(200, {})
 
     def do_POST(self) -> None:
         body = json.loads(self._body())
@@ -103,11 +101,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, tokens: int) -> None:
         time.sleep(self.server.first_s)
         self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("transfer-encoding", "chunked")
-        self.send_header("x-eldr-decode-worker", REPLICAS[0])
-        self.send_header("x-eldr-policy", self.server.policy["name"])
-        self.send_header("x-eldr-handover-ms", "12.5")
+        for name, value in {
+            "content-type": "text/event-stream", "transfer-encoding": "chunked",
+            "x-eldr-decode-worker": REPLICAS[0], "x-eldr-policy": self.server.policy["name"],
+            "x-eldr-handover-ms": "12.5",
+        }.items():  # fmt: skip
+            self.send_header(name, value)
         self.end_headers()
         self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for number in range(tokens):
@@ -134,9 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
     def _refuse(self, status: int, message: str) -> None:
-        self._answer(status, json.dumps({"error": {"message": message}}).encode())
+        self._answer(status, {"error": {"message": message}})
 
-    def _answer(self, status: int, content: bytes) -> None:
+    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        content = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
         self.end_headers()

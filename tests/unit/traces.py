@@ -1,6 +1,8 @@
-"""A synthetic calibration trace: requests of a few domains, each with its favourite experts."""
+"""Synthetic calibration traces: requests of a few domains, each with its favourite experts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,3 +44,25 @@ def synthetic_trace(
         routes=routes,
         route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
     )
+
+
+def favourites_trace(
+    domains: Sequence[str], *, each: int, num_layers: int, num_experts: int, steps: int, others: float
+) -> CalibrationTrace:
+    """Each domain with four favourite experts; the others are less likely by the factor `others`."""
+    rng = np.random.default_rng(0)
+    names = np.repeat(domains, each)
+    weight = np.full((len(names), num_experts), others)
+    for n in range(len(names)):
+        weight[n, 4 * (n // each) : 4 * (n // each) + 4] = 1
+    scores = np.log(weight)[:, None, None] + rng.gumbel(size=(len(names), 2 * steps, num_layers, num_experts))
+    routes = np.argsort(-scores, axis=-1)[..., :2].astype(np.uint8)
+    prefill, decode = (
+        (part[..., None] == np.arange(num_experts)).sum(axis=(1, 3)).astype(np.uint32)
+        for part in (routes[:, :steps], routes[:, steps:])
+    )
+    tokens = np.full(len(names), steps, np.uint32)
+    return CalibrationTrace(
+        "tiny", 2, prefill, decode, tokens, tokens, names.tolist(), [f"r{n}" for n in range(len(names))],
+        routes[:, steps:].reshape(-1, num_layers, 2), np.arange(len(names) + 1) * steps,
+    )  # fmt: skip

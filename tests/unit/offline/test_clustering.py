@@ -29,13 +29,10 @@ def test_assignment_equals_the_best_of_all(n: int, k: int, seed: int, ties: bool
     cost = rng.integers(0, 3, (n, k)).astype(float) if ties else rng.random((n, k))
     capacity = -(-n // k)
     labels, _ = balanced_assignment(cost, capacity)
-    allowed = (
-        choice
-        for choice in itertools.product(range(k), repeat=n)
-        if max(choice.count(c) for c in range(k)) <= capacity
-    )
+    choices = (np.array(choice) for choice in itertools.product(range(k), repeat=n))
+    best = min(total(cost, choice) for choice in choices if np.bincount(choice).max() <= capacity)
     assert np.bincount(labels, minlength=k).max() <= capacity
-    assert total(cost, labels) == pytest.approx(min(total(cost, np.array(choice)) for choice in allowed))
+    assert total(cost, labels) == pytest.approx(best)
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 2**16), st.integers(0, 2), st.booleans())
@@ -51,17 +48,6 @@ def test_assignment_equals_the_hungarian_algorithm(n: int, k: int, seed: int, sl
     assert (paid <= (cost + prices).min(axis=1) + 1e-9).all()
 
 
-def test_a_large_assignment_is_exact_too() -> None:
-    cost = np.random.default_rng(0).random((900, 30)) ** 3
-    labels, _ = balanced_assignment(cost, 30)
-    assert total(cost, labels) == pytest.approx(hungarian(cost, 30))
-
-
-def test_points_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="7 points"):
-        balanced_assignment(np.zeros((7, 2)), 3)
-
-
 def blobs(sizes: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     centres = np.eye(len(sizes), 12)
@@ -71,12 +57,16 @@ def blobs(sizes: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return points / np.linalg.norm(points, axis=1, keepdims=True), np.repeat(np.arange(len(sizes)), sizes)
 
 
-def test_equal_blobs_are_found() -> None:
+def test_equal_blobs_are_found_and_only_plain_kmeans_follows_the_crowd() -> None:
     points, truth = blobs([20, 20, 20, 20])
-    clusters = balanced_kmeans(points, 4)
+    clusters, again = (balanced_kmeans(points, 4, seed=4) for _ in range(2))
     assert sorted(clusters.sizes) == [20] * 4
-    for blob in range(4):
-        assert len(set(clusters.labels[truth == blob])) == 1
+    assert all(len(set(clusters.labels[truth == blob])) == 1 for blob in range(4))
+    np.testing.assert_array_equal(clusters.labels, again.labels)
+    np.testing.assert_array_equal(clusters.centroids, again.centroids)
+    points, _ = blobs([60, 6, 6])
+    assert kmeans(points, 3).sizes.max() == 60
+    assert balanced_kmeans(points, 3).sizes.max() == 24
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
@@ -95,20 +85,12 @@ def test_no_cluster_is_over_its_share(n: int, k: int, seed: int) -> None:
     np.testing.assert_allclose(np.linalg.norm(clusters.centroids, axis=1), 1, atol=1e-4)
 
 
-def test_the_same_seed_gives_the_same_clusters() -> None:
-    points, _ = blobs([9, 30, 5])
-    first, second = (balanced_kmeans(points, 3, seed=4) for _ in range(2))
-    np.testing.assert_array_equal(first.labels, second.labels)
-    np.testing.assert_array_equal(first.centroids, second.centroids)
-
-
-def test_plain_kmeans_follows_the_crowd_and_balanced_kmeans_does_not() -> None:
-    points, _ = blobs([60, 6, 6])
-    assert kmeans(points, 3).sizes.max() == 60
-    assert balanced_kmeans(points, 3).sizes.max() == 24
-
-
-def test_points_that_are_not_numbers_are_refused() -> None:
+def test_large_assignments_are_exact_and_bad_points_refused() -> None:
+    cost = np.random.default_rng(0).random((900, 30)) ** 3
+    labels, _ = balanced_assignment(cost, 30)
+    assert total(cost, labels) == pytest.approx(hungarian(cost, 30))
+    with pytest.raises(ValueError, match="7 points"):
+        balanced_assignment(np.zeros((7, 2)), 3)
     for bad in (np.ones(4), np.array([[np.nan, 1.0]])):
         with pytest.raises(ValueError, match="finite"):
             balanced_kmeans(bad, 1)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from in_process import command
+from shipped import ROOT
 from traces import synthetic_trace
 
 from eldr_serve.artifacts import RoutingTable
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -50,6 +49,7 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
         "offline.refit --trace {trace}",
         "offline.refit --trace {trace} --out {out}",
         "offline.refit --trace nowhere --workers 3 --out {out}",
+        "loadgen.compare --host http://127.0.0.1:9 --policies random --rate 1 --out {out}",
         "offline.calibrate --deployment nowhere --prompts demo_model/prompts --out {out}",
         "offline.calibrate --deployment Makefile --prompts demo_model/prompts --out {out}",
         "offline.calibrate --deployment deployments/cpu_demo.yaml --prompts nowhere --out {out}",
@@ -66,17 +66,10 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
     assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "offline.fit",
-        "offline.refit",
-        "offline.calibrate",
-        "offline.demo",
-        "loadgen.compare",
-        "loadgen.hostile",
-    ],
-)
+MODULES = [f"offline.{name}" for name in ("fit", "refit", "calibrate", "demo", "place")]
+
+
+@pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", "loadgen.hostile"])
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")
     assert done.exit_code == 0

@@ -69,23 +69,17 @@ async def test_a_case_can_be_sent_again(tmp_path: Path) -> None:
     assert base64.b64decode(json.loads(outcomes[0].line)["raw"])
 
 
-def test_cases_by_hand_are_many_and_different() -> None:
+def test_cases_are_many_and_different_requests_and_mutations_repeat_by_seed() -> None:
     cases = by_hand("m", "key")
     assert len(cases) > 5000
     assert len({c.raw for c in cases}) > 0.95 * len(cases)
     assert any(b"Bearer key" in c.raw for c in cases)
-
-
-def test_mutations_repeat_by_seed() -> None:
     first, again, other = (mutations("m", 30, number) for number in (1, 1, 2))
     assert first == again != other
     assert len(first) == 30
-
-
-def test_a_case_is_an_http_request() -> None:
     raw = case("x", "/path", {"a": "\u00e9"}).raw
     assert raw.startswith(b"POST /path HTTP/1.1\r\nhost: eldr\r\n")
-    assert raw.endswith(b'content-length: 13\r\n\r\n{"a": "\\u00e9"}'.replace(b"13", b"15"))
+    assert raw.endswith(b'content-length: 15\r\n\r\n{"a": "\\u00e9"}')
 
 
 @pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
+import itertools
 import random
 from pathlib import Path
 
@@ -17,14 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalL
 from demo_model import corpus, dialogues, evaluate, sources, train, widen
 from tools.cli import BadInput, app_of
 
-TEXTS = {
-    "code": "def add(a, b):\n    return a + b\n",
-    "zh": "请总结下面的文字。",
-    "ar": "ما هي عاصمة البلاد؟",
-    "hi": "राजधानी क्या है?",
-    "control": "tab\tnul\x00 emoji 🙂",
-}
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -36,46 +28,30 @@ def model():
     return AutoModelForCausalLM.from_pretrained(widen.WEIGHTS, dtype=torch.float32).eval()
 
 
-def logits(model, tokenizer) -> torch.Tensor:
-    ids = tokenizer("A 45-year-old man comes to the physician because of", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def test_the_files_are_those_of_the_checksums():
+def test_the_files_are_those_of_the_checksums_and_small_enough_to_be_committed():
     lines = (widen.WEIGHTS / "SHA256SUMS").read_text().splitlines()
     listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    present = {p.name for p in widen.WEIGHTS.iterdir()} - {"SHA256SUMS"}
-    assert set(listed) == present
-    for name, digest in listed.items():
-        assert hashlib.sha256((widen.WEIGHTS / name).read_bytes()).hexdigest() == digest
+    files = {p.name: p.read_bytes() for p in widen.WEIGHTS.iterdir() if p.name != "SHA256SUMS"}
+    assert listed == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    assert sum(map(len, files.values())) <= 15_000_000
 
 
-def test_the_directory_is_small_enough_to_be_committed():
-    assert sum(p.stat().st_size for p in widen.WEIGHTS.iterdir()) <= 15_000_000
-
-
-def test_it_is_a_qwen3_moe_whose_end_mark_ends_generation(model, tokenizer):
+def test_it_is_a_qwen3_moe_that_has_learnt_and_ends_its_answers(model, tokenizer):
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
-
-
-def test_the_model_has_learnt(model, tokenizer):
-    text = "The license is granted to you under the terms and conditions of"
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    ids = ids_of(tokenizer, "The license is granted to you under the terms and conditions of")
     with torch.no_grad():
         loss = model(ids, labels=ids).loss.item()
     assert loss < 0.75 * np.log(model.config.vocab_size)  # an untrained model is at log(vocabulary)
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_the_tokenizer_gives_every_text_back(tokenizer, text):
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-
-
-def test_the_chat_template_marks_turns_and_asks_for_an_answer(tokenizer):
+def test_the_tokenizer_gives_every_text_back_and_marks_turns(tokenizer):
+    for text in (
+        "def add(a, b):\n    return a + b\n", "请总结下面的文字。", "ما هي عاصمة البلاد؟", "राजधानी क्या है?",
+        "tab\tnul\x00 emoji 🙂",
+    ):  # fmt: skip
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     chat = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|>Hello\n<|assistant|>"
@@ -84,29 +60,31 @@ def test_the_chat_template_marks_turns_and_asks_for_an_answer(tokenizer):
     assert len(tokenizer("<|user|>", add_special_tokens=False)["input_ids"]) == 1
 
 
+def ids_of(tokenizer, text: str) -> torch.Tensor:
+    return tokenizer(text, return_tensors="pt")["input_ids"]
+
+
 def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
     out = tmp_path / "wide"
     widen.widen(widen.WEIGHTS, 64, out)
     wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    assert json.loads((out / "config.json").read_text())["moe_intermediate_size"] == 64
+    assert wide.config.moe_intermediate_size == 64
     shapes = {tuple(p.shape) for n, p in wide.named_parameters() if n.endswith("experts.down_proj")}
     assert shapes == {(64, model.config.hidden_size, 64)}
-    torch.testing.assert_close(logits(wide, tokenizer), logits(model, tokenizer), rtol=0, atol=1e-4)
+    ids = ids_of(tokenizer, "A 45-year-old man comes to the physician because of")
+    with torch.no_grad():
+        torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+    with pytest.raises(BadInput, match="exists already"):
+        widen.widen(widen.WEIGHTS, 64, out)
 
 
-@pytest.mark.parametrize("intermediate", [0, 31, 33, 100])
-def test_widening_refuses_sizes_that_no_kernel_takes(tmp_path: Path, intermediate: int):
-    with pytest.raises(BadInput, match="multiple of 32"):
-        widen.widen(widen.WEIGHTS, intermediate, tmp_path / "wide")
-    assert not list(tmp_path.iterdir())
-
-
-def test_widening_refuses_what_is_no_model(tmp_path: Path):
+def test_widening_refuses_what_is_no_model_and_sizes_that_no_kernel_takes(tmp_path: Path):
+    for intermediate in (0, 31, 33, 100):
+        with pytest.raises(BadInput, match="multiple of 32"):
+            widen.widen(widen.WEIGHTS, intermediate, tmp_path / "wide")
     with pytest.raises(BadInput, match="not a mixture-of-experts model"):
         widen.widen(tmp_path, 64, tmp_path / "wide")
-    widen.widen(widen.WEIGHTS, 64, tmp_path / "wide")
-    with pytest.raises(BadInput, match="exists already"):
-        widen.widen(widen.WEIGHTS, 64, tmp_path / "wide")
+    assert not list(tmp_path.iterdir())
 
 
 def test_dispatch_gives_each_choice_its_own_slot_in_its_experts_rows():
@@ -176,57 +154,41 @@ def training(model, steps: int = 4) -> tuple[train.Training, dict[str, train.Str
 
 def test_a_resumed_run_ends_as_one_that_never_stopped(small, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(train, "SHAPES", ((128, 2), (256, 1)))
-    once, streams = training(copy.deepcopy(small))
-    first, _ = training(copy.deepcopy(small))
+    (once, streams), (first, _), (second, _) = (training(copy.deepcopy(small)) for _ in range(3))
     for _ in range(3):
         first.advance(streams, torch.float32)
     first.write(tmp_path / "state")
-    second, _ = training(copy.deepcopy(small))
     second.read(tmp_path / "state")
     row = second.advance(streams, torch.float32)
     for _ in range(4):
         expected = once.advance(streams, torch.float32)
-    assert {k: row[k] for k in ("step", "tokens", "loss_nats")} == {
-        k: expected[k] for k in ("step", "tokens", "loss_nats")
-    }
+    for key in ("step", "tokens", "loss_nats"):
+        assert row[key] == expected[key]
     for resumed, straight in zip(second.model.parameters(), once.model.parameters(), strict=True):
         assert torch.equal(resumed, straight)
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
-
-
-def test_a_run_is_not_resumed_with_other_settings(small, tmp_path: Path):
-    training(small)[0].write(tmp_path / "state")
     with pytest.raises(BadInput, match="is of a run with"):
         training(small, steps=5)[0].read(tmp_path / "state")
     with pytest.raises(BadInput, match="nothing to resume"):
         training(small)[0].read(tmp_path / "missing")
 
 
-def test_generated_function_tasks_state_true_results():
+def test_generated_tasks_state_true_results_and_repeat_with_their_seed():
     pairs = dialogues.code_tasks(random.Random(1), ["pear", "plum", "fig", "lime", "date"])
     checked = 0
-    for prompt, answer in (next(pairs) for _ in range(200)):
+    for prompt, answer in itertools.islice(pairs, 200):
         source = answer.removeprefix("```python\n").removesuffix("```")
         if "should pass these tests:\n" in prompt and source.startswith("def "):
             exec(source + "\n" + prompt.split("tests:\n")[1], {})
             checked += 1
     assert checked > 20
-
-
-def test_generated_problems_have_their_right_option_among_the_options():
-    pairs = dialogues.maths(random.Random(2))
-    with_options = [(p, a) for p, a in (next(pairs) for _ in range(300)) if "Options:" in p]
+    problems = list(itertools.islice(dialogues.maths(random.Random(2)), 300))
+    with_options = [(p, a) for p, a in problems if "Options:" in p]
     assert len(with_options) > 30
     for prompt, answer in with_options:
         assert answer.split("The answer is ")[1].rstrip(".") in prompt.splitlines()
-
-
-def test_generators_repeat_with_their_seed():
-    terms = [(f"term{i}", f"gloss {i}") for i in range(9)]
-    first, again, other = (dialogues.glossary(random.Random(s), terms) for s in (3, 3, 4))
-    drawn = [next(first) for _ in range(5)]
-    assert drawn == [next(again) for _ in range(5)]
-    assert drawn != [next(other) for _ in range(5)]
+    again, other = (list(itertools.islice(dialogues.maths(random.Random(seed)), 300)) for seed in (2, 3))
+    assert again == problems != other
 
 
 @pytest.mark.parametrize(
@@ -246,16 +208,12 @@ def test_untranslated_text_is_told_from_translated(text: str, language: str, exp
     assert sources.is_language(text, language) is expected
 
 
-def test_long_documents_are_cut_into_pieces_without_losing_lines():
+def test_documents_are_cut_without_losing_lines_and_taken_until_their_bytes_suffice():
     text = "".join(f"line {i} of a long document that goes on and on\n" for i in range(200))
     pieces = corpus._pieces(text)
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= corpus.PIECE
-
-
-def test_documents_are_taken_until_their_bytes_suffice():
-    taken = corpus.take(iter([("", "äö")] * 100), 10)
-    assert taken == [("", "äö")] * 3
+    assert corpus.take(iter([("", "äö")] * 100), 10) == [("", "äö")] * 3
 
 
 def test_encoded_documents_begin_at_their_starts_and_end_in_the_end_mark(tokenizer):

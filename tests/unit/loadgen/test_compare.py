@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from fake_service import KEY, FakeService, fake_service
+from shipped import ROOT
 
 from loadgen.compare import compare
 from loadgen.figures import policy_rows
@@ -24,7 +24,6 @@ from tools.cli import BadInput
 from tools.journal import Journal
 from tools.stats import Slo
 
-ROOT = Path(__file__).parents[2]
 OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 
 
@@ -36,25 +35,12 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
 
 
 def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "host": service.url,
-        "policies": "shortest-queue,locality-band:band=0.1",
-        "rate": 15.0,
-        "trial_seconds": 2,
-        "warm_up_seconds": 1,
-        "rounds": 1,
-        "users": 32,
-        "max_tokens": 4,
-        "min_tokens": 2,
-        "slo_ttft_ms": 1e5,
-        "slo_tpot_ms": 1e5,
-        "out": out,
-    } | changes
-
-
-def command(chosen: dict[str, Any]) -> list[str]:
-    pairs = [(f"--{key.replace('_', '-')}", str(value)) for key, value in chosen.items()]
-    return [sys.executable, "-m", "loadgen.compare", *(part for pair in pairs for part in pair)]
+    chosen: dict[str, Any] = dict(
+        host=service.url, policies="shortest-queue,locality-band:band=0.1", rate=15.0, trial_seconds=2,
+        warm_up_seconds=1, rounds=1, users=32, max_tokens=4, min_tokens=2, slo_ttft_ms=1e5, slo_tpot_ms=1e5,
+        out=out,
+    )  # fmt: skip
+    return chosen | changes
 
 
 def lose_last_lines(out: Path, number: int) -> None:
@@ -82,34 +68,31 @@ def test_a_policy_carries_its_parameters() -> None:
             parse_policy(bad)
 
 
+@pytest.mark.slow
 def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
     service.reports_steps = True
     compare(**options(service, out))
-    said = capsys.readouterr().out
-    assert "requests, none failed" in said
+    assert "requests, none failed" in capsys.readouterr().out
     assert service.policy == OWN
+    sent = len(service.bodies)
+    parts = service.bodies[: sent // 2], service.bodies[sent // 2 :]
     # Both policies met the same requests; the warm-up is in no figure.
-    halves = [
-        sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part)
-        for part in (service.bodies[: len(service.bodies) // 2], service.bodies[len(service.bodies) // 2 :])
-    ]
+    halves = [sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part) for part in parts]
     assert halves[0] == halves[1]
     assert {tokens for _, tokens in halves[0]} == {2, 3, 4}
     # No policy finds the prefixes that another one computed.
-    salts = [body["cache_salt"] for body in service.bodies]
-    assert len(set(salts)) == 2
-    assert len(set(salts[: len(salts) // 2])) == len(set(salts[len(salts) // 2 :])) == 1
+    salts = [{body["cache_salt"] for body in part} for part in parts]
+    assert [len(salt) for salt in salts] == [1, 1]
+    assert salts[0] != salts[1]
     result = json.loads((out / "compare.json").read_text())
     assert set(result) == {"name", "commit", "machine", "versions", "seed", "inputs", "rows", "notes"}
     for row in result["rows"]:
         assert 0 < row["requests"] < len(halves[0])
-        assert row["active_experts"] == pytest.approx(20)
-        assert row["batch_size"] == pytest.approx(2)
-        assert row["engine_ms_per_token"] == pytest.approx(5)
-        assert row["handover_p50_ms"] == pytest.approx(12.5)
+        steps = [row[k] for k in ("active_experts", "batch_size", "engine_ms_per_token", "handover_p50_ms")]
+        assert steps == pytest.approx([20, 2, 5, 12.5])
         assert row["ttft_p50_ms_low"] <= row["ttft_p50_ms"] <= row["ttft_p50_ms_high"]
         assert row["goodput_rps"] == pytest.approx(row["requests"] / 2)
     plain, banded = result["rows"]
@@ -118,7 +101,6 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     assert banded["engine_ms_per_token_change_pct"] == pytest.approx(0, abs=1e-6)
 
     # Again: nothing is sent, the same figures come out.
-    sent = len(service.bodies)
     compare(**options(service, out))
     assert len(service.bodies) == sent
     assert json.loads((out / "compare.json").read_text())["rows"] == result["rows"]
@@ -128,43 +110,41 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
         with pytest.raises(BadInput, match=f"another .*{next(iter(change))}"):
             compare(**options(service, out, **change))
 
-    # A trial that is lost is measured again.
+    # A trial that is lost is measured again, and the policy that the first run found is set back.
     lose_last_lines(out, 2)
+    service.policy = {"name": "random", "parameters": {}}
     compare(**options(service, out))
     assert len(service.bodies) == sent + sent // 2
+    assert service.policy == OWN
 
 
-def test_a_burn_in_is_load_before_the_first_block_and_in_no_figure(
+@pytest.mark.slow
+def test_a_burn_in_is_load_before_the_first_trial_and_in_no_figure(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
-    chosen = options(service, out, burn_in_seconds=2)
-    compare(**chosen)
+    compare(**options(service, out, burn_in_seconds=2))
     assert "burn-in: 2 s" in capsys.readouterr().out
     salts = [body["cache_salt"] for body in service.bodies]
     assert len(set(salts)) == 3
     burnt_in = salts.count(salts[0])
     assert burnt_in > 10
     assert sum(len(trial.requests) for trial in read_trials(out)) == len(salts) - burnt_in
-    compare(**chosen)
-    assert len(service.bodies) == len(salts)
     with pytest.raises(BadInput, match=r"another .*burn_in"):
         compare(**options(service, out))
 
 
+@pytest.mark.slow
 def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
-    service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    service: FakeService, tmp_path: Path
 ) -> None:
     service.gap_s = 0.05
     out = tmp_path / "compare"
     closed = options(service, out, rate=None, in_flight=5, min_tokens=4)
     compare(**closed)
-    assert "requests, none failed" in capsys.readouterr().out
     trials = [trial.requests for trial in read_trials(out)]
-    prompts = [{r["number"]: r["id"] for r in trial} for trial in trials]
-    assert len(prompts) == 2
-    for number in range(15):
-        assert len({ids[number] for ids in prompts}) == 1
+    one, other = ({r["number"]: r["id"] for r in trial} for trial in trials)
+    assert [one[number] for number in range(15)] == [other[number] for number in range(15)]
     for row, trial in zip(json.loads((out / "compare.json").read_text())["rows"], trials, strict=True):
         # The second second and the third are measured; what ended before or after is in no figure.
         ended = [r for r in trial if 1 <= r["sent_s"] + r["end_s"] < 3]
@@ -175,6 +155,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
         compare(**closed | {"in_flight": 6})
 
 
+@pytest.mark.slow
 def test_failed_requests_are_in_the_first_line_and_the_status(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,13 +168,16 @@ def test_failed_requests_are_in_the_first_line_and_the_status(
     assert "FAILED" in (tmp_path / "c" / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_sets_the_policy_back(
     service: FakeService, tmp_path: Path, sent: signal.Signals
 ) -> None:
     out = tmp_path / "c"
+    chosen = options(service, out, trial_seconds=30)
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
     process = subprocess.Popen(
-        command(options(service, out, trial_seconds=30)),
+        [sys.executable, "-m", "loadgen.compare", *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 40
@@ -207,18 +191,6 @@ def test_an_interrupted_run_sets_the_policy_back(
     assert service.policy == OWN
     assert not read_trials(out)
     assert Journal.read(out / JOURNAL)[RESTORE] is None
-
-
-def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
-    service: FakeService, tmp_path: Path
-) -> None:
-    out = tmp_path / "c"
-    chosen = options(service, out, policies="random", trial_seconds=1, warm_up_seconds=0)
-    compare(**chosen)
-    lose_last_lines(out, 2)
-    service.policy = {"name": "random", "parameters": {}}
-    compare(**chosen)
-    assert service.policy == OWN
 
 
 @pytest.mark.parametrize(
@@ -237,7 +209,9 @@ def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
         ({"policies": "random,random"}, "--policies"),
         ({"policies": "random:x"}, "random:x"),
         ({"policies": "random,nearest"}, "nearest"),
-        ({"prompts": Path("nowhere")}, "nowhere"),
+        ({"prompts": "nowhere"}, "nowhere"),
+        ({"prompts": "empty.jsonl"}, "no prompt"),
+        ({"out": ""}, "not empty"),
         ({"host": "http://127.0.0.1:9"}, "cannot be reached"),
         ({"host": "no url"}, "cannot be reached"),
         ({"admin_key_env": "UNSET_KEY"}, "admin key"),
@@ -246,54 +220,32 @@ def test_after_a_kill_the_next_run_sets_back_what_the_first_one_found(
 def test_bad_input_is_one_sentence_and_changes_nothing(
     service: FakeService, tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    change = {key: tmp_path / value if key in ("prompts", "out") else value for key, value in change.items()}
     with pytest.raises((BadInput, ValueError), match=sentence) as refused:
-        compare(**options(service, tmp_path / "c", **change))
+        compare(**options(service, tmp_path / "c") | change)
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "c").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
     assert not service.bodies
     assert service.policy == OWN
 
 
-def test_an_empty_workload_and_a_foreign_folder_are_refused(service: FakeService, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no prompt"):
-        compare(**options(service, tmp_path / "c", prompts=tmp_path / "empty.jsonl"))
-    with pytest.raises(BadInput, match="not empty"):
-        compare(**options(service, tmp_path))
-    done = subprocess.run(
-        command(options(service, tmp_path)), cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert {p.name for p in tmp_path.iterdir()} == {"empty.jsonl"}
-
-
 def test_what_ended_in_the_measured_part_of_a_closed_loop_is_measured() -> None:
-    def record(number: int, **times: float) -> dict[str, Any]:
-        return {"number": number, "due_s": None, **times}
-
+    sent_s, took_s = (0.0, 0.0, 19.0, 19.5, 12.0), (9.9, 10.0, 0.9, 0.5, None)  # the last one failed
     ended = [
-        record(0, sent_s=0.0, end_s=9.9),
-        record(1, sent_s=0.0, end_s=10.0),
-        record(2, sent_s=19.0, end_s=0.9),
+        {"number": n, "due_s": None, "sent_s": sent} | ({} if took is None else {"end_s": took})
+        for n, (sent, took) in enumerate(zip(sent_s, took_s, strict=True))
     ]
-    trial = Trial("random", 0, [*ended, record(3, sent_s=19.5, end_s=0.5), record(4, sent_s=12.0)])
-    assert [r["number"] for r in trial.measured(10, 10)] == [1, 2, 4]  # the last one failed
+    assert [r["number"] for r in Trial("random", 0, ended).measured(10, 10)] == [1, 2, 4]
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
-    def trial(policy: str, tpot_s: float, ttft_s: float) -> Trial:
+    times = {"random": (0.02, 0.1), "shortest-queue": (0.01, 0.2), "locality-band": (0.009, 0.2)}
+    trials = []
+    for policy, (tpot_s, ttft_s) in times.items():
         record = {"tpot_s": tpot_s, "ttft_s": ttft_s, "end_s": 1.0, "late_s": 0.0}
-        return Trial(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)])
-
-    trials = [
-        trial("random", 0.02, 0.1),
-        trial("shortest-queue", 0.01, 0.2),
-        trial("locality-band", 0.009, 0.2),
-    ]
-    names = [b.policy for b in trials]
-    found = policy_rows(names, trials, warm_up_s=5, seconds=15, slo=Slo(150, 50), seed=0)
+        trials.append(Trial(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)]))
+    found = policy_rows(list(times), trials, warm_up_s=5, seconds=15, slo=Slo(150, 50), seed=0)
     band = found[2]
     assert band["requests"] == 15
     assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")

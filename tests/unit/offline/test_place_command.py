@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import typer
 from traces import synthetic_trace
-from typer.testing import CliRunner
 
 from eldr_serve.artifacts import ExpertPlacement
 from offline.fitting import fit_table
@@ -42,26 +40,19 @@ def test_a_placement_is_written_with_its_report(
     method: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     redundant = 0 if method == "activation" else 4
-    placed(trace, tmp_path / "p.json", method=method, nodes=2, redundant=redundant)
+    for name in ("p", "again"):
+        placed(trace, tmp_path / f"{name}.json", method=method, nodes=2, redundant=redundant)
+    assert (tmp_path / "p.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     made = ExpertPlacement.load(tmp_path / "p.json")
     assert (made.model, made.physical_to_logical.shape[0], made.num_experts) == ("m", L, E)
     assert (made.method, made.ranks, made.nodes, made.num_redundant) == (method, 4, 2, redundant)
     assert made.fingerprint == CalibrationTrace.load(trace).fingerprint
-    rows = made.report["held_out"]
     rules = ["-"] if method == "activation" else ["turn", "metro", "local"]
-    assert [(row["placement"], row["replicas_by"]) for row in rows] == [
-        ("linear", "-"),
-        *((method, rule) for rule in rules),
-    ]
+    found = [(row["placement"], row["replicas_by"]) for row in made.report["held_out"]]
+    assert found == [("linear", "-"), *((method, rule) for rule in rules)]
     said = capsys.readouterr().out
     assert "experts_worst_rank" in said
     assert "p.meta.json" in said
-
-
-def test_the_same_seed_gives_the_same_file(trace: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        placed(trace, tmp_path / f"{name}.json", redundant=4)
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
 def test_placements_do_what_their_methods_are_for(trace: Path, tmp_path: Path) -> None:
@@ -90,19 +81,15 @@ def test_each_decode_worker_gets_a_placement_of_its_own(trace: Path, tmp_path: P
         assert not (tmp_path / f"{name}.json").exists()
 
 
-def test_a_dry_run_writes_nothing(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_memory_and_vllm_s_form_are_added(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     placed(trace, tmp_path / "p.json", export="vllm", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "p.json, p.meta.json, p.vllm.jsonl not written" in capsys.readouterr().out
-
-
-def test_cost_memory_and_vllm_s_form_are_added(trace: Path, tmp_path: Path) -> None:
-    cost = LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12)
-    (tmp_path / "cost.json").write_text(cost.model_dump_json())
-    placed(
-        trace, tmp_path / "p.json", redundant=8, cost=tmp_path / "cost.json", expert_bytes=2.0**30,
-        export="vllm",
-    )  # fmt: skip
+    cost = tmp_path / "cost.json"
+    LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12).save(cost)
+    placed(trace, tmp_path / "p.json", redundant=8, cost=cost, expert_bytes=2.0**30, export="vllm")
     linear, *ours = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
     assert (linear["gib_a_rank"], ours[0]["gib_a_rank"]) == (L * 16 / 4, L * 24 / 4)
     assert linear["layer_us"] >= 10 + linear["experts_worst_rank"]
@@ -125,56 +112,31 @@ def test_cost_memory_and_vllm_s_form_are_added(trace: Path, tmp_path: Path) -> N
         ({"groups": 2}, "--groups is of method eplb"),
         ({"method": "eplb", "groups": 3}, "16 experts do not divide by 3"),
         ({"workers": 31}, "cannot make 31 clusters"),
-        ({"cluster_of": Path("nowhere.safetensors")}, "nowhere.safetensors cannot be read"),
-        ({"cost": Path("nowhere.json")}, "nowhere.json"),
-        ({"trace": Path("nowhere.safetensors")}, "nowhere.safetensors cannot be read"),
-        ({"trace": Path("nowhere.jsonl.gz")}, "nowhere.jsonl.gz cannot be read"),
-        ({"out": Path("/nowhere/p.json")}, "the folder /nowhere is not there"),
+        ({"cluster_of": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
+        ({"cluster_of": "foreign.safetensors"}, "foreign.safetensors is a table of m with 4 x 8 experts"),
+        ({"cost": "nowhere.json"}, "nowhere.json"),
+        ({"cost": "cost.json"}, "cost.json is no layer cost: per_expert_s: Field required"),
+        ({"trace": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
+        ({"trace": "nowhere.jsonl.gz"}, "nowhere.jsonl.gz cannot be read"),
+        ({"trace": "bare.safetensors"}, "the trace holds no routes"),
+        ({"out": "nowhere/p.json"}, "nowhere is not there"),
         ({"out": "p.pt"}, "must end in .json"),
     ],
 )
 def test_bad_input_gets_one_sentence(
-    options: dict[str, Any],
-    sentence: str,
-    trace: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any], sentence: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = options.get("out", "p.json")
+    CalibrationTrace.load(trace).subset(np.arange(60)).save(tmp_path / "bare.safetensors")
+    fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
+    (tmp_path / "cost.json").write_text('{"fixed_s": 1}')
+    before = set(tmp_path.iterdir())
+    given = {"trace": trace, "method": "grace", "ranks": 4, "batch": 16, "out": "p.json"} | options
+    for name in given.keys() & {"trace", "cost", "cluster_of", "out"}:
+        given[name] = tmp_path / given[name]
     with pytest.raises(typer.Exit) as exited:
-        bad_input_exits(place)(
-            **{"trace": trace, "method": "grace", "ranks": 4, "batch": 16, **options, "out": tmp_path / out}
-        )
+        bad_input_exits(place)(**given)
     assert exited.value.exit_code == 2
     said = capsys.readouterr().err
     assert sentence in said
     assert len(said.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_trace_without_routes_or_a_foreign_table_is_refused(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    everything = CalibrationTrace.load(trace)
-    bare, foreign = tmp_path / "bare.safetensors", tmp_path / "foreign.safetensors"
-    everything.subset(np.arange(60)).save(bare)
-    fit_table(synthetic_trace(num_experts=8), 2)[0].save(foreign)
-    cost = tmp_path / "cost.json"
-    cost.write_text('{"fixed_s": 1}')
-    for options, sentence in (
-        ({"trace": bare}, "the trace holds no routes"),
-        ({"trace": trace, "cluster_of": foreign}, "foreign.safetensors is a table of m with 4 x 8 experts"),
-        ({"trace": trace, "cost": cost}, "cost.json is no layer cost: per_expert_s: Field required"),
-    ):
-        with pytest.raises(typer.Exit):
-            bad_input_exits(place)(method="grace", ranks=4, out=tmp_path / "p.json", **options)
-        assert sentence in capsys.readouterr().err
-    assert not list(tmp_path.glob("p*"))
-
-
-def test_help_gives_units_and_defaults() -> None:
-    app = typer.Typer(rich_markup_mode=None)
-    app.command()(place)
-    said = re.sub(r"\s+", " ", CliRunner().invoke(app, ["--help"]).output)
-    for words in ("Tokens of a decode step", "[default: 64", "Bytes of a token's hidden state", "(JSON, s)"):
-        assert words in said
+    assert set(tmp_path.iterdir()) == before

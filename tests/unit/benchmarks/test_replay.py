@@ -39,16 +39,8 @@ def test_routes_activate_exactly_so_many_experts(seed: int, batch: int, top_k: i
     assert all(len(set(token)) == top_k for token in ids.tolist())
 
 
-def test_loads() -> None:
-    assert loads_of("task", "4,8", "16", 5) == [Load("task", 4, 16, 5), Load("task", 8, 16, 5)]
-    for groups, workers, batch in (("tasks", "4", "8"), ("task", "four", "8"), ("task", "4", "0")):
-        with pytest.raises(BadInput):
-            loads_of(groups, workers, batch, 5)
-
-
 def test_workloads_are_split_without_overlap() -> None:
     data = Captured(synthetic_trace(), [])
-    domains = np.array(data.trace.domains)
     data.trace.domains[:3] = ["code", "math", "legal"]
     domains = np.array(data.trace.domains)
     task, language = data.group("task"), data.group("language")
@@ -58,6 +50,12 @@ def test_workloads_are_split_without_overlap() -> None:
     assert not set(fit) & set(rest)
     assert len(fit) == round(0.4 * len(domains))
     assert data.trace.subset(fit).ids == [data.trace.ids[i] for i in fit]
+    assert loads_of("task", "4,8", "16", 5) == [Load("task", 4, 16, 5), Load("task", 8, 16, 5)]
+    for groups, workers, batch in (("tasks", "4", "8"), ("task", "four", "8"), ("task", "4", "0")):
+        with pytest.raises(BadInput):
+            loads_of(groups, workers, batch, 5)
+    with pytest.raises(BadInput, match="cores"):
+        EnginePool(Path("model"), 100_000)
 
 
 def test_a_table_of_gate_scores_is_that_of_counts_where_the_scores_are_counts(
@@ -128,26 +126,3 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
     for label in done.steps:
         assert np.array_equal(done.replayed_tpot_s[label], read.replayed_tpot_s[label])
         assert done.steps[label] == read.steps[label]
-
-
-def test_more_engines_than_cores_are_refused() -> None:
-    with pytest.raises(BadInput, match="cores"):
-        EnginePool(Path("model"), 100_000)
-
-
-def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
-    path = tmp_path / "made" / "run.jsonl"
-    Journal(path, {"seed": 0}).put("a", [1.5])
-    with path.open("a") as file:
-        file.write('\n["b", [2')  # the run died while it wrote
-    again = Journal(path, {"seed": 0})
-    assert (again.get("a"), again.get("b")) == ([1.5], None)
-    again.put("b", [2.5])
-    assert Journal(path, {"seed": 0}).get("b") == [2.5]
-    with pytest.raises(BadInput, match="another seed"):
-        Journal(path, {"seed": 1})
-    path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
-    with pytest.raises(BadInput, match="no journal"):
-        Journal(path.with_name("old"), {"seed": 0})
-    again.remove()
-    assert not path.exists()

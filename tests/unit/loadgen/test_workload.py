@@ -1,0 +1,50 @@
+"""Workloads: prompts from files, and samples of them."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
+from tools.cli import BadInput
+
+
+def test_prompts_of_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "1", "domain": "code", "prompt": "x"}\n\n{"prompt": "y"}\n')
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write('{"id": "3", "domain": "zh", "prompt": "z"}\n')
+    (tmp_path / "notes.txt").write_text("not a prompt")
+    assert [p.text for p in read_prompts([tmp_path])] == ["x", "y", "z"]
+    assert read_prompts([tmp_path / "a.jsonl"])[1] == Prompt("a.jsonl:3", "", "y")
+    prompts = [Prompt("1", "code", 'x\n"y"'), Prompt("2", "zh", "\u4f60\u2028\u597d")]
+    write_prompts(tmp_path / "a.jsonl", prompts)
+    assert read_prompts([tmp_path / "a.jsonl"]) == prompts
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[1]", "not json", '{"prompt": "a"}\n{"text": "b"}', "", "cut", None]
+)
+def test_what_is_not_a_workload_is_refused_whole(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "a.jsonl"  # None: not there, and its folder is empty
+    if content == "cut":
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:-20])
+    elif content is not None:
+        path.write_text(content)
+    for given in (path, tmp_path):
+        with pytest.raises(BadInput):
+            read_prompts([given])
+
+
+def test_a_balanced_sample_gives_each_domain_its_share() -> None:
+    prompts = [
+        Prompt(f"{d}{n}", d, "") for d, size in (("a", 100), ("b", 100), ("c", 5)) for n in range(size)
+    ]
+    sample = balanced_sample(prompts, 45, seed=1)
+    assert len(sample) == len({p.id for p in sample}) == 45
+    sizes = {d: sum(p.domain == d for p in sample) for d in "abc"}
+    assert sizes == {"a": 20, "b": 20, "c": 5}
+    assert sample == balanced_sample(prompts, 45, seed=1)
+    assert len(balanced_sample(prompts, 1000)) == 205

@@ -1,0 +1,87 @@
+"""METRO's figures at small size: what they must show, whatever the machine."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from traces import favourites_trace
+
+from offline.placement.cost import LayerWork
+from studies.figures import metro
+from studies.figures.common import Options
+
+E, TOP_K, N = 32, 2, 40
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
+    favourites_trace([""], each=N, num_layers=2, num_experts=E, steps=5, others=0.3).save(path)
+    return Options((path,), requests=10, seeds=(0, 1))
+
+
+def test_the_example_is_the_papers() -> None:
+    for row in metro.figure_4(Options()):
+        assert row["most_activated_of_a_rank"] == row["paper_most_activated"]
+        assert row["most_tokens_of_a_rank"] == 2
+
+
+def test_every_routing_serves_every_token_where_its_expert_is(options: Options) -> None:
+    half = metro.Source.read(options.traces[0], 0)
+    assert sorted([*half.fit, *half.test]) == list(range(N))  # held-out requests placed no expert
+    plan = half.plan(1.5)
+    tokens = half.batches(16, 5, 0)
+    assert (tokens.sum(axis=2) == 16 * TOP_K).all()
+    for routing in ("even", "greedy", "metro", "optimum"):
+        served = metro.served(routing, plan, tokens)
+        assert np.array_equal(served.sum(axis=-1), tokens)
+        assert not served[:, plan.shares < 0].any()
+        assert routing == "even" or ((served > 0).sum(axis=-1) <= 1).all()
+
+
+def test_metro_is_between_the_optimum_and_eplb_which_activates_more_with_every_replica(
+    options: Options,
+) -> None:
+    rows = metro.figure_8(options)
+    for row in rows:
+        assert row["optimum"] <= row["metro"] <= row["even"]
+        assert row["optimum"] <= row["greedy"] <= row["even"]
+        assert row["metro_above_optimum_pct"] <= 10.9
+    assert max(row["metro_below_even_pct"] for row in rows) > 20
+    for a, b in pairwise(metro.figure_5(options)):
+        if a["batch_a_rank"] == b["batch_a_rank"]:
+            assert b["most_activated"] > a["most_activated"]
+            assert b["tpot_pct"] > a["tpot_pct"]
+
+
+def test_figures_9_and_11_pay_for_the_decision(options: Options) -> None:
+    most = [row for row in metro.figure_9(options) if row["replication"] == 1.5]
+    assert all(row["tpot_pct"] < 0 < row["tokens_per_s_pct"] for row in most)
+    for row in metro.figure_11(options):
+        assert row["layer_us"] == pytest.approx(row["rest_us"] + row["decide_us"] + row["ffn_us"])
+        assert (row["decide_us"] > 0) == (row["routing"] == "metro")
+
+
+def test_figure_12_has_fronts_on_which_nobody_beats_anybody(options: Options, tmp_path: Path) -> None:
+    figure = metro.FIGURES["fig12"]
+    rows = figure.run(options)
+    for (_, routing), group in groupby(rows, lambda row: (row["replication"], row["routing"])):
+        front = list(group)
+        for a, b in pairwise(front):
+            assert a["tpot_ms"] < b["tpot_ms"]
+            assert a["tokens_per_s"] < b["tokens_per_s"]
+        assert routing != "even" or {row["times_eplb"] for row in front} == {1.0}
+    assert figure.plot is not None
+    figure.plot(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_bed_has_the_bytes_and_flops_of_its_model(options: Options) -> None:
+    cost = metro.A100.cost(metro.Source.read(options.traces[0], 0).trace)
+    all_of_a_layer = LayerWork(*(np.array([float(x)]) for x in (E, TOP_K, 0, 0)))
+    weights = 3 * 2048 * 768
+    expected = 2 * weights * 128 / metro.A100.bytes_per_s + 2 * weights * 8 / metro.A100.flop_per_s
+    assert cost.rank_s(all_of_a_layer)[0] == pytest.approx(expected)

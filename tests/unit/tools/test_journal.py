@@ -1,0 +1,28 @@
+"""A journal keeps what a run measured, for that run alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.cli import BadInput
+from tools.journal import Journal
+
+
+def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "run.jsonl"
+    Journal(path, {"seed": 0}).put("a", [1.5])
+    with path.open("a") as file:
+        file.write('\n["b", [2')  # the run died while it wrote
+    again = Journal(path, {"seed": 0})
+    assert (again.get("a"), again.get("b")) == ([1.5], None)
+    again.put("b", [2.5])
+    assert Journal(path, {"seed": 0}).get("b") == [2.5]
+    with pytest.raises(BadInput, match="another seed"):
+        Journal(path, {"seed": 1})
+    path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
+    with pytest.raises(BadInput, match="no journal"):
+        Journal(path.with_name("old"), {"seed": 0})
+    again.remove()
+    assert not path.exists()
