@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.director import director_placement
-from studies.annealing import annealed_placement
 from studies.figures import shifting
 from studies.figures.common import Figure, Options, Rows, Steps, change_pct
 from studies.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
@@ -20,15 +19,6 @@ from tools.plots import bars, lines
 
 BATCHES = 8
 RANKS = 32
-_ANNEALING_STEPS = (2_000, 20_000)
-_PAPER_PREDICTORS: dict[str, dict[str, str | None]] = {
-    name: dict(zip(("paper_accuracy_pct", "paper_size_pct", "paper_above_oracle_pct"), said, strict=True))
-    for name, said in {
-        "one transformer": ("46.7..61.5", None, None),
-        "cascade of 2": ("77.0..91.4", "0.04..0.09", "3..7"),
-        "replica of 4 bits": ("91.0..95.7", "27.4..35.6", "1..6"),
-    }.items()
-}
 _ROUTES = "routes: a calibration trace with routes, or GPT-OSS-20B records"
 
 
@@ -67,7 +57,7 @@ def gpus(options: Options) -> Rows:
 
 
 def optimisers(options: Options) -> Rows:
-    """Fig. 11: rounding against annealing and the LP's bound, told each batch's true workload."""
+    """Fig. 11: rounding against the LP's bound, told each batch's true workload."""
     rows: Rows = []
     for trace in _traces(options):
         for name in CLUSTERS:
@@ -76,91 +66,33 @@ def optimisers(options: Options) -> Rows:
             work = [batch.workload for batch in batches]
             static = np.array([cluster.step_s(w, offline).sum() for w in work])
             label = {"workload": f"{trace.model} on 32 {name}", "layers": trace.prefill_counts.shape[1]}
-            rows += _optimised(label, cluster, work, static)
-    rows += _optimised(*_synthetic(options.seeds[0]))
+            rows.append(_optimised(label, cluster, work, static))
+    rows.append(_optimised(*_synthetic(options.seeds[0])))
     return rows
-
-
-def predictors(options: Options) -> Rows:
-    """Tables I and II and Fig. 10: each predictor of the demo model, and batches placed by its forecast."""
-    from studies.figures import predictors as found
-
-    observed, seed = _demo(options), options.seeds[0]
-    accuracy = found.accuracy(observed, seed)
-    errors = found.workload_errors(observed, seed)
-    trace = found.trace_of(observed)
-    cluster, batches, history = _case(options, trace, "RTX 4090", RANKS, seed, observed.halves(seed))
-    offline = cluster.place(history)
-    runs = {
-        "offline": shifting.fixed(cluster, batches, offline),
-        "reactive": shifting.adaptive(
-            cluster, batches, offline, shifting.reactive_forecast(batches, history)
-        ),
-    }
-    known = {name: shifting.counted_forecast(*pair) for name, pair in found.forecasts(observed, seed).items()}
-    del known["mean of the past"]  # it is the offline placement
-    errors["offline"] = errors.pop("mean of the past")
-    known["oracle"] = lambda batch: batch.workload
-    with Steps(len(known)) as steps:
-        for name, forecast in known.items():
-            runs[name] = shifting.adaptive(cluster, batches, offline, forecast)
-            steps.done(name)
-    best, static = (float(runs[name].batch_ms.mean()) for name in ("oracle", "offline"))
-    nothing = dict.fromkeys(next(iter(accuracy.values())))
-    return [
-        {"predictor": name}
-        | (accuracy.get(name) or nothing)
-        | {
-            "wrong_expert_pct": errors.get(name),
-            "batch_change_pct": change_pct(float(run.batch_ms.mean()), static),
-            "above_oracle_pct": change_pct(float(run.batch_ms.mean()), best),
-        }
-        | _PAPER_PREDICTORS.get(name, dict.fromkeys(_PAPER_PREDICTORS["cascade of 2"]))
-        for name, run in runs.items()
-    ]
-
-
-def _demo(options: Options) -> Any:
-    """The demo model's routes over the prompts; torch is loaded only here."""
-    from studies.figures.demo_routes import demo_routes
-    from studies.figures.predictors import NUMBER
-
-    return demo_routes(options.trace("a folder of prompts (*.jsonl.gz)"), NUMBER)
 
 
 def _optimised(
     label: dict[str, Any], cluster: Cluster, work: list[NDArray[np.float64]], static: NDArray[np.float64]
-) -> Rows:
-    arguments: dict[str, Any] = {
-        "topology": cluster.topology, "slots": cluster.slots, "cost": cluster.cost, "token_bytes": TOKEN_BYTES
-    }  # fmt: skip
-    paper = {"LP rounding": "-39..-58", "annealing": "-24..-32"}
-    bound, exact, rows = np.zeros(len(work)), np.zeros(len(work)), []
-    for method in ("LP rounding", *_ANNEALING_STEPS):
-        reached, seconds = [], []
-        for number, workload in enumerate(work):
-            begun = perf_counter()
-            if method == "LP rounding":
-                _, report = director_placement(workload, **arguments)
-                layer_s = report.rank_s
-                bound[number], exact[number] = report.lp_s.sum(), report.bound_s.sum()
-            else:
-                _, layer_s = annealed_placement(workload, **arguments, steps=int(method))
-            seconds.append(perf_counter() - begun)
-            reached.append(layer_s.sum())
-        total = np.array(reached)
-        rows.append(
-            label | {
-                "method": method if method == "LP rounding" else f"annealing, {method} swaps",
-                "change_pct": float(np.mean(100 * (total / static - 1))),
-                "paper_pct": paper[str(method) if method == "LP rounding" else "annealing"],
-                "above_lp_pct": float(np.mean(100 * (total / bound - 1))),
-                "above_bound_pct": float(np.mean(100 * (total / exact - 1))),
-                "solve_p50_s": float(np.median(seconds)),
-                "solve_max_s": float(np.max(seconds)),
-            }
+) -> dict[str, Any]:
+    total, bound, exact, seconds = np.zeros((4, len(work)))
+    for number, workload in enumerate(work):
+        begun = perf_counter()
+        _, report = director_placement(
+            workload, topology=cluster.topology, slots=cluster.slots, cost=cluster.cost,
+            token_bytes=TOKEN_BYTES,
         )  # fmt: skip
-    return rows
+        seconds[number] = perf_counter() - begun
+        total[number], bound[number] = report.rank_s.sum(), report.lp_s.sum()
+        exact[number] = report.bound_s.sum()
+    return label | {
+        "method": "LP rounding",
+        "change_pct": float(np.mean(100 * (total / static - 1))),
+        "paper_pct": "-39..-58",
+        "above_lp_pct": float(np.mean(100 * (total / bound - 1))),
+        "above_bound_pct": float(np.mean(100 * (total / exact - 1))),
+        "solve_p50_s": float(np.median(seconds)),
+        "solve_max_s": float(np.max(seconds)),
+    }
 
 
 def _synthetic(
@@ -193,12 +125,11 @@ def _case(
     name: str,
     ranks: int,
     seed: int,
-    halves: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> tuple[Cluster, list[Batch], NDArray[np.float64]]:
     """(cluster, batches of the measured half, mean workload of batches of the fitted half)."""
     experts = trace.prefill_counts.shape[2]
     cluster = Cluster.of(name, ranks, experts)
-    fit, measure = halves or shifting.split(trace, seed)
+    fit, measure = shifting.split(trace, seed)
     number = BATCHES if options.requests is None else max(2, options.requests // (shifting.PER_RANK * ranks))
     batches = shifting.shifting_batches(trace, measure, number, ranks, seed)
     past = shifting.shifting_batches(trace, fit, number, ranks, seed + 1)
@@ -268,14 +199,8 @@ FIGURES = {
         "DIRECTOR against offline: -11 % at 4 GPUs to -48 % at 32",
         gpus, _plot_gpus,
     ),
-    "table2": Figure(
-        "Tables I and II, Fig. 10: predictors of the demo model, and batches placed by them, 32 RTX 4090",
-        "one transformer 47 to 61 % accurate, cascade of two 77 to 91 %, 4-bit replica 91 to 96 %; batches "
-        "placed by the cascade 3 to 7 % above the oracle's, by the replica 1 to 6 %",
-        predictors,
-    ),
     "fig11": Figure(
-        "Placement by rounding against simulated annealing and the LP's bound",
+        "Placement by rounding against the LP's bound",
         "against a baseline without prediction: DIRECTOR -39 to -58 %, annealing -24 to -32 %",
         optimisers,
     ),

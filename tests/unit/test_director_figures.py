@@ -41,7 +41,6 @@ def trace_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch, trace_path: Path) -> Options:
     monkeypatch.setattr(director, "RANKS", 4)
     monkeypatch.setattr(director, "BATCHES", 4)
-    monkeypatch.setattr(director, "_ANNEALING_STEPS", (50,))
     return Options(traces=(trace_path,))
 
 
@@ -57,13 +56,12 @@ def test_knowing_the_batch_beats_a_static_placement(small: Options) -> None:
         assert took["vanilla"]["moves_a_batch"] == 0
 
 
-def test_rounding_is_between_the_bound_and_annealing(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_above_its_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(director, "_synthetic", lambda seed: synthetic(seed))
     rows = director.FIGURES["fig11"].run(small)
-    for workload in {row["workload"] for row in rows}:
-        ours, annealed = (row for row in rows if row["workload"] == workload)
-        assert 0 <= ours["above_bound_pct"] <= ours["above_lp_pct"] + 1e-9
-        assert ours["above_lp_pct"] < annealed["above_lp_pct"]
+    assert rows
+    for row in rows:
+        assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
 
 
 def synthetic(seed: int) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
@@ -86,11 +84,9 @@ def test_a_batch_holds_every_token_at_its_home(trace_path: Path) -> None:
 
 
 def test_bad_input_is_named(trace_path: Path, tmp_path: Path) -> None:
-    for figure in ("fig7", "fig9", "fig11", "table2"):
+    for figure in ("fig7", "fig9", "fig11"):
         with pytest.raises(BadInput, match="--trace"):
             director.FIGURES[figure].run(Options())
-    with pytest.raises(BadInput, match="no folder"):
-        director.FIGURES["table2"].run(Options(traces=(trace_path,)))
     trace = CalibrationTrace.load(trace_path)
     trace.subset(np.arange(10)).save(tmp_path / "bare.safetensors")
     with pytest.raises(BadInput, match="no routes"):

@@ -1,97 +1,17 @@
-"""Forecasts of expert use: their measures by hand, and that the torch predictors learn and round."""
+"""Forecasts of expert use, by hand and on requests whose prompts mislead."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from studies.cascade import Cascade, predict_routes, train_cascade
-from studies.low_bit_replica import quantise_, rounded
-from studies.prediction import decode_correction, expected_workload, match_rate, workload_error
-
-VOCABULARY, LAYERS, EXPERTS, TOP_K = 24, 4, 8, 2
+from studies.prediction import decode_correction, expected_workload
 
 
-def ruled(tokens: torch.Tensor) -> torch.Tensor:
-    """Experts [T, L, k] of tokens [T]: early layers by the token, late ones by it and the one before."""
-    before = torch.cat([tokens[:1], tokens[:-1]])
-    first = torch.stack([tokens % EXPERTS, (tokens + before) % EXPERTS], 1).repeat_interleave(2, 1)
-    return torch.stack([first, (first + 3) % EXPERTS], 2)
-
-
-def requests(number: int, seed: int) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCABULARY, (20 + n % 5,), generator=draw) for n in range(number)]
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_cascade_learns_a_rule_from_routes_and_knows_it_elsewhere(stages: int) -> None:
-    torch.manual_seed(0)
-    model = Cascade(torch.randn(VOCABULARY, 16), LAYERS, EXPERTS, stages=stages, width=32)
-    seen, unseen = requests(60, 0), requests(10, 1)
-    losses: list[float] = []
-
-    def accuracy() -> float:
-        predicted = [predict_routes(model, tokens, TOP_K) for tokens in unseen]
-        assert all(p.shape == (len(t), LAYERS, TOP_K) for p, t in zip(predicted, unseen, strict=True))
-        return match_rate(torch.cat(predicted), torch.cat([ruled(tokens) for tokens in unseen]))
-
-    assert accuracy() < 0.45  # chance is 0.25
-    train_cascade(
-        model, seen, [ruled(tokens) for tokens in seen], steps=80, batch=8, length=24,
-        report=lambda _, loss: losses.append(loss),
-    )  # fmt: skip
-    assert len(losses) == 80
-    assert losses[-1] < losses[0]
-    assert accuracy() > 0.6
-
-
-def test_a_cascade_sees_no_later_token() -> None:
-    torch.manual_seed(0)
-    model = Cascade(torch.randn(VOCABULARY, 16), LAYERS, EXPERTS, stages=2, width=32).eval()
-    one, other = torch.arange(10)[None], torch.cat([torch.arange(9), torch.tensor([20])])[None]
-    with torch.no_grad():
-        a, b = model(one), model(other)
-    assert a.shape == (1, 10, LAYERS, EXPERTS)
-    assert torch.allclose(a[:, :9], b[:, :9], atol=1e-5)
-    assert not torch.allclose(a[:, 9], b[:, 9], atol=1e-3)
-    assert model.num_parameters == sum(p.numel() for p in model.parameters())
-    assert not any("embedding" in name for name in model.state_dict())
-
-
-def test_layers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 layers"):
-        Cascade(torch.randn(4, 16), LAYERS, EXPERTS, stages=3)
-
-
-def test_rounding_is_exact_on_its_own_grid_and_finer_with_more_bits() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(6, 70)
-    errors = [float((rounded(weight, bits, 32) - weight).abs().max()) for bits in (3, 4, 8)]
-    assert errors[0] > errors[1] > errors[2] > 0
-    grid = torch.tensor([[-7.0, 3.0, 0.0, 7.0]])
-    assert torch.allclose(rounded(grid, 4, 4), grid)
-    scale = weight.abs().max() / 7
-    assert errors[1] <= float(scale) / 2 + 1e-6
-
-
-def test_a_replica_keeps_gates_and_vectors_and_states_its_size() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict(
-        {"mlp": nn.ModuleDict({"gate": nn.Linear(32, 8, bias=False), "up": nn.Linear(32, 64)})}
-    )
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    size = quantise_(model, 4)
-    after = dict(model.named_parameters())
-    assert torch.equal(after["mlp.gate.weight"], before["mlp.gate.weight"])
-    assert torch.equal(after["mlp.up.bias"], before["mlp.up.bias"])
-    assert not torch.equal(after["mlp.up.weight"], before["mlp.up.weight"])
-    kept, packed = 32 * 8 + 64, 32 * 64
-    assert size == pytest.approx((16 * kept + (4 + 16 / 32) * packed) / (16 * (kept + packed)))
-    with pytest.raises(ValueError, match="9 bits"):
-        quantise_(model, 9)
+def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:
+    """Share of the tokens given to the wrong expert, mean over layers."""
+    guess, truth = (counts / counts.sum(axis=-1, keepdims=True) for counts in (predicted, actual))
+    return float(abs(guess - truth).sum(axis=-1).mean() / 2)
 
 
 def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
@@ -115,9 +35,6 @@ def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
 
 
 def test_measures_by_hand() -> None:
-    assert match_rate([[0, 1], [2, 3]], [[1, 0], [3, 4]]) == pytest.approx(0.75)
-    assert workload_error([[2, 2, 0]], [[1, 0, 0]]) == pytest.approx(0.5)
-    assert workload_error([[1, 2], [3, 4]], [[10, 20], [30, 40]]) == pytest.approx(0)
     assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], 10).tolist() == [[15, 5]]
     assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], [10, 0]).tolist() == [[10, 0]]
 
@@ -125,7 +42,6 @@ def test_measures_by_hand() -> None:
 @pytest.mark.parametrize(
     ("call", "word"),
     [
-        (lambda: match_rate([[0, 1]], [[0]]), "do not go"),
         (lambda: expected_workload([[[1]]], [1, 2], 1), "do not go"),
         (lambda: expected_workload([[[1]]], [0], 1), "no tokens"),
     ],
@@ -133,9 +49,3 @@ def test_measures_by_hand() -> None:
 def test_bad_input_is_named(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         call()  # type: ignore[operator]
-
-
-def test_measures_take_a_whole_batch() -> None:
-    rng = np.random.default_rng(0)
-    routes = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(30)])
-    assert match_rate(routes, routes[:, ::-1]) == 1
