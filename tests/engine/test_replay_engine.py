@@ -56,7 +56,7 @@ def replayed(name: str, prompts: Path, work: Path, out: Path, **more: object) ->
     } | more
     arguments = [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        [sys.executable, "-m", *f"benchmarks.{name}".split(), *arguments],
         capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | ENGINE_ENV,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -65,7 +65,7 @@ def replayed(name: str, prompts: Path, work: Path, out: Path, **more: object) ->
 
 
 def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path, tmp_path: Path) -> None:
-    result = replayed("band_width", prompts, work, tmp_path / "band.json", engines=2)
+    result = replayed("replays band_width", prompts, work, tmp_path / "band.json", engines=2)
     assert result["inputs"]["step_cost"]["per_expert_s"] > 0
     arms = [row["arm"] for row in result["rows"]]
     assert arms == ["round-robin", "band 0.0", "band 0.1", "band 0.2", "band 0.3"]

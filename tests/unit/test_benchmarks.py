@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import NAMES, SERVING
+from benchmarks.__main__ import MODULES, NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
 from benchmarks.handover import kv_pull_totals
 from benchmarks.harness import tables
@@ -41,7 +41,7 @@ def test_the_benchmarks_that_start_services_are_benchmarks() -> None:
 def test_help_says_units_and_defaults(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         run(getattr(module, name))
@@ -49,7 +49,7 @@ def test_help_says_units_and_defaults(
     shown = capsys.readouterr().out
     assert "--out" in shown
     assert "default" in shown
-    assert f"python -m benchmarks.{name}" in (module.__doc__ or "")
+    assert f"python -m benchmarks.{MODULES[name]}" in (module.__doc__ or "")
 
 
 @pytest.mark.parametrize(
