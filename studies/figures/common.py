@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from eldr_serve.routing import StepCost
 from tools.cli import BadInput
 from tools.progress import progress_bar
 
 Rows = list[dict[str, Any]]
+Case = TypeVar("Case")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -54,23 +58,38 @@ class Figure:
     plot: Callable[[Rows, Path], None] | None = None
 
 
-class Steps:
-    """A progress bar over known steps."""
+def steps(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases one by one, under a progress bar that says which is at work."""
+    known = list(cases)
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(known))
+        for case in known:
+            parts = case if isinstance(case, tuple) else (case,)
+            shown = (part.name if isinstance(part, Path) else str(part) for part in parts)
+            progress.update(bar, description=", ".join(shown))
+            yield case
+            progress.advance(bar)
 
-    def __init__(self, total: int) -> None:
-        self._progress = progress_bar()
-        self._bar = self._progress.add_task("", total=total)
 
-    def __enter__(self) -> Steps:
-        self._progress.start()
-        return self
+def each_seed(
+    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
+) -> Iterator[tuple[Case, list[Found]]]:
+    """Each case with what `run` found for it by seed."""
+    found: list[Found] = []
+    for case in steps(case for case in cases for _ in options.seeds):
+        found.append(run(case, options.seeds[len(found)]))
+        if len(found) == len(options.seeds):
+            yield case, found
+            found = []
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
-    def done(self, description: str) -> None:
-        """One more step is done."""
-        self._progress.update(self._bar, advance=1, description=description)
+def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of the numbers that every summary has."""
+    return {
+        key: float(np.mean([s[key] for s in summaries]))
+        for key, value in summaries[0].items()
+        if isinstance(value, int | float)
+    }
 
 
 def change_pct(value: float, reference: float) -> float:

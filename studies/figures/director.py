@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.director import director_placement
 from studies.figures import shifting
-from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.figures.common import Figure, Options, Rows, change_pct, each_seed
 from studies.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from tools.cli import BadInput
 from tools.plots import bars, lines
@@ -24,42 +25,36 @@ _ROUTES = "routes: a calibration trace with routes, or GPT-OSS-20B records"
 
 def latency(options: Options) -> Rows:
     """Figs. 7 and 8: every rule of placement on both clusters, 32 GPUs."""
-    rows: Rows = []
     traces = _traces(options)
-    with Steps(len(traces) * len(CLUSTERS) * len(options.seeds)) as steps:
-        for trace in traces:
-            for name in CLUSTERS:
-                runs = []
-                for seed in options.seeds:
-                    runs.append(_policies(options, trace, name, RANKS, seed))
-                    steps.done(f"{trace.model} on {name}")
-                rows += _compared({"trace": trace.model, "cluster": name}, runs)
+
+    def run(case: tuple[Path, str], seed: int) -> dict[str, Served]:
+        return _policies(options, traces[case[0]], case[1], RANKS, seed)
+
+    rows: Rows = []
+    for (path, name), found in each_seed(options, product(traces, CLUSTERS), run):
+        rows += _compared({"trace": traces[path].model, "cluster": name}, found)
     return rows
 
 
 def gpus(options: Options) -> Rows:
     """Fig. 9: 4 to 32 H200."""
-    paper = {4: -11, 32: -48}
-    rows: Rows = []
     traces = _traces(options)
-    sizes = (4, 8, 16, 32)
-    with Steps(len(traces) * len(sizes) * len(options.seeds)) as steps:
-        for trace in traces:
-            for ranks in sizes:
-                runs = []
-                for seed in options.seeds:
-                    runs.append(_policies(options, trace, "H200", ranks, seed))
-                    steps.done(f"{trace.model}, {ranks} GPUs")
-                for row in _compared({"trace": trace.model, "gpus": ranks}, runs):
-                    proactive = row["placement"] == "proactive, oracle"
-                    rows.append(row | {"paper_pct": paper.get(ranks) if proactive else None})
+
+    def run(case: tuple[Path, int], seed: int) -> dict[str, Served]:
+        return _policies(options, traces[case[0]], "H200", case[1], seed)
+
+    rows: Rows = []
+    for (path, ranks), found in each_seed(options, product(traces, (4, 8, 16, 32)), run):
+        for row in _compared({"trace": traces[path].model, "gpus": ranks}, found):
+            proactive = row["placement"] == "proactive, oracle"
+            rows.append(row | {"paper_pct": {4: -11, 32: -48}.get(ranks) if proactive else None})
     return rows
 
 
 def optimisers(options: Options) -> Rows:
     """Fig. 11: rounding against the LP's bound, told each batch's true workload."""
     rows: Rows = []
-    for trace in _traces(options):
+    for trace in _traces(options).values():
         for name in CLUSTERS:
             cluster, batches, history = _case(options, trace, name, RANKS, options.seeds[0])
             offline = cluster.place(history)
@@ -113,10 +108,10 @@ def _synthetic(
     return {"workload": "synthetic, on 32 H200", "layers": layers}, cluster, work, static
 
 
-def _traces(options: Options) -> list[CalibrationTrace]:
+def _traces(options: Options) -> dict[Path, CalibrationTrace]:
     if not options.traces:
         raise BadInput(f"give --trace: {_ROUTES}")
-    return [shifting.read_routes(path) for path in options.traces]
+    return {path: shifting.read_routes(path) for path in options.traces}
 
 
 def _case(

@@ -30,7 +30,7 @@ from offline.placement.grouping import (
 from offline.placement.locality import local_rule, weighted_rule
 from offline.placement.replication import hot_experts, load_skew, num_replicas, with_replicas
 from offline.scenario import observed, routes_of
-from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.figures.common import Figure, Options, Rows, change_pct, each_seed
 from tools.cli import BadInput
 from tools.plots import bars, lines
 
@@ -332,20 +332,15 @@ def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -
     """The rows of each trace, numbers averaged over the seeds."""
     if not options.traces:
         raise BadInput("give --trace: calibration traces with routes, or GPT-OSS-20B records")
+    traces = {path: observed(routes_of(path)) for path in options.traces}
     rows: Rows = []
-    with Steps(len(options.traces) * len(options.seeds)) as steps:
-        for path in options.traces:
-            trace = observed(routes_of(path))
-            runs = []
-            for seed in options.seeds:
-                runs.append(make(trace, seed))
-                steps.done(f"{trace.model}, seed {seed}")
-            for same in zip(*runs, strict=True):
-                means = {
-                    key: float(np.mean([row[key] for row in same])) if isinstance(value, float) else value
-                    for key, value in same[0].items()
-                }
-                rows.append({"model": trace.model} | means)
+    for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):
+        for same in zip(*runs, strict=True):
+            means = {
+                key: float(np.mean([row[key] for row in same])) if isinstance(value, float) else value
+                for key, value in same[0].items()
+            }
+            rows.append({"model": traces[path].model} | means)
     return rows
 
 

@@ -103,15 +103,12 @@ def test_the_oracle_of_lengths_is_the_best_predictor(arrivals: Path) -> None:
         assert 0 < row["mae_tokens"] < 40
 
 
-def test_a_dispatch_and_the_imbalance_over_time_are_measured(arrivals: Path) -> None:
+def test_the_imbalance_over_time_is_measured(arrivals: Path) -> None:
     options = Options((arrivals,), requests=600)
     panels = balanceroute.panels(options)
     assert {row["method"] for row in panels} == {
         "shortest-queue", "balance-route", "balance-route-horizon, survival",
     }  # fmt: skip
-    timed = balanceroute.dispatch(options)
-    assert [row["workers"] for row in timed[::2]] == [8, 16, 32, 144]
-    assert all(0 < row["dispatch_p50_ms"] <= row["dispatch_p99_ms"] for row in timed)
 
 
 def test_a_placement_of_its_own_lightens_a_worker_s_slowest_rank(
