@@ -2,7 +2,7 @@
 
 A run has 8 prefill workers and K decode workers, Poisson arrivals, and requests that use the experts of
 observed ones (a calibration trace with routes). Step costs are those of a CPU core with experts of
-1 MB, by `benchmarks.decode_replay`, unless a fitted cost is given.
+1 MB, by `eldr bench decode_replay`, unless a fitted cost is given.
 """
 
 from __future__ import annotations
