@@ -34,7 +34,6 @@ from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.harness import options
 from benchmarks.harness.capture import TASKS, Captured, captured
-from benchmarks.harness.gates import gate_scores
 from eldr_serve.signature import signature_quality as rho_of
 from offline.fitting import compare_transforms, fit_signature, fit_table
 from offline.simulation.requests import expert_bits
@@ -63,7 +62,7 @@ class Result:
     name: str = ""  # of the committed result, if not the command's
 
 
-def _command(measure: Callable[[Captured, Path, int], list[Result]]) -> Callable[..., None]:
+def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., None]:
     name = measure.__name__.removeprefix("_")
 
     def command(
@@ -74,7 +73,7 @@ def _command(measure: Callable[[Captured, Path, int], list[Result]]) -> Callable
         out: options.Out = None,
     ) -> None:
         data = captured(prompts, work, requests=requests, seed=seed)
-        for result in measure(data, work, seed):
+        for result in measure(data, seed):
             path = publish(
                 result.name or name, result.rows, inputs={"captured": requests} | result.inputs, seed=seed,
                 notes=result.notes, out=out and out.with_name(f"{out.stem}{result.suffix}.json"),
@@ -85,7 +84,7 @@ def _command(measure: Callable[[Captured, Path, int], list[Result]]) -> Callable
     return command
 
 
-def _activation_by_domain(data: Captured, work: Path, seed: int) -> list[Result]:
+def _activation_by_domain(data: Captured, seed: int) -> list[Result]:
     """Measure decode activation of experts by domain."""
     trace = data.trace
     domains = np.array(trace.domains)
@@ -125,7 +124,7 @@ def _activation(counts: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(share.mean(axis=0))
 
 
-def _prefill_decode(data: Captured, work: Path, seed: int) -> list[Result]:
+def _prefill_decode(data: Captured, seed: int) -> list[Result]:
     """Correlate prefill with decode activation of experts."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     rows: Rows = []
@@ -153,7 +152,7 @@ def _prefill_decode(data: Captured, work: Path, seed: int) -> list[Result]:
     return [Result(rows, partial(save, figure), "each point one expert of one layer, mean over domains")]
 
 
-def _same_domain(data: Captured, work: Path, seed: int) -> list[Result]:
+def _same_domain(data: Captured, seed: int) -> list[Result]:
     """Count active experts of same-domain and of mixed batches."""
     num_layers, num_experts = data.trace.prefill_counts.shape[1:]
     rng = np.random.default_rng(seed)
@@ -195,16 +194,13 @@ def _same_domain(data: Captured, work: Path, seed: int) -> list[Result]:
     return [Result(rows, draw, notes, {"draws": DRAWS})]
 
 
-def _signature_quality(data: Captured, work: Path, seed: int) -> list[Result]:
+def _signature_quality(data: Captured, seed: int) -> list[Result]:
     """Measure rho by transform and by layers kept."""
-    scores = gate_scores(data.tokens, work)
     rows: Rows = []
     curve: Rows = []
     for workload in WORKLOADS:
-        group = data.group(workload)
-        for transform, found in compare_transforms(
-            data.trace.subset(group), {name: score[group] for name, score in scores.items()}, seed=seed
-        ).items():
+        trace = data.trace.subset(data.group(workload))
+        for transform, found in compare_transforms(trace, seed=seed).items():
             label = {"workload": workload, "transform": transform}
             rows.append(label | {k: found[k] for k in ("rho_all_layers", "rho_kept_layers", "layers_kept")})
             curve += [
@@ -219,7 +215,7 @@ def _signature_quality(data: Captured, work: Path, seed: int) -> list[Result]:
     ]
 
 
-def _signature_space(data: Captured, work: Path, seed: int) -> list[Result]:
+def _signature_space(data: Captured, seed: int) -> list[Result]:
     """Cluster the signatures of both workloads and plot them."""
     rows: Rows = []
     figures = {}

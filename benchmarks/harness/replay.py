@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from benchmarks.harness.capture import Captured, captured, groups_of
 from benchmarks.harness.engine_pool import Replays
 from benchmarks.harness.engines import WEIGHTS, weights_name
-from benchmarks.harness.gates import gate_scores
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import (
@@ -43,8 +42,7 @@ from eldr_serve.routing import (
     StepSums,
     make_policy,
 )
-from eldr_serve.signature import TRANSFORMS, SignatureSpec, select_layers
-from offline.clustering import balanced_kmeans, kmeans
+from offline.clustering import kmeans
 from offline.fitting import fit_table
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
@@ -67,7 +65,7 @@ class Arm:
     parameters: dict[str, Any] = field(default_factory=dict)
     true_decode: bool = False  # told the decode activations that the request will really have
     balanced: bool = True  # clusters of equal size
-    transform: str = "count-idf"  # or a name of harness.gates
+    transform: str = "count-idf"
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,6 @@ class Bench:
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
         self._output_tokens = output_tokens
-        self._work = work
         self._made: dict[bool, Experts] = {}
         self._seed = seed
         self._rng = np.random.default_rng(seed)
@@ -322,23 +319,11 @@ class Bench:
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
         trace = self.data.trace.subset(fit)
-        if transform in TRANSFORMS:
-            table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
-            if balanced:
-                return table
-            spec = table.spec
-            clusters = kmeans(spec.encode(trace.prefill_counts), workers, seed=self._seed)
-        else:
-            table, _ = fit_table(trace, workers, seed=self._seed)
-            scores = self._gates[transform][fit]
-            mask = select_layers(scores, trace.decode_probability, seed=self._seed)
-            spec = SignatureSpec(np.ones_like(table.spec.idf), mask.kept)
-            clusters = balanced_kmeans(spec.encode(scores), workers, seed=self._seed)
-        return replace(table, spec=spec, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
-
-    @cached_property
-    def _gates(self) -> dict[str, NDArray[np.float32]]:
-        return gate_scores(self.data.tokens, self._work)
+        table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
+        if balanced:
+            return table
+        clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+        return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
     def _place(
         self,
@@ -350,10 +335,7 @@ class Bench:
     ) -> Outcome:
         policy = make_policy(arm.policy, **arm.parameters).with_table(table)
         policy.update_cost_model(self.cost)
-        experts = self._experts(arm.true_decode)
-        if arm.transform not in TRANSFORMS:
-            experts = replace(experts, counts=self._gates[arm.transform])
-        return self._simulated(load, chosen, arrival_s, policy, self.cost, experts)
+        return self._simulated(load, chosen, arrival_s, policy, self.cost, self._experts(arm.true_decode))
 
     def _simulated(
         self,

@@ -193,7 +193,10 @@ def figure_5(options: Options) -> Rows:
         first: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
-            found = {"activated": _mean(map(worst, works)), "us": _mean(1e6 * _step_s(cost, w) for w in works)}
+            found = {
+                "activated": _mean(map(worst, works)),
+                "us": _mean(1e6 * _step_s(cost, w) for w in works),
+            }
             first = first or found
             rows.append(
                 {

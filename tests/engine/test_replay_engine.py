@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from scripts import ROOT
 
-from benchmarks.harness.capture import captured
 from benchmarks.harness.engine_pool import EnginePool
-from benchmarks.harness.gates import gate_scores
-from benchmarks.harness.replay import LAYERS, widened
+from benchmarks.harness.replay import widened
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival
 from offline.simulation.calibration import fit_steps
 from tools.cli import BadInput
@@ -105,16 +103,3 @@ def test_the_engine_samples_the_captured_text_again(prompts: Path, work: Path, t
         assert row["simulated_active_experts"] == pytest.approx(row["active_experts"], rel=0.15)
         assert row["regret_mean_us"] >= 0
     assert fit_steps(steps).steps == len(steps.read_text().splitlines()) > 100
-
-
-def test_the_gates_scores_go_with_the_experts_that_the_engine_chose(prompts: Path, work: Path) -> None:
-    data = captured(prompts, work, requests=48, output_tokens=8)
-    scores = gate_scores(data.tokens, work)
-    tokens = np.array([len(prompt) for prompt in data.tokens])
-    assert scores["gate-prob"].sum(axis=2) == pytest.approx(
-        np.repeat(tokens[:, None], LAYERS, axis=1), rel=1e-4
-    )
-    for score in scores.values():
-        found = np.corrcoef(score.ravel(), data.trace.prefill_counts.ravel())[0, 1]
-        assert found > 0.5
-    assert all(np.array_equal(gate_scores(data.tokens, work)[name], score) for name, score in scores.items())
