@@ -28,10 +28,10 @@ from eldr_serve.routing.predictors import Oracle
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
-from studies.figures.common import Figure, Options, Rows, each_seed, mean, steps
+from studies.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
 from studies.figures.traffic import Traffic
 from tools.cli import BadInput
-from tools.plots import lines, save
+from tools.plots import save
 
 SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
@@ -241,10 +241,8 @@ def _draw_panels(rows: Rows, path: Path) -> None:
 
 
 def _draw_scaling(rows: Rows, path: Path) -> None:
-    lines(
-        [row | {"workload": row["trace"], "G": row["workers"]} for row in rows if row["method"] != "random"],
-        "G", ["imbalance_below_jsq"], path, by="method",
-    )  # fmt: skip
+    draw = line_plot("G", "imbalance_below_jsq", by="method", panels=("trace",))
+    draw([row | {"G": row["workers"]} for row in rows if row["method"] != "random"], path)
 
 
 _ORDER = "every BR row better than every baseline row on imbalance, TPOT p95 and throughput"

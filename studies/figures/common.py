@@ -11,9 +11,11 @@ import numpy as np
 
 from eldr_serve.routing import StepCost
 from tools.cli import BadInput
+from tools.plots import bars, lines
 from tools.progress import progress_bar
 
 Rows = list[dict[str, Any]]
+Plot = Callable[[Rows, Path], None]
 Case = TypeVar("Case")
 Found = TypeVar("Found")
 
@@ -55,7 +57,7 @@ class Figure:
     title: str
     paper: str
     run: Callable[[Options], Rows]
-    plot: Callable[[Rows, Path], None] | None = None
+    plot: Plot | None = None
 
 
 def steps(cases: Iterable[Case]) -> Iterator[Case]:
@@ -95,3 +97,29 @@ def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def change_pct(value: float, reference: float) -> float:
     """How much above the reference, %."""
     return 100 * (value / reference - 1)
+
+
+def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
+    """Bars of `value` by `label`, which may be a format of columns; a panel for each value of `panels`."""
+
+    def named(row: dict[str, Any]) -> str:
+        return label.format(**row) if "{" in label else str(row[label])
+
+    return lambda rows, path: bars(
+        [row | {"label": named(row)} for row in _panelled(rows, panels)], "label", value, path
+    )
+
+
+def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
+    """Curves of the values over x, or of one value by `by`; a panel for each value of `panels`."""
+    return lambda rows, path: lines(_panelled(rows, panels), x, values, path, by=by)
+
+
+def _panelled(rows: Rows, panels: Sequence[str]) -> Rows:
+    if not panels:
+        return rows
+    return [
+        {k: v for k, v in row.items() if k != "workers"}
+        | {"workload": ", ".join(str(row[key]) for key in panels if key in row)}
+        for row in rows
+    ]

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.director import director_placement
 from studies.figures import shifting
-from studies.figures.common import Figure, Options, Rows, change_pct, each_seed
+from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
 from studies.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from tools.cli import BadInput
-from tools.plots import bars, lines
 
 BATCHES = 8
 RANKS = 32
@@ -171,28 +170,17 @@ def _compared(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
     return rows
 
 
-def _plot_latency(rows: Rows, path: Path) -> None:
-    bars(
-        [row | {"workload": f"{row['trace']}, {row['cluster']}"} for row in rows],
-        "placement", "change_pct", path,
-    )  # fmt: skip
-
-
-def _plot_gpus(rows: Rows, path: Path) -> None:
-    lines([row | {"workload": row["trace"]} for row in rows], "gpus", ["change_pct"], path, by="placement")
-
-
 FIGURES = {
     "fig7": Figure(
         "Batch latency of static, reactive and proactive placement, 32 GPUs of two kinds",
         "DIRECTOR is 11 to 55 % below the offline placement; reactive is mostly worse than offline, with the "
         "sharpest spikes (Fig. 8), DIRECTOR has the least variance",
-        latency, _plot_latency,
+        latency, bar_plot("placement", "change_pct", ("trace", "cluster")),
     ),
     "fig9": Figure(
         "The same by the number of GPUs, H200",
         "DIRECTOR against offline: -11 % at 4 GPUs to -48 % at 32",
-        gpus, _plot_gpus,
+        gpus, line_plot("gpus", "change_pct", by="placement", panels=("trace",)),
     ),
     "fig11": Figure(
         "Placement by rounding against the LP's bound",

@@ -24,9 +24,8 @@ from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
-from studies.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
+from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot, mean
 from tools.cli import BadInput
-from tools.plots import bars, lines
 
 WORKLOADS = ("task", "language")
 TASKS = ("code", "math", "medical", "legal")
@@ -267,13 +266,13 @@ FIGURES = {
         "(language); p99 -3.4 to -6.0 % (task), -6.2 to +1.5 % (language); active experts -22 % against "
         "round-robin (task, Qwen3-30B-A3B)",
         rates,
-        lambda rows, path: lines(rows, "rate_per_s", ["tpot_p50_ms"], path, by="policy"),
+        line_plot("rate_per_s", "tpot_p50_ms", by="policy"),
     ),
     "pool-size": Figure(
         "Decode pool size, mean over rates against round-robin (Table 2)",
         "language, 8P8D / 8P16D / 8P24D: median -8.0 / -9.8 / -10.2 %, p99 -2.5 / -0.8 / -1.1 %",
         pool_size,
-        lambda rows, path: lines(rows, "decode_workers", ["tpot_p50_change_pct"], path, by="policy"),
+        line_plot("decode_workers", "tpot_p50_change_pct", by="policy"),
     ),
     "prefix-cache": Figure(
         "Prefix cache on and off at 8P16D, 100 requests/s, task (Figure 17)",
@@ -284,17 +283,12 @@ FIGURES = {
         "The mix of domains changes in mid-run, with and without a refit",
         "not in the paper",
         drift,
-        lambda rows, path: bars(
-            [row | {"workload": "after the change"} for row in rows],
-            "case",
-            "after_tpot_p50_change_pct",
-            path,
-        ),
+        bar_plot("case", "after_tpot_p50_change_pct"),
     ),
     "scaling": Figure(
         "Decode workers come and go in mid-run, with and without a refit",
         "not in the paper",
         scaling,
-        lambda rows, path: bars(rows, "case", "after_tpot_p50_change_pct", path),
+        bar_plot("case", "after_tpot_p50_change_pct"),
     ),
 }

@@ -23,10 +23,9 @@ from eldr_serve.experts.metro import MetroPlan
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
 from offline.scenario import observed, routes_of
-from studies.figures.common import Figure, Options, Rows, change_pct, steps
+from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, line_plot, steps
 from studies.replica_choice import route_even, route_optimal
 from tools.cli import BadInput
-from tools.plots import bars, lines
 
 Ints = NDArray[np.int64]
 RANKS = 8
@@ -411,16 +410,7 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-def _bars(label: str, value: str) -> Callable[[Rows, Path], None]:
-    keys = ("model", "batch_size", "batch_a_rank", "mix")
-
-    def plot(rows: Rows, path: Path) -> None:
-        workloads = (", ".join(str(row[key]) for key in keys if key in row) for row in rows)
-        bars([row | {"workload": w} for row, w in zip(rows, workloads, strict=True)], label, value, path)
-
-    return plot
-
-
+_PANELS = ("model", "batch_size", "batch_a_rank", "mix")
 FIGURES = {
     "fig4": Figure(
         "What balancing tokens does to activated experts: the example",
@@ -431,30 +421,30 @@ FIGURES = {
         "EPLB's routing by replication and batch, 8 ranks: activated experts, and TPOT by the cost model",
         "Qwen3-30B, 8 A100, 1.5x replication: 30 % more experts activated in a decode batch, TPOT +14 %",
         figure_5,
-        _bars("replication", "activated_pct"),
+        bar_plot("replication", "activated_pct", _PANELS),
     ),
     "fig8": Figure(
         "Most activated experts on a rank: EPLB's routing, the paper's greedy, METRO here, the optimum",
         "METRO at most 10.9 % above the optimum and up to 42.3 % below EPLB",
         figure_8,
-        _bars("replication", "metro_below_even_pct"),
+        bar_plot("replication", "metro_below_even_pct", _PANELS),
     ),
     "fig9": Figure(
         "METRO against EPLB's routing: TPOT and total throughput by the cost model (figures 9 and 10)",
         "TPOT -12.9 % (-21.8 % on B200), throughput +15.9 % (+21.0 %), prefill-heavy +4.2 %, each at most",
         figure_9,
-        _bars("replication", "tpot_pct"),
+        bar_plot("replication", "tpot_pct", _PANELS),
     ),
     "fig11": Figure(
         "A layer's time in parts by the cost model, the paper's 26 us for the decision",
         "the decision takes up to 26 us and saves up to 81 us of FFN; decode latency falls by up to 10 %",
         figure_11,
-        _bars("replication", "ffn_less_us"),
+        bar_plot("replication", "ffn_less_us", _PANELS),
     ),
     "fig12": Figure(
         "Decode throughput against TPOT, Pareto fronts over batch size and EP x TP, by the cost model",
         "1.98 to 4.11 times EPLB's throughput at a fixed TPOT",
         figure_12,
-        lambda rows, path: lines(rows, "tpot_ms", ["tokens_per_s"], path, by="routing"),
+        line_plot("tpot_ms", "tokens_per_s", by="routing"),
     ),
 }  # fmt: skip

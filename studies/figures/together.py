@@ -21,11 +21,10 @@ from offline.scenario import observed, routes_of
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts
 from offline.simulation.run import simulate
-from studies.figures.common import Figure, Options, Rows, each_seed, mean
+from studies.figures.common import Figure, Options, Rows, bar_plot, each_seed, mean
 from studies.figures.eldr import COST
 from studies.figures.traffic import Traffic
 from tools.cli import BadInput
-from tools.plots import bars
 
 WORKERS = 16
 SLOTS = 32
@@ -115,6 +114,6 @@ FIGURES = {
         "TPOT, throughput and imbalance of every policy, by load, with and without the step barrier",
         "not in the papers",
         policies,
-        lambda rows, path: bars(rows, "policy", "tpot_p50_ms", path),
+        bar_plot("policy", "tpot_p50_ms"),
     )
 }
