@@ -79,10 +79,7 @@ balanced_clusters = replay_command(
 )
 signature_transforms = replay_command(
     "signature_transforms",
-    [
-        ROUND_ROBIN,
-        *(_band(t, transform=t) for t in ("count-idf", "count", "sqrt-count", "binary")),
-    ],
+    [ROUND_ROBIN, *(_band(t, transform=t) for t in ("count-idf", "count", "sqrt-count", "binary"))],
 )
 pool_size = replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
 

@@ -249,7 +249,7 @@ class Bench:
     def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
         """The arm's run with its placements as they were, and steps of another cost."""
         policy = _Placed(case.outcomes[label].worker)
-        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost, self._experts(False))
+        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
         """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
@@ -307,10 +307,14 @@ class Bench:
             key: self._table(fit, load.workers, *key)
             for key in {(arm.balanced, arm.transform) for arm in arms}
         }
-        outcomes = {
-            arm.label: self._place(load, chosen, arrival_s, arm, tables[arm.balanced, arm.transform])
-            for arm in arms
-        }
+        outcomes = {}
+        for arm in arms:
+            table = tables[arm.balanced, arm.transform]
+            policy = make_policy(arm.policy, **arm.parameters).with_table(table)
+            policy.update_cost_model(self.cost)
+            outcomes[arm.label] = self._simulated(
+                load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
+            )
         empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
         return Case(
             load, rate, chosen, arrival_s, outcomes, empty, copy.deepcopy(empty),
@@ -325,27 +329,11 @@ class Bench:
         clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
         return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
-    def _place(
-        self,
-        load: Load,
-        chosen: NDArray[np.int64],
-        arrival_s: NDArray[np.float64],
-        arm: Arm,
-        table: RoutingTable,
-    ) -> Outcome:
-        policy = make_policy(arm.policy, **arm.parameters).with_table(table)
-        policy.update_cost_model(self.cost)
-        return self._simulated(load, chosen, arrival_s, policy, self.cost, self._experts(arm.true_decode))
-
     def _simulated(
-        self,
-        load: Load,
-        chosen: NDArray[np.int64],
-        arrival_s: NDArray[np.float64],
-        policy: Policy,
-        cost: StepCost,
-        experts: Experts,
-    ) -> Outcome:
+        self, load: Load, chosen: NDArray[np.int64], arrival_s: NDArray[np.float64], policy: Policy,
+        cost: StepCost, *, true_decode: bool = False,
+    ) -> Outcome:  # fmt: skip
+        experts = self._experts(true_decode)
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
         )
@@ -360,16 +348,10 @@ class Bench:
         return self._made[true_decode]
 
     def _arrivals(self, replay: _Replay) -> list[Arrival]:
-        case = replay.case
+        requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()
         return [
-            Arrival(
-                str(j),
-                float(case.arrival_s[j]),
-                self.data.tokens[case.requests[j]],
-                self._output_tokens,
-                int(case.requests[j]),
-            )
-            for j in replay.jobs
+            Arrival(str(j), arrival_s[j], self.data.tokens[requests[j]], self._output_tokens, requests[j])
+            for j in replay.jobs.tolist()
         ]
 
 

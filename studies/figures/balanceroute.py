@@ -18,12 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure as Picture
 
-from eldr_serve.routing import (
-    BalanceRouteHorizon,
-    Policy,
-    StepCost,
-    make_policy,
-)
+from eldr_serve.routing import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.routing.predictors import Oracle
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
@@ -63,26 +58,16 @@ class Arm:
     oracle: bool = False
 
 
-def arms(**horizon: Any) -> list[Arm]:
+def arms() -> list[Arm]:
     """The baselines, BR-0, and BR-H with each predictor."""
+    slots = {"slots": SLOTS}
+    horizon = "balance-route-horizon"
     return [
         *(Arm(name, name, {}) for name in BASELINES),
-        Arm("balance-route", "balance-route", {"slots": SLOTS}),
-        *horizon_arms(**horizon),
+        Arm("balance-route", "balance-route", slots),
+        Arm(f"{horizon}, oracle", horizon, slots, oracle=True),
+        *(Arm(f"{horizon}, {p}", horizon, slots | {"predictor": p}) for p in ("survival", "prompt-keyed")),
     ]
-
-
-def horizon_arms(
-    predictors: Sequence[str] = ("oracle", "survival", "prompt-keyed"), **changed: Any
-) -> list[Arm]:
-    """BR-H with each of the predictors."""
-    return [
-        Arm(
-            f"balance-route-horizon, {name}", "balance-route-horizon",
-            {"slots": SLOTS} | changed | ({} if name == "oracle" else {"predictor": name}), name == "oracle",
-        )
-        for name in predictors
-    ]  # fmt: skip
 
 
 def table1(options: Options) -> Rows:

@@ -89,9 +89,7 @@ def _optimised(
     }
 
 
-def _synthetic(
-    seed: int,
-) -> tuple[dict[str, Any], Cluster, list[NDArray[np.float64]], NDArray[np.float64]]:
+def _synthetic(seed: int) -> tuple[dict[str, Any], Cluster, list[NDArray[np.float64]], NDArray[np.float64]]:
     """48 layers x 128 experts on 32 GPUs, log-normal loads that change from batch to batch."""
     rng = np.random.default_rng(seed)
     layers, experts = 48, 128
@@ -114,11 +112,7 @@ def _traces(options: Options) -> dict[Path, CalibrationTrace]:
 
 
 def _case(
-    options: Options,
-    trace: CalibrationTrace,
-    name: str,
-    ranks: int,
-    seed: int,
+    options: Options, trace: CalibrationTrace, name: str, ranks: int, seed: int
 ) -> tuple[Cluster, list[Batch], NDArray[np.float64]]:
     """(cluster, batches of the measured half, mean workload of batches of the fitted half)."""
     experts = trace.prefill_counts.shape[2]

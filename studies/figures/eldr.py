@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def prefix_cache(options: Options) -> Rows:
     def run(case: tuple[bool, str], seed: int) -> dict[str, Any]:
         cached, policy = case
         prefill = PREFILL.model_copy(update={"cache_blocks": 4000 if cached else 0, "block_tokens": 16})
-        scenario, work = _case(options, "task", 16, 100, (policy,), seed, prefill)
+        scenario, work = _case(options, "task", 16, 100, seed, prefill)
         return _outcome(_with_blocks(work), scenario, policy, seed).summary()
 
     cases = product((False, True), ("round-robin", "locality-band", "marginal-cost"))
@@ -80,12 +79,12 @@ def prefix_cache(options: Options) -> Rows:
 
 def drift(options: Options) -> Rows:
     """Two domains give way to two others: with the old table, with a refit, and without any table."""
-    trace, _ = _observed(options)
+    trace = _observed(options)
     mixes = ("code", "math"), ("medical", "legal")
 
     def run(case: str, seed: int) -> dict[str, float]:
         policy = case.partition(",")[0]
-        scenario, work = _case(options, "task", 16, 60, (policy,), seed)
+        scenario, work = _case(options, "task", 16, 60, seed)
         first = _table(trace, mixes[0], 16, seed)
         second = _table(trace, mixes[1], 16, seed) if case.endswith(", refit") else None
         n = len(work.requests)
@@ -105,13 +104,13 @@ def drift(options: Options) -> Rows:
 
 def scaling(options: Options) -> Rows:
     """16 decode workers become 24, or 8, in mid-run: with the old table, with a refit, and without."""
-    trace, _ = _observed(options)
+    trace = _observed(options)
     domains = tuple(d for d in set(trace.domains) if d not in TASKS)
 
     def run(sizes: tuple[int, int], case: str, seed: int) -> dict[str, float]:
         (before, after), policy = sizes, case.partition(",")[0]
         most = max(sizes)
-        scenario, work = _case(options, "language", most, 40 * 16 / most, (policy,), seed)
+        scenario, work = _case(options, "language", most, 40 * 16 / most, seed)
         changed_s = float(work.requests.arrival_s[len(work.requests) // 2])
         refit = _table(trace, domains, after, seed) if case.endswith(", refit") else None
         changes = [Change(0.0, workers=before), Change(changed_s, workers=after, table=refit)]
@@ -136,7 +135,7 @@ def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], polici
     """One row a workload, pool size, rate and policy: means over the seeds."""
 
     def run(case: tuple[str, int, int], seed: int) -> dict[str, dict[str, Any]]:
-        scenario, work = _case(options, *case, policies, seed)
+        scenario, work = _case(options, *case, seed)
         return {policy: _outcome(work, scenario, policy, seed).summary() for policy in policies}
 
     rows: Rows = []
@@ -162,43 +161,53 @@ def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any
     return rows
 
 
-def _case(
+def scenario_of(
     options: Options,
-    workload: str,
-    k: int,
-    rate: float,
-    policies: Sequence[str],
+    domains: tuple[str, ...],
+    *,
+    prefill: Prefill,
+    decode_workers: int,
+    rate_per_s: float,
+    requests: int,
+    output_tokens: int,
     seed: int,
-    prefill: Prefill = PREFILL,
-) -> tuple[Scenario, Work]:
-    """`rate` is at 16 workers, requests/s."""
-    trace, path = _observed(options)
-    domains = TASKS if workload == "task" else tuple(sorted(set(trace.domains) - set(TASKS)))
-    per_s = rate * k / 16
-    workers = max(prefill.workers, round(prefill.workers * k / 16))
-    scenario = Scenario(
+) -> Scenario:
+    """Poisson arrivals of requests of these domains of the one trace."""
+    return Scenario(
         cluster=Cluster(
-            prefill=prefill.model_copy(update={"workers": workers}),
-            decode=Decode(workers=k, cost=options.cost or COST),
+            prefill=prefill, decode=Decode(workers=decode_workers, cost=options.cost or COST),
             handoff_fixed_s=5e-3,
         ),
         arrivals=Poisson(
-            kind="poisson", rate_per_s=per_s, requests=options.requests or max(200, round(per_s * SECONDS)),
-            output_tokens=OUTPUT_TOKENS,
+            kind="poisson", rate_per_s=rate_per_s, requests=options.requests or requests,
+            output_tokens=output_tokens,
         ),
-        experts=routes_of(path, domains=domains),
-        policies=tuple(PolicyChoice(name=name) for name in policies),
-        seeds=(seed,),
+        experts=routes_of(options.traces[0], domains=domains),
+        policies=(PolicyChoice(name="round-robin"),), seeds=(seed,),
+    )  # fmt: skip
+
+
+def _case(
+    options: Options, workload: str, k: int, rate: float, seed: int, prefill: Prefill = PREFILL
+) -> tuple[Scenario, Work]:
+    """`rate` is at 16 workers, requests/s."""
+    trace = _observed(options)
+    per_s = rate * k / 16
+    workers = max(prefill.workers, round(prefill.workers * k / 16))
+    scenario = scenario_of(
+        options, TASKS if workload == "task" else tuple(sorted(set(trace.domains) - set(TASKS))),
+        prefill=prefill.model_copy(update={"workers": workers}), decode_workers=k, rate_per_s=per_s,
+        requests=max(200, round(per_s * SECONDS)), output_tokens=OUTPUT_TOKENS, seed=seed,
     )  # fmt: skip
     return scenario, Work(scenario, seed)
 
 
-def _observed(options: Options) -> tuple[CalibrationTrace, Path]:
+def _observed(options: Options) -> CalibrationTrace:
     path = options.trace("a calibration trace with routes (offline.calibrate --routes)")
     trace = observed(routes_of(path))
     if not set(TASKS) <= set(trace.domains) or set(TASKS) == set(trace.domains):
         raise BadInput(f"{path} needs requests of {', '.join(TASKS)} and of other domains")
-    return trace, path
+    return trace
 
 
 def _outcome(

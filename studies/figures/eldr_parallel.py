@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from eldr_serve.artifacts import CalibrationTrace
 from offline.placement.eplb import activation_placement
-from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
-from offline.simulation.cluster import Cluster, Decode
+from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.run import simulate
 from studies.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
-from studies.figures.eldr import BALANCERS, COST, PREFILL, TASKS
+from studies.figures.eldr import BALANCERS, PREFILL, TASKS, scenario_of
 from tools.cli import BadInput
 from tools.plots import lines
 
@@ -65,21 +64,12 @@ def expert_parallel(options: Options) -> Rows:
 
 
 def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int) -> Scenario:
-    return Scenario(
-        cluster=Cluster(
-            # A prefill worker is four GPUs too.
-            prefill=PREFILL.model_copy(
-                update={"workers": PREFILL_WORKERS, "per_token_s": PREFILL.per_token_s / RANKS}
-            ),
-            decode=Decode(workers=WORKERS, cost=options.cost or COST),
-            handoff_fixed_s=5e-3,
-        ),
-        arrivals=Poisson(
-            kind="poisson", rate_per_s=rate, requests=options.requests or round(rate * SECONDS),
-            output_tokens=OUTPUT_TOKENS,
-        ),
-        experts=routes_of(options.traces[0], domains=domains),
-        policies=(PolicyChoice(name="round-robin"),), seeds=(seed,),
+    # A prefill worker is four GPUs too.
+    per_token_s = PREFILL.per_token_s / RANKS
+    prefill = PREFILL.model_copy(update={"workers": PREFILL_WORKERS, "per_token_s": per_token_s})
+    return scenario_of(
+        options, domains, prefill=prefill, decode_workers=WORKERS, rate_per_s=rate,
+        requests=round(rate * SECONDS), output_tokens=OUTPUT_TOKENS, seed=seed,
     )  # fmt: skip
 
 

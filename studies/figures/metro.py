@@ -389,12 +389,7 @@ def _sources(options: Options) -> list[Halves]:
 
 
 def _works(
-    options: Options,
-    halves: Halves,
-    ratio: float,
-    size: int,
-    routings: tuple[str, ...],
-    ranks: int = RANKS,
+    options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...], ranks: int = RANKS
 ) -> dict[str, list[LayerWork]]:
     """By routing: the work of the same batches, one entry for each seed."""
     found: dict[str, list[LayerWork]] = {routing: [] for routing in routings}

@@ -149,7 +149,7 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
 @pytest.mark.parametrize("name", tables.CLAIMS)
 def test_claims_hide_no_policy_that_beats_one_that_they_show(name: str) -> None:
     claims = [claim for claim in tables.CLAIMS[name]["lines"] if claim["result"] == "together_policies"]
-    rows = tables.rows_of("together_policies")
+    rows = tables.read_rows("together_policies")
     shown = [row for row in rows if any(tables.selected(row, claim) for claim in claims)]
     assert shown
     beaten = [

@@ -13,6 +13,7 @@ import pytest
 from pydantic import Field
 from test_router_state import ask, make
 
+from benchmarks.harness.tables import filled
 from eldr_serve.routing import (
     Decision,
     Loads,
@@ -29,7 +30,6 @@ from eldr_serve.routing import (
 )
 from eldr_serve.routing.registry import policy_class
 from eldr_serve.serving.config import RouterOptions
-from offline.describe import filled
 
 PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
 STRANGER = """
@@ -198,4 +198,4 @@ def test_the_policy_that_the_page_shows_breaks_nothing(
 def test_the_page_has_the_parameters_as_declared() -> None:
     page = PAGE.read_text()
     assert page.count("<!-- parameters ") >= 5
-    assert filled(page) == page, "run: python -m offline.describe --write docs/placement.md"
+    assert filled(page) == page, "run: make tables"
