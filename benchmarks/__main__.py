@@ -15,27 +15,23 @@ import typer
 
 from tools.cli import BadInput, run
 
-NAMES = sorted(
-    p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "common")
-)
-SERVING = {
-    "capture_overhead",
-    "handover",
-    "live",
-    "peers",
-    "prefix_cache",
-    "streams",
-}  # minutes each, engines or Ray Serve
-REPLAYS = {  # one engine for up to an hour each
-    "balanced_clusters",
-    "band_width",
-    "decode_replay",
-    "expert_weight",
-    "pool_size",
-    "rates",
-    "signature_transforms",
-    "simulator_validation",
+_GROUPS = {  # modules of several commands
+    "expert_use": (
+        "activation_by_domain", "prefill_decode", "same_domain", "signature_quality", "signature_space",
+    ),
+    "replays": (
+        "balanced_clusters", "band_width", "decode_replay", "pool_size", "rates", "signature_transforms",
+    ),
+}  # fmt: skip
+MODULES = {
+    name: stem
+    for stem in (path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+    for name in _GROUPS.get(stem, (stem,))
 }
+NAMES = sorted(MODULES)
+# Engines or Ray Serve for minutes each; one engine for up to an hour each.
+SERVING = {"capture_overhead", "handover", "live", "peers", "prefix_cache", "streams"}
+REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 
 
 def bench(
@@ -48,9 +44,10 @@ def bench(
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
         raise BadInput(f"there is no {unknown[0]!r}; there are {', '.join(NAMES)}")
-    for name in [*chosen, "harness.tables", "harness.plots"]:
-        typer.echo(f"== {name}")
-        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+    commands = [[MODULES[name], *([name] if MODULES[name] in _GROUPS else [])] for name in chosen]
+    for module, *rest in [*commands, ["harness.tables"], ["harness.plots"]]:
+        typer.echo(f"== {' '.join([module, *rest])}")
+        subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *rest], check=True)
 
 
 if __name__ == "__main__":

@@ -109,13 +109,8 @@ def cache_memory(
             config.get("runtime_env", {}).get("env_vars", {}).get("VLLM_CPU_KVCACHE_SPACE", kv_gib)
         )
         for size in [int(engine["block_size"])] if "block_size" in engine else sizes:
-            found = compare(
-                shape,
-                block_size=size,
-                dtype_bytes=dtype_bytes,
-                ranks=ranks,
-                kv_gib=cpu_gib if on_cpu else kv_gib,
-            )
+            gib = cpu_gib if on_cpu else kv_gib
+            found = compare(shape, block_size=size, dtype_bytes=dtype_bytes, ranks=ranks, kv_gib=gib)
             rows.append(
                 {"deployment": path.stem, "ranks": ranks, "block_size_tokens": size}
                 | found

@@ -43,13 +43,7 @@ from benchmarks.harness.client import (
     summary,
 )
 from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
-from benchmarks.harness.engines import (
-    our_arguments,
-    process,
-    ray_pd_arguments,
-    vllm_servers,
-    wait_http,
-)
+from benchmarks.harness.engines import our_arguments, process, ray_pd_arguments, vllm_servers, wait_http
 from benchmarks.harness.prompts import bodies
 from tools.cli import BadInput, run
 from tools.journal import Journal

@@ -62,21 +62,14 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self.chosen: list[torch.Tensor] = []
-        self._hooks = [
+        for layer in model.model.layers:
             layer.mlp.gate.register_forward_hook(lambda _module, _inputs, out: self.chosen.append(out[2]))
-            for layer in model.model.layers
-        ]
 
     def take(self, batch: int) -> np.ndarray:
         """Expert ids uint8 [batch, tokens, L, k] of the last pass."""
         stacked = torch.stack(self.chosen, 1)
         self.chosen.clear()
         return stacked.view(batch, -1, *stacked.shape[1:]).to(torch.uint8).numpy()
-
-    def remove(self) -> None:
-        """Collect no more."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list[tuple[str, list[int]]]:

@@ -75,12 +75,7 @@ def open_loop(
 
 
 def closed_loop(
-    prompts: list[Prompt],
-    *,
-    max_tokens: int,
-    min_tokens: int | None = None,
-    seed: int = 0,
-    workers: int = 1,
+    prompts: list[Prompt], *, max_tokens: int, min_tokens: int | None = None, seed: int = 0, workers: int = 1
 ) -> Iterator[Arrival]:
     """The shuffled prompts, each due when a user is free; other arguments as open_loop."""
     asked = _asked(prompts, max_tokens, min_tokens, seed, workers)

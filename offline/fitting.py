@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -112,32 +112,23 @@ def fit_table(
     return table, report
 
 
-def compare_transforms(
-    trace: CalibrationTrace, scores: Mapping[str, NDArray[np.floating[Any]]] = {}, *, seed: int = 0
-) -> dict[str, dict[str, Any]]:
-    """For each transform: rho of all layers, the greedy order and rho after each layer (Fig. 7, 8).
-
-    Args:
-        scores: further signatures by name, float[N,L,E], to be compared as they are.
-    """
+def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """For each transform: rho of all layers, the greedy order and rho after each layer (Fig. 7, 8)."""
     idf = inverse_document_frequency(trace.prefill_counts)
-    decode = trace.decode_probability
-    selections = {
-        name: select_layers(
-            trace.prefill_counts, decode, idf=idf if weighted else None, element=element, seed=seed
-        )
-        for name, (element, weighted) in TRANSFORMS.items()
-    } | {name: select_layers(found, decode, seed=seed) for name, found in scores.items()}
-    return {
-        name: {
+    found = {}
+    for name, (element, weighted) in TRANSFORMS.items():
+        selection = select_layers(
+            trace.prefill_counts, trace.decode_probability, idf=idf if weighted else None, element=element,
+            seed=seed,
+        )  # fmt: skip
+        found[name] = {
             "rho_all_layers": float(selection.rho[-1]),
             "rho_kept_layers": float(selection.rho.max()),
             "layers_kept": len(selection.kept),
             "order": selection.order.tolist(),
             "rho": selection.rho.tolist(),
         }
-        for name, selection in selections.items()
-    }
+    return found
 
 
 def _majorities(clusters: Clusters, domains: list[str]) -> list[str]:

@@ -258,12 +258,7 @@ def _parts(
     return parts
 
 
-def _judged(
-    problem: Problem,
-    placed: Ints,
-    batches: Ints,
-    expert_bytes: float | None,
-) -> list[Report]:
+def _judged(problem: Problem, placed: Ints, batches: Ints, expert_bytes: float | None) -> list[Report]:
     """A row for each way to choose replicas."""
     topology = problem.topology
     hosts = hosts_of(placed, problem.num_experts, topology.ranks)

@@ -115,11 +115,7 @@ def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
     return scenario.model_copy(update={"cluster": cluster})
 
 
-def _in_parallel(
-    scenario: Scenario,
-    processes: int,
-    on_row: Callable[[int], None],
-) -> list[dict[str, Any]]:
+def _in_parallel(scenario: Scenario, processes: int, on_row: Callable[[int], None]) -> list[dict[str, Any]]:
     import ray
 
     if not ray.is_initialized():

@@ -1,6 +1,6 @@
 """Studies: what papers propose and this repository measures, and that no engine, server or job runs.
 
 `python -m studies.reproduce` draws the papers' figures; `studies.figures` holds them. The rest are methods
-that they compare: annealing and migration of expert placements, forecasts of the experts of a batch, a layer
-under expert parallelism, the optimal choice of replicas.
+that they compare: migration of expert placements, a forecast of the experts of a batch, a layer under expert
+parallelism, the optimal choice of replicas.
 """

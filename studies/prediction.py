@@ -1,8 +1,6 @@
-"""Which experts a pending batch will use (DIRECTOR, section V-A), and how good such a forecast is.
+"""Which experts a pending batch will use (DIRECTOR, section V-A), by ELDR's prefill signature.
 
-Three predictors: the cascade (`cascade.py`) and the low-bit replica (`low_bit_replica.py`) read the prompt
-before it runs; ELDR's prefill signature is free where prefill and decode are apart, because prefill has
-counted the experts already.
+Where prefill and decode are apart the forecast is free: prefill has counted the experts already.
 """
 
 from __future__ import annotations
@@ -56,22 +54,3 @@ def decode_correction(
     prior = 0.1 * use[1].mean(axis=-1, keepdims=True)
     correction: Floats = (use[1] + prior) / (use[0] + prior)
     return correction
-
-
-def match_rate(predicted: ArrayLike, chosen: ArrayLike) -> float:
-    """Share of the chosen experts that were predicted: the paper's accuracy; both [..., k], distinct ids."""
-    guess, truth = np.asarray(predicted), np.asarray(chosen)
-    if guess.shape != truth.shape or not truth.size:
-        raise ValueError(f"predictions of shape {guess.shape} do not go with choices of {truth.shape}")
-    return float((guess[..., :, None] == truth[..., None, :]).any(axis=-2).mean())
-
-
-def workload_error(predicted: ArrayLike, actual: ArrayLike) -> float:
-    """Share of the tokens that a forecast [..., E] gives to the wrong expert, mean over layers; 0 to 1.
-
-    Both are scaled to the same number of tokens: a placement depends on proportions.
-    """
-    guess, truth = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
-    guess = guess / np.maximum(guess.sum(axis=-1, keepdims=True), 1e-300)
-    truth = truth / np.maximum(truth.sum(axis=-1, keepdims=True), 1e-300)
-    return float(abs(guess - truth).sum(axis=-1).mean() / 2)

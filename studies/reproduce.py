@@ -34,8 +34,7 @@ def reproduce(
         list[Path] | None,
         typer.Option(
             help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (metro, "
-            "director: one or more; director's tables: a folder of prompts); balanceroute: request traces; "
-            "together: one of each."
+            "director: one or more); balanceroute: request traces; together: one of each."
         ),
     ] = None,
     cost: Annotated[

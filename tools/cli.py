@@ -29,13 +29,14 @@ def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def app_of(command: Callable[..., None]) -> typer.Typer:
-    """The command with its options and its `--help`."""
+def app_of(*commands: Callable[..., None]) -> typer.Typer:
+    """The command with its options and its `--help`; of several, the one that the first argument names."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(bad_input_exits(command))
+    for command in commands:
+        app.command(command.__name__)(bad_input_exits(command))
     return app
 
 
-def run(command: Callable[..., None]) -> None:
-    """Run a command as `python -m`."""
-    app_of(command)()
+def run(*commands: Callable[..., None]) -> None:
+    """Run a command as `python -m`, or one of several."""
+    app_of(*commands)()

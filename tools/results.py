@@ -90,11 +90,7 @@ def write_result(
 
 
 def time_calls(
-    call: Callable[[int], object],
-    *,
-    calls: int,
-    warm_up: int = 50,
-    settle: Callable[[], None] = lambda: None,
+    call: Callable[[int], object], *, calls: int, warm_up: int = 50, settle: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Seconds of each of `calls` calls, after a warm-up; `settle` waits for what a call began."""
     seconds = []

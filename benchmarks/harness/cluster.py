@@ -31,11 +31,7 @@ def local_ray(*, http_port: int | None = None, metrics_port: int | None = None) 
     """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted."""
     # Before ray is imported: a cluster that needs no token and reports to nobody. Ray runs its workers at
     # niceness 15; beside a load generator at 0, on few cores, that would be most of what is measured.
-    os.environ |= {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",
-    }
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     import ray
     from ray import serve

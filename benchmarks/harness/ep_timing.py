@@ -105,6 +105,13 @@ class _Experts:
         gate, experts = top_k_gate(self._gates[layer], self.top_k), torch.as_tensor(recorded, device=device())
         return lambda tokens: (gate(tokens)[0], experts)
 
+    def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
+        """Time of these rows' experts, all of which are here, s."""
+        products = self.products(layer, np.arange(self._plan.num_experts))
+        start = _now()
+        products(rows, slot)
+        return _now() - start
+
     def tokens(self, number: int) -> Tensor:
         """Hidden states; their values do not change what a layer costs."""
         return torch.randn(number, self.hidden, device=device()).bfloat16()
@@ -150,11 +157,7 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             token, choice = np.nonzero(ranks == g)
             rows = x[torch.as_tensor(token, device=device())]
             slot = torch.as_tensor(experts[token, choice], device=device())
-            clock = _Clock()
-            clock.start()
-            mine.products(layer, np.arange(plan.num_experts))(rows, slot)
-            clock("experts")
-            found[arm][b, layer, turn, g] = clock.seconds["experts"]
+            found[arm][b, layer, turn, g] = mine.seconds(layer, rows, slot)
     return found
 
 
@@ -171,11 +174,7 @@ def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
             experts = rng.permutation(plan.num_experts)[:activated]
             slot = torch.as_tensor(np.resize(experts, pairs), device=device())
             rows = mine.tokens(pairs)
-            clock = _Clock()
-            clock.start()
-            mine.products(layer, np.arange(plan.num_experts))(rows, slot)
-            clock("experts")
-            seconds[activated, pairs].append(clock.seconds["experts"])
+            seconds[activated, pairs].append(mine.seconds(layer, rows, slot))
     return [{"activated": a, "pairs": p, "s": float(np.median(s[1:]))} for (a, p), s in seconds.items()]
 
 

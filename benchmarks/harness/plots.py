@@ -12,8 +12,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.harness.tables import ROOT, Rows, rows_of
+from benchmarks.harness.tables import ROOT, Rows
 from tools.plots import save
+from tools.results import read_rows
 
 PLOTS = ROOT / "docs/plots"
 COLOURS = {"marginal-cost": "C0", "locality-band": "C1", "balance-band": "C2"}
@@ -38,8 +39,8 @@ def tpot() -> None:
     """Both percentiles, live beside replayed."""
     title = "marginal-cost: median TPOT falls live and replayed; p99 rises live, falls replayed but on tasks"
     figure, panels = two(title)
-    live = [row for row in rows_of("live") if row["clock"] == "even"]
-    replayed = [row for row in rows_of("decode_replay") if row["workers"] == 8]
+    live = [row for row in read_rows("live") if row["clock"] == "even"]
+    replayed = [row for row in read_rows("decode_replay") if row["workers"] == 8]
     groups = [
         (f"{workload}\n{how}", {row[key]: row for row in rows if row["workload"] == workload}, form)
         for how, rows, key, form in (
@@ -85,7 +86,7 @@ def overload() -> None:
     """Throughput against TPOT above saturation."""
     title = "At 120 % of slot capacity marginal-cost serves most without a step barrier, balance-band with it"
     figure, panels = two(title)
-    for row in rows_of("together_policies"):
+    for row in read_rows("together_policies"):
         load, barrier = row["workload"].split(", ")
         if load != "load 1.2" or row["policy"] == "locality-balance":  # which is no more
             continue
@@ -104,7 +105,7 @@ def experts() -> None:
         "A batch of one language activates a third fewer experts, and a layer's time follows active experts"
     )
     for workload, mark in (("language", "o"), ("task", "s")):
-        rows = [row for row in rows_of("same_domain") if row["workload"] == workload]
+        rows = [row for row in read_rows("same_domain") if row["workload"] == workload]
         sizes = [row["batch_size"] for row in rows]
         one = f"one {workload}"
         batches.plot(sizes, [row["same_domain"] for row in rows], f"{mark}-", color="C0", label=one)
@@ -112,7 +113,7 @@ def experts() -> None:
         batches.plot(sizes, [row["mixed"] for row in rows], f"{mark}-", color=_GREY, label=mixed)
     batches.set(xlabel="batch size, requests", ylabel="active experts of 64")
     for size, shade in ((16, "C0"), (32, "C9"), (64, "C2")):
-        rows = [row for row in rows_of("moe_layer_latency") if row["batch_size"] == size]
+        rows = [row for row in read_rows("moe_layer_latency") if row["batch_size"] == size]
         times = [row["latency_p50_ms"] for row in rows]
         layer.plot([row["active_experts"] for row in rows], times, "o-", color=shade, label=f"batch {size}")
     layer.set(xlabel="active experts of 128", ylabel="time of a layer p50, ms", ylim=(0, None))
@@ -135,7 +136,7 @@ def main() -> None:
     curves(
         "rates",
         "On languages the median falls further as the rate grows; p99 falls less surely",
-        [row for row in rows_of("rates") if row["workload"] == "language" and row["arm"] != "domain"],
+        [row for row in read_rows("rates") if row["workload"] == "language" and row["arm"] != "domain"],
         ("rate_per_s", "requests/s, 8 workers, replayed"),
         ("tpot_{}_ms", "TPOT {}, ms"),
         "arm",
@@ -143,7 +144,7 @@ def main() -> None:
     curves(
         "workers",
         "Simulated, languages: marginal-cost gains in both percentiles up to 1,024 workers",
-        [row for row in rows_of("eldr_pool-size") if row["workload"] == "language"],
+        [row for row in read_rows("eldr_pool-size") if row["workload"] == "language"],
         ("decode_workers", "decode workers"),
         ("tpot_{}_change_pct", "TPOT {} against round-robin, %"),
         "policy",

@@ -59,8 +59,5 @@ if __name__ == "__main__":
     # What vLLM prints must not be among the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-    }
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     main(json.loads(sys.argv[1]), answers)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from benchmarks.harness.capture import Captured, captured, groups_of
 from benchmarks.harness.engine_pool import Replays
 from benchmarks.harness.engines import WEIGHTS, weights_name
-from benchmarks.harness.gates import gate_scores
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import (
@@ -43,8 +42,7 @@ from eldr_serve.routing import (
     StepSums,
     make_policy,
 )
-from eldr_serve.signature import TRANSFORMS, SignatureSpec
-from offline.clustering import balanced_kmeans, kmeans
+from offline.clustering import kmeans
 from offline.fitting import fit_table
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
@@ -53,7 +51,6 @@ from offline.simulation.run import simulate
 from tools.cli import BadInput
 from tools.journal import Journal
 from tools.progress import progress_bar
-from tools.signature_quality import select_layers
 from tools.stats import paired_change_percent
 
 LAYERS = 6  # MoE layers of the demo model
@@ -68,7 +65,7 @@ class Arm:
     parameters: dict[str, Any] = field(default_factory=dict)
     true_decode: bool = False  # told the decode activations that the request will really have
     balanced: bool = True  # clusters of equal size
-    transform: str = "count-idf"  # or a name of harness.gates
+    transform: str = "count-idf"
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,6 @@ class Bench:
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
         )
         self._output_tokens = output_tokens
-        self._work = work
         self._made: dict[bool, Experts] = {}
         self._seed = seed
         self._rng = np.random.default_rng(seed)
@@ -253,7 +249,7 @@ class Bench:
     def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
         """The arm's run with its placements as they were, and steps of another cost."""
         policy = _Placed(case.outcomes[label].worker)
-        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost, self._experts(False))
+        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
         """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
@@ -311,10 +307,14 @@ class Bench:
             key: self._table(fit, load.workers, *key)
             for key in {(arm.balanced, arm.transform) for arm in arms}
         }
-        outcomes = {
-            arm.label: self._place(load, chosen, arrival_s, arm, tables[arm.balanced, arm.transform])
-            for arm in arms
-        }
+        outcomes = {}
+        for arm in arms:
+            table = tables[arm.balanced, arm.transform]
+            policy = make_policy(arm.policy, **arm.parameters).with_table(table)
+            policy.update_cost_model(self.cost)
+            outcomes[arm.label] = self._simulated(
+                load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
+            )
         empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
         return Case(
             load, rate, chosen, arrival_s, outcomes, empty, copy.deepcopy(empty),
@@ -323,48 +323,17 @@ class Bench:
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
         trace = self.data.trace.subset(fit)
-        if transform in TRANSFORMS:
-            table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
-            if balanced:
-                return table
-            spec = table.spec
-            clusters = kmeans(spec.encode(trace.prefill_counts), workers, seed=self._seed)
-        else:
-            table, _ = fit_table(trace, workers, seed=self._seed)
-            scores = self._gates[transform][fit]
-            mask = select_layers(scores, trace.decode_probability, seed=self._seed)
-            spec = SignatureSpec(np.ones_like(table.spec.idf), mask.kept)
-            clusters = balanced_kmeans(spec.encode(scores), workers, seed=self._seed)
-        return replace(table, spec=spec, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
-
-    @cached_property
-    def _gates(self) -> dict[str, NDArray[np.float32]]:
-        return gate_scores(self.data.tokens, self._work)
-
-    def _place(
-        self,
-        load: Load,
-        chosen: NDArray[np.int64],
-        arrival_s: NDArray[np.float64],
-        arm: Arm,
-        table: RoutingTable,
-    ) -> Outcome:
-        policy = make_policy(arm.policy, **arm.parameters).with_table(table)
-        policy.update_cost_model(self.cost)
-        experts = self._experts(arm.true_decode)
-        if arm.transform not in TRANSFORMS:
-            experts = replace(experts, counts=self._gates[arm.transform])
-        return self._simulated(load, chosen, arrival_s, policy, self.cost, experts)
+        table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
+        if balanced:
+            return table
+        clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+        return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
     def _simulated(
-        self,
-        load: Load,
-        chosen: NDArray[np.int64],
-        arrival_s: NDArray[np.float64],
-        policy: Policy,
-        cost: StepCost,
-        experts: Experts,
-    ) -> Outcome:
+        self, load: Load, chosen: NDArray[np.int64], arrival_s: NDArray[np.float64], policy: Policy,
+        cost: StepCost, *, true_decode: bool = False,
+    ) -> Outcome:  # fmt: skip
+        experts = self._experts(true_decode)
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
         )
@@ -379,16 +348,10 @@ class Bench:
         return self._made[true_decode]
 
     def _arrivals(self, replay: _Replay) -> list[Arrival]:
-        case = replay.case
+        requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()
         return [
-            Arrival(
-                str(j),
-                float(case.arrival_s[j]),
-                self.data.tokens[case.requests[j]],
-                self._output_tokens,
-                int(case.requests[j]),
-            )
-            for j in replay.jobs
+            Arrival(str(j), arrival_s[j], self.data.tokens[requests[j]], self._output_tokens, requests[j])
+            for j in replay.jobs.tolist()
         ]
 
 

@@ -60,7 +60,7 @@ def against(
 def replay_command(
     name: str,
     arms: Sequence[Arm],
-    report: Callable[[Replayed], None],
+    report: Callable[[Replayed], None] | None = None,
     *,
     default_workers: str = "8",
     default_groups: str = "language,task",
@@ -69,7 +69,7 @@ def replay_command(
     default_repeats: int = 1,
     default_intermediate: int = 1024,
 ) -> Callable[..., None]:
-    """The command `name`: `arms` on each load, and `report` on what came of it."""
+    """The command `name`: `arms` on each load, and `report`, by default `against` round-robin."""
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
@@ -116,9 +116,10 @@ def replay_command(
             "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
             "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
         }  # fmt: skip
-        report(Replayed(name, bench, cases, inputs, seed, out))
+        (report or against(["round-robin"]))(Replayed(name, bench, cases, inputs, seed, out))
         if steps_out is not None:
             write_whole(steps_out, bench.step_lines())
         journal.remove()
 
+    command.__name__ = name
     return command

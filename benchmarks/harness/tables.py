@@ -1,9 +1,12 @@
-"""The tables of README.md and of docs/tables, made from benchmarks/results.
+"""The tables of README.md and of docs, made from benchmarks/results and from what policies declare.
 
     python -m benchmarks.harness.tables
 
 A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is
-filled in from NAME.json. Between `<!-- claims NAME -->` and `<!-- end -->` stands that list of claims.yaml.
+filled in from NAME.json.
+Between `<!-- claims NAME -->` and `<!-- end -->` stands that list of claims.yaml, and
+between `<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` those of a policy; `beyond` leaves out
+what OTHER has too, with the same default.
 """
 
 from __future__ import annotations
@@ -16,19 +19,15 @@ from typing import Any
 import yaml
 
 from eldr_serve.files import write_whole
-from tools.results import RESULTS
+from eldr_serve.routing.parameters import kind_of
+from eldr_serve.routing.registry import policy_class
+from tools.results import read_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/tables").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "docs/placement.md", *sorted((ROOT / "docs/tables").glob("*.md")))
 CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks/claims.yaml").read_text())
-_BLOCK = re.compile(r"(<!-- (table|claims) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (table|claims|parameters) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
-
-
-def rows_of(name: str) -> Rows:
-    """The rows of a committed result."""
-    rows: Rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return rows
 
 
 def filled(page: str) -> str:
@@ -36,14 +35,14 @@ def filled(page: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         opening, kind, arguments, _, closing = match.groups()
-        return opening + (_claims(arguments) if kind == "claims" else _table(arguments)) + closing
+        return opening + _KINDS[kind](arguments) + closing
 
     return _BLOCK.sub(block, page)
 
 
 def _table(arguments: str) -> str:
     name, _, columns = arguments.partition(" ")
-    rows = rows_of(name)
+    rows = read_rows(name)
     names = [column.strip() for column in columns.split(",")]
     if unknown := set(names).difference(*rows):
         raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
@@ -55,7 +54,7 @@ def _claims(name: str) -> str:
     """A line a claim; a cell with fields repeats for each row of the result that the claim is about."""
     lines = []
     for claim in CLAIMS[name]["lines"]:
-        rows = [row for row in rows_of(claim["result"]) if selected(row, claim)]
+        rows = [row for row in read_rows(claim["result"]) if selected(row, claim)]
         lines.append(
             [
                 "; ".join(cell.format(**row) for row in rows) if "{" in cell else cell
@@ -82,6 +81,22 @@ def _number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def _parameters(arguments: str) -> str:
+    """A line for each parameter of the policy, without those that it shares with another."""
+    name, _, beyond = arguments.partition(" beyond ")
+    known = policy_class(beyond).Parameters.model_fields if beyond else {}
+    lines = []
+    for parameter, field in policy_class(name).Parameters.model_fields.items():
+        if parameter in known and known[parameter].default == field.default:
+            continue
+        default = f"{field.default:g}" if isinstance(field.default, float) else json.dumps(field.default)
+        lines.append([f"`{parameter}`", kind_of(field), default, str(field.description)])
+    return _markdown(["parameter", "value", "default", "meaning"], lines)
+
+
+_KINDS = {"table": _table, "claims": _claims, "parameters": _parameters}
 
 
 def main() -> None:

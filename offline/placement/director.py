@@ -18,15 +18,7 @@ from scipy.sparse import csr_array
 
 from eldr_serve.expert_placement import Topology
 from offline.placement.cost import LayerCost, LayerWork
-from offline.placement.packing import (
-    copies_of,
-    improved,
-    packed,
-    priced,
-    rank_s,
-    replicated,
-    rereplicated,
-)
+from offline.placement.packing import copies_of, improved, packed, priced, rank_s, replicated, rereplicated
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -32,12 +32,7 @@ def hot_experts(load: Floats, members: Ints, replicas: int) -> Ints:
 
 
 def with_replicas(
-    load: Floats,
-    primary: Ints,
-    ranks: int,
-    *,
-    replicas: int | None = None,
-    capacity: int | None = None,
+    load: Floats, primary: Ints, ranks: int, *, replicas: int | None = None, capacity: int | None = None
 ) -> Bools:
     """bool[E, G]: the first copies, and those of the heaviest rank's hot experts on the lightest ranks.
 

@@ -9,30 +9,24 @@ paper's traces (a proprietary one and Azure-2024) are not public or not here; Az
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as Picture
 
-from eldr_serve.routing import (
-    BalanceRouteHorizon,
-    Loads,
-    Policy,
-    StepCost,
-    make_policy,
-)
+from eldr_serve.routing import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.routing.predictors import Oracle
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
-from studies.figures.common import Figure, Options, Rows, Steps
+from studies.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
 from studies.figures.traffic import Traffic
 from tools.cli import BadInput
-from tools.plots import lines, save
+from tools.plots import save
 
 SLOTS = 32
 LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
@@ -50,6 +44,7 @@ PAPER_TABLE_1 = {
     "balance-route-horizon, survival": (44_010, 82.1, 893),
     "balance-route-horizon, prompt-keyed": (38_496, 82.3, 909),
 }
+SURVIVAL = "balance-route-horizon, survival"
 BASELINES = ("random", "round-robin", "power-of-two", "shortest-queue", "least-tokens")
 
 
@@ -63,26 +58,16 @@ class Arm:
     oracle: bool = False
 
 
-def arms(**horizon: Any) -> list[Arm]:
+def arms() -> list[Arm]:
     """The baselines, BR-0, and BR-H with each predictor."""
+    slots = {"slots": SLOTS}
+    horizon = "balance-route-horizon"
     return [
         *(Arm(name, name, {}) for name in BASELINES),
-        Arm("balance-route", "balance-route", {"slots": SLOTS}),
-        *horizon_arms(**horizon),
+        Arm("balance-route", "balance-route", slots),
+        Arm(f"{horizon}, oracle", horizon, slots, oracle=True),
+        *(Arm(f"{horizon}, {p}", horizon, slots | {"predictor": p}) for p in ("survival", "prompt-keyed")),
     ]
-
-
-def horizon_arms(
-    predictors: Sequence[str] = ("oracle", "survival", "prompt-keyed"), **changed: Any
-) -> list[Arm]:
-    """BR-H with each of the predictors."""
-    return [
-        Arm(
-            f"balance-route-horizon, {name}", "balance-route-horizon",
-            {"slots": SLOTS} | changed | ({} if name == "oracle" else {"predictor": name}), name == "oracle",
-        )
-        for name in predictors
-    ]  # fmt: skip
 
 
 def table1(options: Options) -> Rows:
@@ -141,120 +126,56 @@ def sensitivity(options: Options) -> Rows:
     return _compared(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
 
 
-def dispatch(options: Options) -> Rows:
-    """Time of one dispatch as the simulated router runs it."""
-    rows: Rows = []
-    chosen = [arm for arm in arms() if arm.label in ("balance-route", "balance-route-horizon, survival")]
-    sizes = (8, 16, 32, 144)
-    traffic = Traffic(_traces(options)[0])
-    with Steps(len(sizes) * len(chosen)) as steps:
-        for g in sizes:
-            requests = _requests(traffic, g, options, 0)
-            for arm in chosen:
-                policy = make_policy(arm.policy, **arm.parameters)
-                seconds = _timed(policy)
-                simulate(requests, policy, _cluster(g, options))
-                ms = 1e3 * np.array(seconds)
-                rows.append(
-                    {
-                        "workers": g,
-                        "method": arm.label,
-                        "dispatches": len(ms),
-                        **{f"dispatch_p{q}_ms": float(np.percentile(ms, q)) for q in (50, 95, 99)},
-                    }
-                )
-                steps.done(f"G={g}, {arm.label}")
-    return rows
-
-
 def panels(options: Options) -> Rows:
     """Imbalance over time at G = 16, first trace."""
-    rows: Rows = []
     traffic = Traffic(_traces(options)[0])
     requests = _requests(traffic, 16, options, 0)
-    chosen = [a for a in arms() if a.label in ("shortest-queue", "balance-route") or "survival" in a.label]
-    with Steps(len(chosen)) as steps:
-        for arm in chosen:
-            outcome = simulate(requests, _policy(arm, requests, traffic), _cluster(16, options))
-            middle = len(outcome.sample_s) // 2
-            window = slice(middle, middle + 600)
-            for at, value, spread in zip(
-                outcome.sample_s[window], outcome.imbalance[window], outcome.spread[window], strict=True
-            ):
-                row = {"method": arm.label, "time_s": float(at), "imbalance_tokens": float(value)}
-                rows.append(row | {"spread_tokens": float(spread)})
-            steps.done(arm.label)
+    chosen = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
+    rows: Rows = []
+    for label in steps(chosen):
+        outcome = simulate(requests, _policy(chosen[label], requests, traffic), _cluster(16, options))
+        middle = len(outcome.sample_s) // 2
+        columns = (outcome.sample_s, outcome.imbalance, outcome.spread)
+        for sample in np.stack([column[middle : middle + 600] for column in columns], axis=1).tolist():
+            names = ("time_s", "imbalance_tokens", "spread_tokens")
+            rows.append({"method": label} | dict(zip(names, sample, strict=True)))
     return rows
 
 
 # -- the pieces -----------------------------------------------------------------------------------
 
 
-def _timed(policy: Any) -> list[float]:
-    """Filled, from now on, with the seconds of each dispatch that may place."""
-    seconds: list[float] = []
-    untimed = policy.dispatch
-
-    def dispatch(waiting: Any, loads: Loads, rng: np.random.Generator) -> Any:
-        started = time.perf_counter()
-        given = untimed(waiting, loads, rng)
-        if (loads.in_flight < SLOTS).any():
-            seconds.append(time.perf_counter() - started)
-        return given
-
-    policy.dispatch = dispatch
-    return seconds
-
-
 def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
+    traffics = {path: Traffic(path) for path in _traces(options)}
+
+    def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
+        traffic, g = traffics[case[0]], case[1]
+        requests = _requests(traffic, g, options, seed)
+        return {
+            arm.label: simulate(
+                requests, _policy(arm, requests, traffic), _cluster(g, options), seed=seed
+            ).summary()
+            for arm in chosen
+        }
+
     rows: Rows = []
-    traces = _traces(options)
-    with Steps(len(traces) * len(sizes) * len(chosen) * len(options.seeds)) as steps:
-        for path in traces:
-            traffic = Traffic(path)
-            for g in sizes:
-                made: dict[str, list[dict[str, Any]]] = {arm.label: [] for arm in chosen}
-                for seed in options.seeds:
-                    requests = _requests(traffic, g, options, seed)
-                    for arm in chosen:
-                        policy = _policy(arm, requests, traffic)
-                        outcome = simulate(requests, policy, _cluster(g, options), seed=seed)
-                        made[arm.label].append(outcome.summary())
-                        steps.done(f"{path.name}, G={g}, {arm.label}")
-                rows += _rows(path, g, made)
+    for (path, g), found in each_seed(options, product(traffics, sizes), run):
+        rows += _rows(path.name, g, {arm.label: mean([run[arm.label] for run in found]) for arm in chosen})
     return rows
 
 
-def _rows(path: Path, g: int, made: dict[str, list[dict[str, Any]]]) -> Rows:
-    def mean(label: str, key: str) -> float:
-        return float(np.mean([summary[key] for summary in made[label]]))
-
+def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
     rows = []
-    for label in made:
-        row: dict[str, Any] = {"trace": path.name, "workers": g, "method": label}
-        row |= {
-            key: mean(label, key)
-            for key in (
-                "imbalance_tokens",
-                "tpot_p95_ms",
-                "output_tokens_per_s",
-                "ttft_p50_ms",
-                "ttft_p99_ms",
-            )
-        }
-        row["imbalance_below_jsq"] = mean("shortest-queue", "imbalance_tokens") / row["imbalance_tokens"]
-        if g == 16 and label in PAPER_TABLE_1:
-            paper = PAPER_TABLE_1[label]
-            row |= {
-                "paper_imbalance": paper[0],
-                "paper_tpot_p95_ms": paper[1],
-                "paper_tokens_per_s": paper[2],
-            }
-            row["paper_below_jsq"] = PAPER_TABLE_1["shortest-queue"][0] / paper[0]
-        else:
-            row |= dict.fromkeys(
-                ("paper_imbalance", "paper_tpot_p95_ms", "paper_tokens_per_s", "paper_below_jsq")
-            )
+    for label, found in means.items():
+        row: dict[str, Any] = {"trace": trace, "workers": g, "method": label}
+        row |= {key: found[key] for key in ("imbalance_tokens", "tpot_p95_ms", "output_tokens_per_s")}
+        row |= {key: found[key] for key in ("ttft_p50_ms", "ttft_p99_ms")}
+        below = means["shortest-queue"]["imbalance_tokens"] / found["imbalance_tokens"]
+        row["imbalance_below_jsq"] = below
+        columns = ("paper_imbalance", "paper_tpot_p95_ms", "paper_tokens_per_s")
+        paper = PAPER_TABLE_1.get(label) if g == 16 else None
+        row |= zip(columns, paper or (None,) * 3, strict=True)
+        row["paper_below_jsq"] = paper and PAPER_TABLE_1["shortest-queue"][0] / paper[0]
         rows.append(row)
     return rows
 
@@ -295,21 +216,18 @@ def _draw_panels(rows: Rows, path: Path) -> None:
     picture = Picture(figsize=(8, 4), layout="constrained")
     axes = picture.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
-        axes.plot(
-            [row["time_s"] - mine[0]["time_s"] for row in mine], [row["imbalance_tokens"] for row in mine],
-            label=method, linewidth=1,
-        )  # fmt: skip
+        time_s, imbalance = np.array(
+            [(row["time_s"], row["imbalance_tokens"]) for row in rows if row["method"] == method]
+        ).T
+        axes.plot(time_s - time_s[0], imbalance, label=method, linewidth=1)
     axes.set(xlabel="time, s", ylabel="imbalance, KV tokens", ylim=(0, None))
     axes.legend()
     save(picture, path)
 
 
 def _draw_scaling(rows: Rows, path: Path) -> None:
-    lines(
-        [row | {"workload": row["trace"], "G": row["workers"]} for row in rows if row["method"] != "random"],
-        "G", ["imbalance_below_jsq"], path, by="method",
-    )  # fmt: skip
+    draw = line_plot("G", "imbalance_below_jsq", by="method", panels=("trace",))
+    draw([row | {"G": row["workers"]} for row in rows if row["method"] != "random"], path)
 
 
 _ORDER = "every BR row better than every baseline row on imbalance, TPOT p95 and throughput"
@@ -333,9 +251,6 @@ FIGURES = {
         "BR's bands are a small part of JSQ's",
         panels,
         _draw_panels,
-    ),
-    "dispatch": Figure(
-        "Time of a dispatch (Figure 5)", "a small part of an engine step, stage 2 most of it", dispatch
     ),
     "sensitivity": Figure(
         "alpha and gamma, oracle (Tables 6 and 7)",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from eldr_serve.routing import StepCost
 from tools.cli import BadInput
+from tools.plots import bars, lines
 from tools.progress import progress_bar
 
 Rows = list[dict[str, Any]]
+Plot = Callable[[Rows, Path], None]
+Case = TypeVar("Case")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -51,28 +57,69 @@ class Figure:
     title: str
     paper: str
     run: Callable[[Options], Rows]
-    plot: Callable[[Rows, Path], None] | None = None
+    plot: Plot | None = None
 
 
-class Steps:
-    """A progress bar over known steps."""
+def steps(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases one by one, under a progress bar that says which is at work."""
+    known = list(cases)
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(known))
+        for case in known:
+            parts = case if isinstance(case, tuple) else (case,)
+            shown = (part.name if isinstance(part, Path) else str(part) for part in parts)
+            progress.update(bar, description=", ".join(shown))
+            yield case
+            progress.advance(bar)
 
-    def __init__(self, total: int) -> None:
-        self._progress = progress_bar()
-        self._bar = self._progress.add_task("", total=total)
 
-    def __enter__(self) -> Steps:
-        self._progress.start()
-        return self
+def each_seed(
+    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
+) -> Iterator[tuple[Case, list[Found]]]:
+    """Each case with what `run` found for it by seed."""
+    found: list[Found] = []
+    for case in steps(case for case in cases for _ in options.seeds):
+        found.append(run(case, options.seeds[len(found)]))
+        if len(found) == len(options.seeds):
+            yield case, found
+            found = []
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
-    def done(self, description: str) -> None:
-        """One more step is done."""
-        self._progress.update(self._bar, advance=1, description=description)
+def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of the numbers that every summary has."""
+    return {
+        key: float(np.mean([s[key] for s in summaries]))
+        for key, value in summaries[0].items()
+        if isinstance(value, int | float)
+    }
 
 
 def change_pct(value: float, reference: float) -> float:
     """How much above the reference, %."""
     return 100 * (value / reference - 1)
+
+
+def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
+    """Bars of `value` by `label`, which may be a format of columns; a panel for each value of `panels`."""
+
+    def named(row: dict[str, Any]) -> str:
+        return label.format(**row) if "{" in label else str(row[label])
+
+    return lambda rows, path: bars(
+        [row | {"label": named(row)} for row in _panelled(rows, panels)], "label", value, path
+    )
+
+
+def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
+    """Curves of the values over x, or of one value by `by`; a panel for each value of `panels`."""
+    return lambda rows, path: lines(_panelled(rows, panels), x, values, path, by=by)
+
+
+def _panelled(rows: Rows, panels: Sequence[str]) -> Rows:
+    if not panels:
+        return rows
+    return [
+        {k: v for k, v in row.items() if k != "workers"}
+        | {"workload": ", ".join(str(row[key]) for key in panels if key in row)}
+        for row in rows
+    ]

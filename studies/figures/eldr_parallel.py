@@ -8,17 +8,17 @@ to the digit.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offline.placement.eplb import activation_placement
-from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
-from offline.simulation.cluster import Cluster, Decode
+from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.run import simulate
-from studies.figures.common import Figure, Options, Rows, Steps, change_pct
-from studies.figures.eldr import BALANCERS, COST, PREFILL, TASKS
+from studies.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
+from studies.figures.eldr import BALANCERS, PREFILL, TASKS, scenario_of
 from tools.cli import BadInput
 from tools.plots import lines
 from tools.trace import CalibrationTrace
@@ -43,42 +43,33 @@ def expert_parallel(options: Options) -> Rows:
     languages = domains - set(TASKS)
     both = set(TASKS) <= domains and languages
     groups = {"task": TASKS, "language": tuple(sorted(languages))} if both else {"all": ()}
+
+    def run(case: tuple[str, int], seed: int) -> dict[tuple[str, str], dict[str, Any]]:
+        group, rate = case
+        scenario = _scenario(options, groups[group], rate, seed)
+        work = Work(scenario, seed)
+        placed = _placements(observed(routes_of(path)), work)
+        return {
+            (policy, placement): simulate(
+                work.requests, work.policy(PolicyChoice(name=policy), scenario.cluster), scenario.cluster,
+                experts=work.experts, ranks=placed[placement], seed=seed,
+            ).summary()
+            for policy, placement in ARMS
+        }  # fmt: skip
+
     rows: Rows = []
-    with Steps(len(groups) * len(RATES) * len(options.seeds) * len(ARMS)) as steps:
-        for group, chosen in groups.items():
-            for rate in RATES:
-                runs: dict[tuple[str, str], list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-                for seed in options.seeds:
-                    scenario = _scenario(options, chosen, rate, seed)
-                    work = Work(scenario, seed)
-                    placed = _placements(observed(routes_of(path)), work)
-                    for policy, placement in ARMS:
-                        outcome = simulate(
-                            work.requests, work.policy(PolicyChoice(name=policy), scenario.cluster),
-                            scenario.cluster, experts=work.experts, ranks=placed[placement], seed=seed,
-                        )  # fmt: skip
-                        runs[policy, placement].append(outcome.summary())
-                        steps.done(f"{group}, {rate} requests/s, {policy}, {placement}")
-                rows += _compared(group, rate, runs)
+    for (group, rate), found in each_seed(options, product(groups, RATES), run):
+        rows += _compared(group, rate, {arm: mean([run[arm] for run in found]) for arm in ARMS})
     return rows
 
 
 def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int) -> Scenario:
-    return Scenario(
-        cluster=Cluster(
-            # A prefill worker is four GPUs too.
-            prefill=PREFILL.model_copy(
-                update={"workers": PREFILL_WORKERS, "per_token_s": PREFILL.per_token_s / RANKS}
-            ),
-            decode=Decode(workers=WORKERS, cost=options.cost or COST),
-            handoff_fixed_s=5e-3,
-        ),
-        arrivals=Poisson(
-            kind="poisson", rate_per_s=rate, requests=options.requests or round(rate * SECONDS),
-            output_tokens=OUTPUT_TOKENS,
-        ),
-        experts=routes_of(options.traces[0], domains=domains),
-        policies=(PolicyChoice(name="round-robin"),), seeds=(seed,),
+    # A prefill worker is four GPUs too.
+    per_token_s = PREFILL.per_token_s / RANKS
+    prefill = PREFILL.model_copy(update={"workers": PREFILL_WORKERS, "per_token_s": per_token_s})
+    return scenario_of(
+        options, domains, prefill=prefill, decode_workers=WORKERS, rate_per_s=rate,
+        requests=round(rate * SECONDS), output_tokens=OUTPUT_TOKENS, seed=seed,
     )  # fmt: skip
 
 
@@ -113,26 +104,20 @@ def _ranks(probability: NDArray[np.floating]) -> NDArray[np.int64]:
     return ranks
 
 
-def _compared(group: str, rate: float, runs: dict[tuple[str, str], list[dict[str, Any]]]) -> Rows:
+def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, Any]]) -> Rows:
     """A row an arm, means over seeds; changes against the best load balancer with the linear placement."""
-    keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts", "batch_size")
-    mean = {
-        arm: {key: float(np.mean([run[key] for run in found])) for key in keys} for arm, found in runs.items()
-    }
-    best = {key: min(mean[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
+    keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
+    best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
     rows = []
-    for (policy, placement), row in mean.items():
+    for (policy, placement), found in means.items():
         papers = group != "task" and (policy, placement) == ("locality-band", "own")
-        change = {
-            f"{key.removesuffix('_ms')}_change_pct": change_pct(row[key], best[key])
-            for key in ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
-        }
         rows.append(
             {"workload": group, "rate_per_s": rate, "policy": policy, "placement": placement}
-            | row | change
+            | {key: found[key] for key in (*keys, "batch_size")}
+            | {f"{k.removesuffix('_ms')}_change_pct": change_pct(found[k], best[k]) for k in keys}
             | {"paper_p50_pct": PAPER_P50_PCT if papers else None}
             | {"paper_p99_pct": PAPER_P99_PCT if papers else None}
-        )  # fmt: skip
+        )
     return rows
 
 

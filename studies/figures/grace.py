@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,8 @@ from offline.placement.grouping import (
 from offline.placement.locality import local_rule, weighted_rule
 from offline.placement.replication import hot_experts, load_skew, num_replicas, with_replicas
 from offline.scenario import observed, routes_of
-from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
 from tools.cli import BadInput
-from tools.plots import bars, lines
 from tools.trace import CalibrationTrace
 
 TOKENS = 128  # of a step, the paper's batch size
@@ -332,72 +330,50 @@ def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -
     """The rows of each trace, numbers averaged over the seeds."""
     if not options.traces:
         raise BadInput("give --trace: calibration traces with routes, or GPT-OSS-20B records")
+    traces = {path: observed(routes_of(path)) for path in options.traces}
     rows: Rows = []
-    with Steps(len(options.traces) * len(options.seeds)) as steps:
-        for path in options.traces:
-            trace = observed(routes_of(path))
-            runs = []
-            for seed in options.seeds:
-                runs.append(make(trace, seed))
-                steps.done(f"{trace.model}, seed {seed}")
-            for same in zip(*runs, strict=True):
-                means = {
-                    key: float(np.mean([row[key] for row in same])) if isinstance(value, float) else value
-                    for key, value in same[0].items()
-                }
-                rows.append({"model": trace.model} | means)
+    for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):
+        for same in zip(*runs, strict=True):
+            means = {
+                key: float(np.mean([row[key] for row in same])) if isinstance(value, float) else value
+                for key, value in same[0].items()
+            }
+            rows.append({"model": traces[path].model} | means)
     return rows
 
 
-def _panelled(rows: Rows) -> Rows:
-    """A panel of the plot a model, and topology."""
-    return [
-        row | {"workload": ", ".join(str(row[k]) for k in ("model", "ranks") if k in row)} for row in rows
-    ]
-
-
-def _plot_components(rows: Rows, path: Path) -> None:
-    bars(_panelled(rows), "arm", "copies", path)
-
-
-def _plot_generalisation(rows: Rows, path: Path) -> None:
-    labelled = [row | {"case": f"{row['fitted_on']} on {row['evaluated_on']}"} for row in rows]
-    bars(_panelled(labelled), "case", "against_linear_pct", path)
-
-
+_PANELS = ("model", "ranks")
 FIGURES = {
     "fig1": Figure(
         "Strictness of grouping against traffic; which experts to replicate (Figure 1)",
         "non-uniform groups send less than uniform ones, and those less than linear; replicas of highly "
         "active experts balance load better than of widely collaborative ones, until there are too many",
         strictness,
-        lambda rows, path: bars(_panelled(rows), "placement", "load_std_pct", path),
+        bar_plot("placement", "load_std_pct", _PANELS),
     ),
     "fig3": Figure(
         "Load of the heaviest group and of its experts (Figure 3)",
         "a few groups of a layer carry most tokens, and in the heaviest a few experts do",
         concentration,
-        lambda rows, path: lines(
-            _panelled(rows), "layer", ["heaviest_group_pct", "lightest_group_pct", "hot_load_pct"], path
-        ),
+        line_plot("layer", "heaviest_group_pct", "lightest_group_pct", "hot_load_pct", panels=_PANELS),
     ),
     "ratio": Figure(
         "Non-uniformity ratio: affinity within groups, sizes, traffic and load (Eq. 1, section 4.1)",
         "the knee of U over S is chosen",
         ratios,
-        lambda rows, path: lines(_panelled(rows), "size_deviation_experts", ["affinity_within_pct"], path),
+        line_plot("size_deviation_experts", "affinity_within_pct", panels=_PANELS),
     ),
     "fig5": Figure(
         "Grouping, replication and routing at 2 x 2 and 2 x 4 (Figure 5)",
         "OLMoE / DeepSeek-v2-lite / Qwen3-30B-A3B at 2 x 2, each arm against the one it is added to",
         components,
-        _plot_components,
+        bar_plot("arm", "copies", _PANELS),
     ),
     "fig6": Figure(
         "Traffic of placements fitted on other domains (Figure 6)",
         "at most +20.1 / +14.2 / +57.1 % against the own data set, at least -17.5 / -18.1 / -14.6 % against "
         "Vanilla; a mixture generalises better than any single data set",
         generalisation,
-        _plot_generalisation,
+        bar_plot("{fitted_on} on {evaluated_on}", "against_linear_pct", _PANELS),
     ),
 }

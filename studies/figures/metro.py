@@ -7,7 +7,7 @@ those of a test bed's constants, whose derivation stands beside each (`A100`, `B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -22,10 +22,9 @@ from eldr_serve.experts.metro import MetroPlan
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
 from offline.scenario import observed, routes_of
-from studies.figures.common import Figure, Options, Rows, Steps, change_pct
+from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, line_plot, steps
 from studies.replica_choice import route_even, route_optimal
 from tools.cli import BadInput
-from tools.plots import bars, lines
 from tools.trace import CalibrationTrace
 
 Ints = NDArray[np.int64]
@@ -130,6 +129,13 @@ class Source:
         return float((spread.max(axis=1) / spread.mean(axis=1)).mean())
 
 
+class Halves(list[Source]):
+    """A trace's, one for each seed."""
+
+    def __str__(self) -> str:
+        return self[0].name
+
+
 def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
     """int[n, L, E, G] tokens of each expert on each rank.
 
@@ -181,56 +187,50 @@ def figure_4(options: Options) -> Rows:
 def figure_5(options: Options) -> Rows:
     """EPLB's routing by replication and batch: activated experts and a decode step's time."""
     rows: Rows = []
-    sources, sizes = _sources(options), (8, 32, 256)
-    with Steps(len(sources) * len(sizes)) as steps:
-        for name, halves in sources.items():
-            cost = A100.cost(halves[0].trace)
-            for size in sizes:
-                first: dict[str, float] = {}
-                for ratio in halves[0].ratios:
-                    works = _works(options, halves, ratio, size, ("even",))["even"]
-                    found = _mean({"activated": worst(w), "step_us": 1e6 * _step_s(cost, w)} for w in works)
-                    first = first or found
-                    last = ratio == halves[0].ratios[-1]
-                    rows.append(
-                        {
-                            "model": name,
-                            "batch_a_rank": size // RANKS,
-                            "replication": ratio,
-                            "most_activated": found["activated"],
-                            "activated_pct": change_pct(found["activated"], first["activated"]),
-                            "paper_activated_pct": 30 if last else None,
-                            "tpot_pct": change_pct(found["step_us"], first["step_us"]),
-                            "paper_tpot_pct": 14 if last else None,
-                        }
-                    )
-                steps.done(f"{name}, {size}")
+    for halves, size in steps(product(_sources(options), (8, 32, 256))):
+        cost, ratios = A100.cost(halves[0].trace), halves[0].ratios
+        first: dict[str, float] = {}
+        for ratio in ratios:
+            works = _works(options, halves, ratio, size, ("even",))["even"]
+            found = {
+                "activated": _mean(map(worst, works)),
+                "us": _mean(1e6 * _step_s(cost, w) for w in works),
+            }
+            first = first or found
+            rows.append(
+                {
+                    "model": halves[0].name,
+                    "batch_a_rank": size // RANKS,
+                    "replication": ratio,
+                    "most_activated": found["activated"],
+                    "activated_pct": change_pct(found["activated"], first["activated"]),
+                    "paper_activated_pct": 30 if ratio == ratios[-1] else None,
+                    "tpot_pct": change_pct(found["us"], first["us"]),
+                    "paper_tpot_pct": 14 if ratio == ratios[-1] else None,
+                }
+            )
     return rows
 
 
 def figure_8(options: Options) -> Rows:
     """Most activated experts on a rank: EPLB's routing, the paper's greedy, ours, the optimum."""
     rows: Rows = []
-    sources, sizes = _sources(options), (32, 256)
-    with Steps(sum(len(halves[0].ratios) - 1 for halves in sources.values()) * len(sizes)) as steps:
-        for name, halves in sources.items():
-            for size in sizes:
-                for ratio in halves[0].ratios[1:]:
-                    works = _works(options, halves, ratio, size, ("even", "greedy", "metro", "optimum"))
-                    found = {key: float(np.mean([worst(w) for w in works[key]])) for key in works}
-                    rows.append(
-                        {"model": name, "batch_size": size, "replication": ratio}
-                        | found
-                        | {
-                            "metro_above_optimum_pct": change_pct(found["metro"], found["optimum"]),
-                            "greedy_above_optimum_pct": change_pct(found["greedy"], found["optimum"]),
-                            "paper_above_optimum_pct": 10.9,
-                            "even_above_optimum_pct": change_pct(found["even"], found["optimum"]),
-                            "metro_below_even_pct": 100 * (1 - found["metro"] / found["even"]),
-                            "paper_below_even_pct": 42.3,
-                        }
-                    )
-                    steps.done(f"{name}, {size}, {ratio}")
+    for halves, size in steps(product(_sources(options), (32, 256))):
+        for ratio in halves[0].ratios[1:]:
+            works = _works(options, halves, ratio, size, ("even", "greedy", "metro", "optimum"))
+            found = {key: _mean(map(worst, works[key])) for key in works}
+            rows.append(
+                {"model": halves[0].name, "batch_size": size, "replication": ratio}
+                | found
+                | {
+                    "metro_above_optimum_pct": change_pct(found["metro"], found["optimum"]),
+                    "greedy_above_optimum_pct": change_pct(found["greedy"], found["optimum"]),
+                    "paper_above_optimum_pct": 10.9,
+                    "even_above_optimum_pct": change_pct(found["even"], found["optimum"]),
+                    "metro_below_even_pct": 100 * (1 - found["metro"] / found["even"]),
+                    "paper_below_even_pct": 42.3,
+                }
+            )
     return rows
 
 
@@ -239,66 +239,66 @@ def figure_9(options: Options) -> Rows:
     mixes = {"decode-heavy": (1024, 2048, -12.9, 15.9), "prefill-heavy": (8192, 512, None, 4.2)}
     batch = 256
     rows: Rows = []
-    for name, halves in _sources(options).items():
+    for halves, mix in steps(product(_sources(options), mixes)):
+        prompt, output, paper_tpot, paper_rate = mixes[mix]
         cost = A100.cost(halves[0].trace)
-        for mix, (prompt, output, paper_tpot, paper_rate) in mixes.items():
-            for ratio in halves[0].ratios[1:]:
-                works = _works(options, halves, ratio, batch, ("even", "metro"))
-                layers, top_k = halves[0].trace.decode_counts.shape[1], halves[0].trace.top_k
-                skew = float(np.mean([half.prompt_imbalance(half.plan(ratio)) for half in halves]))
-                prefill_s = layers * cost.per_token_s * skew * batch * prompt * top_k / RANKS
-                step_s = {
-                    routing: float(np.mean([_step_s(cost, w) for w in works[routing]]))
-                    + (layers * DECIDE_S if routing == "metro" else 0.0)
-                    for routing in works
+        layers, top_k = halves[0].trace.decode_counts.shape[1], halves[0].trace.top_k
+        for ratio in halves[0].ratios[1:]:
+            works = _works(options, halves, ratio, batch, ("even", "metro"))
+            skew = _mean(half.prompt_imbalance(half.plan(ratio)) for half in halves)
+            prefill_s = layers * cost.per_token_s * skew * batch * prompt * top_k / RANKS
+            step_s = {
+                routing: _mean(_step_s(cost, w) for w in works[routing])
+                + (layers * DECIDE_S if routing == "metro" else 0.0)
+                for routing in works
+            }
+            rate = {r: batch * (prompt + output) / (prefill_s + output * s) for r, s in step_s.items()}
+            shown = ratio == halves[0].ratios[-1]
+            rows.append(
+                {
+                    "model": halves[0].name,
+                    "mix": mix,
+                    "replication": ratio,
+                    "even_tpot_ms": 1e3 * step_s["even"],
+                    "metro_tpot_ms": 1e3 * step_s["metro"],
+                    "tpot_pct": change_pct(step_s["metro"], step_s["even"]),
+                    "paper_tpot_pct": paper_tpot if shown else None,
+                    "tokens_per_s_pct": change_pct(rate["metro"], rate["even"]),
+                    "paper_tokens_per_s_pct": paper_rate if shown else None,
                 }
-                rate = {r: batch * (prompt + output) / (prefill_s + output * s) for r, s in step_s.items()}
-                shown = ratio == halves[0].ratios[-1]
-                rows.append(
-                    {
-                        "model": name,
-                        "mix": mix,
-                        "replication": ratio,
-                        "even_tpot_ms": 1e3 * step_s["even"],
-                        "metro_tpot_ms": 1e3 * step_s["metro"],
-                        "tpot_pct": change_pct(step_s["metro"], step_s["even"]),
-                        "paper_tpot_pct": paper_tpot if shown else None,
-                        "tokens_per_s_pct": change_pct(rate["metro"], rate["even"]),
-                        "paper_tokens_per_s_pct": paper_rate if shown else None,
-                    }
-                )
+            )
     return rows
 
 
 def figure_11(options: Options) -> Rows:
     """A layer's time in parts, EPLB's routing against METRO, by replication."""
-    batch = 256
     rows: Rows = []
-    for name, halves in _sources(options).items():
+    for halves in _sources(options):
         cost = A100.cost(halves[0].trace)
+        rest = 1e6 * cost.fixed_s
         for ratio in halves[0].ratios[1:]:
-            works = _works(options, halves, ratio, batch, ("even", "metro"))
+            works = _works(options, halves, ratio, 256, ("even", "metro"))
             ffn = {
-                routing: 1e6 * float(np.mean([cost.rank_s(w).max(axis=-1).mean() for w in works[routing]]))
+                routing: 1e6 * _mean(cost.rank_s(w).max(axis=-1).mean() for w in works[routing])
                 for routing in works
             }
             for routing in works:
                 decide = 1e6 * DECIDE_S if routing == "metro" else 0.0
-                rest = 1e6 * cost.fixed_s
                 total = rest + decide + ffn[routing]
+                shown = routing == "metro" and ratio == 1.5
                 rows.append(
                     {
-                        "model": name,
+                        "model": halves[0].name,
                         "replication": ratio,
                         "routing": routing,
                         "rest_us": rest,
                         "decide_us": decide,
                         "ffn_us": ffn[routing],
                         "ffn_less_us": ffn["even"] - ffn[routing],
-                        "paper_ffn_less_us": 81 if routing == "metro" and ratio == 1.5 else None,
+                        "paper_ffn_less_us": 81 if shown else None,
                         "layer_us": total,
                         "layer_pct": change_pct(total, rest + ffn["even"]),
-                        "paper_layer_pct": -10 if routing == "metro" and ratio == 1.5 else None,
+                        "paper_layer_pct": -10 if shown else None,
                     }
                 )
     return rows
@@ -306,34 +306,30 @@ def figure_11(options: Options) -> Rows:
 
 def figure_12(options: Options) -> Rows:
     """Decode throughput against TPOT over batch sizes and mappings of 8 GPUs; METRO's gain at equal TPOT."""
-    sizes = (64, 128, 256, 512, 1024)
     rows: Rows = []
-    sources = _sources(options)
-    with Steps(len(sources) * len(sizes)) as steps:
-        for name, halves in sources.items():
-            cost = B200.cost(halves[0].trace)
-            points: Rows = []
-            for size in sizes:
-                for ep, ratio in [(1, 1.0), *product((2, 4, 8), halves[0].ratios[1:])]:
-                    routings = ("even", "metro") if ep > 1 else ("even",)
-                    works = _works(options, halves, ratio, size, routings, ranks=ep)
-                    for routing in routings:
-                        step_s = np.mean([_mapped_s(cost, w, size, ep, routing) for w in works[routing]])
-                        points.append(
-                            {
-                                "model": name,
-                                "routing": routing if ep > 1 else "no EP",
-                                "replication": ratio if ep > 1 else None,
-                                "batch_size": size,
-                                "ep": ep,
-                                "tp": RANKS // ep,
-                                "tpot_ms": 1e3 * float(step_s),
-                                "tokens_per_s": size / float(step_s),
-                            }
-                        )
-                steps.done(f"{name}, {size}")
-            for ratio in halves[0].ratios[1:]:
-                rows += _gain(points, name, ratio)
+    for halves in _sources(options):
+        name, cost, ratios = halves[0].name, B200.cost(halves[0].trace), halves[0].ratios[1:]
+        points: Rows = []
+        for size, (ep, ratio) in steps(
+            product((64, 128, 256, 512, 1024), [(1, 1.0), *product((2, 4, 8), ratios)])
+        ):
+            works = _works(options, halves, ratio, size, ("even", "metro")[: 2 if ep > 1 else 1], ranks=ep)
+            for routing in works:
+                step_s = _mean(_mapped_s(cost, w, size, ep, routing) for w in works[routing])
+                points.append(
+                    {
+                        "model": name,
+                        "routing": routing if ep > 1 else "no EP",
+                        "replication": ratio if ep > 1 else None,
+                        "batch_size": size,
+                        "ep": ep,
+                        "tp": RANKS // ep,
+                        "tpot_ms": 1e3 * step_s,
+                        "tokens_per_s": size / step_s,
+                    }
+                )
+        for ratio in ratios:
+            rows += _gain(points, name, ratio)
     return rows
 
 
@@ -385,24 +381,15 @@ def _step_s(cost: LayerCost, work: LayerWork) -> float:
     return float(cost.layer_s(work).sum(axis=-1).mean())
 
 
-def _sources(options: Options) -> dict[str, list[Source]]:
-    """By model: its halves, one for each seed."""
+def _sources(options: Options) -> list[Halves]:
+    """Of each trace."""
     if not options.traces:
         raise BadInput("give --trace: a calibration trace with routes, or GPT-OSS-20B's records; one or more")
-    found = {}
-    for path in options.traces:
-        halves = [Source.read(path, seed) for seed in options.seeds]
-        found[halves[0].name] = halves
-    return found
+    return [Halves(Source.read(path, seed) for seed in options.seeds) for path in options.traces]
 
 
 def _works(
-    options: Options,
-    halves: list[Source],
-    ratio: float,
-    size: int,
-    routings: tuple[str, ...],
-    ranks: int = RANKS,
+    options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...], ranks: int = RANKS
 ) -> dict[str, list[LayerWork]]:
     """By routing: the work of the same batches, one entry for each seed."""
     found: dict[str, list[LayerWork]] = {routing: [] for routing in routings}
@@ -414,27 +401,11 @@ def _works(
     return found
 
 
-def _mean(rows: Any) -> dict[str, float]:
-    listed = list(rows)
-    return {key: float(np.mean([row[key] for row in listed])) for key in listed[0]}
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
-def _bars(label: str, value: str) -> Callable[[Rows, Path], None]:
-    def plot(rows: Rows, path: Path) -> None:
-        panels = [
-            row
-            | {
-                "workload": ", ".join(
-                    str(row[k]) for k in ("model", "batch_size", "batch_a_rank", "mix") if k in row
-                )
-            }
-            for row in rows
-        ]
-        bars(panels, label, value, path)
-
-    return plot
-
-
+_PANELS = ("model", "batch_size", "batch_a_rank", "mix")
 FIGURES = {
     "fig4": Figure(
         "What balancing tokens does to activated experts: the example",
@@ -445,30 +416,30 @@ FIGURES = {
         "EPLB's routing by replication and batch, 8 ranks: activated experts, and TPOT by the cost model",
         "Qwen3-30B, 8 A100, 1.5x replication: 30 % more experts activated in a decode batch, TPOT +14 %",
         figure_5,
-        _bars("replication", "activated_pct"),
+        bar_plot("replication", "activated_pct", _PANELS),
     ),
     "fig8": Figure(
         "Most activated experts on a rank: EPLB's routing, the paper's greedy, METRO here, the optimum",
         "METRO at most 10.9 % above the optimum and up to 42.3 % below EPLB",
         figure_8,
-        _bars("replication", "metro_below_even_pct"),
+        bar_plot("replication", "metro_below_even_pct", _PANELS),
     ),
     "fig9": Figure(
         "METRO against EPLB's routing: TPOT and total throughput by the cost model (figures 9 and 10)",
         "TPOT -12.9 % (-21.8 % on B200), throughput +15.9 % (+21.0 %), prefill-heavy +4.2 %, each at most",
         figure_9,
-        _bars("replication", "tpot_pct"),
+        bar_plot("replication", "tpot_pct", _PANELS),
     ),
     "fig11": Figure(
         "A layer's time in parts by the cost model, the paper's 26 us for the decision",
         "the decision takes up to 26 us and saves up to 81 us of FFN; decode latency falls by up to 10 %",
         figure_11,
-        _bars("replication", "ffn_less_us"),
+        bar_plot("replication", "ffn_less_us", _PANELS),
     ),
     "fig12": Figure(
         "Decode throughput against TPOT, Pareto fronts over batch size and EP x TP, by the cost model",
         "1.98 to 4.11 times EPLB's throughput at a fixed TPOT",
         figure_12,
-        lambda rows, path: lines(rows, "tpot_ms", ["tokens_per_s"], path, by="routing"),
+        line_plot("tpot_ms", "tokens_per_s", by="routing"),
     ),
 }  # fmt: skip

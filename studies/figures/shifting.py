@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.expert_placement import Topology, hosts_of
-from offline.gptoss import read_gptoss
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, placed_work
+from offline.scenario import observed, routes_of
 from studies.migration import Links, aligned, plan_migration
 from studies.prediction import decode_correction, expected_workload
 from tools.cli import BadInput
@@ -80,7 +80,7 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 def read_routes(path: Path) -> CalibrationTrace:
     """A calibration trace with routes, or GPT-OSS-20B records; BadInput if it has none."""
-    trace = CalibrationTrace.load(path) if path.suffix == ".safetensors" else read_gptoss(path)
+    trace = observed(routes_of(path))
     if trace.routes is None:
         raise BadInput(f"{path} has no routes (calibrate with --routes)")
     if len(set(trace.decode_steps.tolist())) > 1:

@@ -9,6 +9,7 @@ the slowest one's.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from offline.scenario import observed, routes_of
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts
 from offline.simulation.run import simulate
-from studies.figures.common import Figure, Options, Rows, Steps
+from studies.figures.common import Figure, Options, Rows, bar_plot, each_seed, mean
 from studies.figures.eldr import COST
 from studies.figures.traffic import Traffic
 from tools.cli import BadInput
-from tools.plots import bars
 
 WORKERS = 16
 SLOTS = 32
@@ -47,49 +47,47 @@ def policies(options: Options) -> Rows:
     trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)
     experts = Experts.replayed(trace)
+
+    def run(case: tuple[float, bool], seed: int) -> dict[str, dict[str, Any]]:
+        load, barrier = case
+        cost = options.cost or COST
+        cluster = Cluster(decode=Decode(workers=WORKERS, max_batch=SLOTS, barrier=barrier, cost=cost))
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(len(trace.ids))
+        fit, held_out = np.split(order, [round(0.4 * len(order))])
+        table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
+        requests = _requests(traffic, experts, options, load, seed)
+        requests = replace(requests, kind=rng.choice(held_out, len(requests)))
+        found = {}
+        for name, parameters in POLICIES:
+            policy: Any = make_policy(name, **parameters).with_table(table)
+            policy.update_cost_model(cost)
+            if hasattr(policy, "predictor"):
+                traffic.teach(policy.predictor)
+            found[name] = simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
+        return found
+
     rows: Rows = []
-    cases = [(load, barrier) for load in LOADS for barrier in (False, True)]
-    with Steps(len(cases) * len(POLICIES) * len(options.seeds)) as steps:
-        for load, barrier in cases:
-            name_of_case = f"load {load:g}, {'barrier' if barrier else 'no barrier'}"
-            cluster = Cluster(
-                decode=Decode(workers=WORKERS, max_batch=SLOTS, barrier=barrier, cost=options.cost or COST)
-            )
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in POLICIES}
-            for seed in options.seeds:
-                rng = np.random.default_rng(seed)
-                order = rng.permutation(len(trace.ids))
-                fit, run = np.split(order, [round(0.4 * len(order))])
-                table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
-                requests = _requests(traffic, experts, options, load, seed)
-                requests = replace(requests, kind=rng.choice(run, len(requests)))
-                for name, parameters in POLICIES:
-                    policy: Any = make_policy(name, **parameters).with_table(table)
-                    policy.update_cost_model(cluster.decode.cost)
-                    if hasattr(policy, "predictor"):
-                        traffic.teach(policy.predictor)
-                    outcome = simulate(requests, policy, cluster, experts=experts, seed=seed)
-                    found[name].append(outcome.summary())
-                    steps.done(f"{name_of_case}, {name}")
-            rows += _rows(name_of_case, found)
+    for (load, barrier), found in each_seed(options, product(LOADS, (False, True)), run):
+        means = {name: mean([run[name] for run in found]) for name, _ in POLICIES}
+        rows += _rows(f"load {load:g}, {'barrier' if barrier else 'no barrier'}", means)
     return rows
 
 
-def _rows(workload: str, found: dict[str, list[dict[str, Any]]]) -> Rows:
+def _rows(workload: str, means: dict[str, dict[str, Any]]) -> Rows:
     keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
-    mean = {name: {k: float(np.mean([s[k] for s in made])) for k in keys} for name, made in found.items()}
     return [
         {"workload": workload, "policy": name}
-        | values
+        | {key: values[key] for key in keys}
         | {
             "dominated_by": ", ".join(
                 other
-                for other, theirs in mean.items()
+                for other, theirs in means.items()
                 if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
             )
             or None
         }
-        for name, values in mean.items()
+        for name, values in means.items()
     ]
 
 
@@ -116,6 +114,6 @@ FIGURES = {
         "TPOT, throughput and imbalance of every policy, by load, with and without the step barrier",
         "not in the papers",
         policies,
-        lambda rows, path: bars(rows, "policy", "tpot_p50_ms", path),
+        bar_plot("policy", "tpot_p50_ms"),
     )
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shipped import ROOT
 
-from benchmarks.__main__ import NAMES, SERVING
+from benchmarks.__main__ import MODULES, NAMES, SERVING
 from benchmarks.cache_memory import compare, shape_of, smallest_block_size
 from benchmarks.handover import kv_pull_totals
 from benchmarks.harness import tables
@@ -36,7 +36,7 @@ def test_help_says_units_and_defaults(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert set(NAMES) >= SERVING
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         run(getattr(module, name))
@@ -44,7 +44,7 @@ def test_help_says_units_and_defaults(
     shown = capsys.readouterr().out
     assert "--out" in shown
     assert "default" in shown
-    assert f"python -m benchmarks.{name}" in (module.__doc__ or "")
+    assert f"python -m benchmarks.{MODULES[name]}" in (module.__doc__ or "")
 
 
 @pytest.mark.parametrize("arguments", ["cache_memory", "capture_overhead --requests 0 --calls 3 --tokens 64"])
@@ -126,7 +126,7 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
 @pytest.mark.parametrize("name", tables.CLAIMS)
 def test_claims_hide_no_policy_that_beats_one_that_they_show(name: str) -> None:
     claims = [claim for claim in tables.CLAIMS[name]["lines"] if claim["result"] == "together_policies"]
-    rows = tables.rows_of("together_policies")
+    rows = tables.read_rows("together_policies")
     shown = [row for row in rows if any(tables.selected(row, claim) for claim in claims)]
     assert shown
     beaten = [

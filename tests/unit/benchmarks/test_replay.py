@@ -58,20 +58,6 @@ def test_workloads_are_split_without_overlap() -> None:
         EnginePool(Path("model"), 100_000)
 
 
-def test_a_table_of_gate_scores_is_that_of_counts_where_the_scores_are_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trace = synthetic_trace()
-    scores = {"gate-prob": trace.prefill_counts.astype(np.float32)}
-    monkeypatch.setattr(replay, "gate_scores", lambda tokens, work: scores)
-    bench = Bench.__new__(Bench)
-    bench.data, bench._seed, bench._work = Captured(trace, []), 0, Path()
-    fit = np.arange(0, len(trace.ids), 2)
-    by_scores, by_counts = (bench._table(fit, 3, True, name) for name in ("gate-prob", "count"))
-    assert by_scores.spec.layers.tolist() == by_counts.spec.layers.tolist()
-    assert np.array_equal(by_scores.centroids, by_counts.centroids)
-
-
 class _EnginePool:
     """Steps of one request each, that cost what a random number of experts does; stops after so many runs."""
 

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike
 from eldr_serve.expert_placement import Topology, hosts_of
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, placed_work, round_in_polytope
-from studies.annealing import annealed_placement
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=2e-6, per_token_s=1e-7, near_byte_s=1e-11, far_byte_s=1e-10)
 BYTES = 2000.0
@@ -109,19 +108,6 @@ def test_rounding_keeps_experts_whole_and_slots_within_bounds(seed: int, experts
     assert (whole.sum(axis=0) <= room).all()
 
 
-def test_annealing_improves_and_does_not_beat_the_bound() -> None:
-    topology = Topology(ranks=4)
-    tokens = workload(3, 2, 4, 16)
-    arguments = {"topology": topology, "slots": 5, "cost": COST, "token_bytes": BYTES}
-    _, report = director_placement(tokens, **arguments)
-    reached = {}
-    for steps in (1, 1500):
-        placed, reached[steps] = annealed_placement(tokens, **arguments, steps=steps)
-        assert np.allclose(reached[steps], measured_s(tokens, placed, topology))
-    assert (report.bound_s * (1 - 1e-9) <= reached[1500]).all()
-    assert (reached[1500] < reached[1]).all()
-
-
 @pytest.mark.parametrize(
     ("load", "slots", "start", "word"),
     [
@@ -137,6 +123,3 @@ def test_bad_input_is_named(load: ArrayLike, slots: int, start: ArrayLike | None
     arguments = {"topology": Topology(ranks=2), "slots": slots, "cost": COST}
     with pytest.raises(ValueError, match=word):
         director_placement(load, **arguments, start=start)
-    if start is None:
-        with pytest.raises(ValueError, match=word):
-            annealed_placement(load, **arguments)

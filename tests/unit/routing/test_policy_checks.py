@@ -15,6 +15,7 @@ from router_talk import ask, make
 from shipped import ROOT
 from tables import request
 
+from benchmarks.harness.tables import filled
 from eldr_serve.routing import (
     Decision,
     Loads,
@@ -31,7 +32,6 @@ from eldr_serve.routing import (
 )
 from eldr_serve.routing.registry import policy_class
 from eldr_serve.serving.router_settings import RouterSettings
-from offline.describe import filled
 
 PAGE = ROOT / "docs" / "placement.md"
 STRANGER = """
@@ -236,4 +236,4 @@ def test_the_policy_that_the_page_shows_breaks_nothing(
 def test_the_page_has_the_parameters_as_declared() -> None:
     page = PAGE.read_text()
     assert page.count("<!-- parameters ") >= 5
-    assert filled(page) == page, "run: python -m offline.describe --write docs/placement.md"
+    assert filled(page) == page, "run: make tables"

@@ -26,7 +26,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, trace: Path) -> Options:
-    for name, value in (("RANKS", 4), ("BATCHES", 4), ("_ANNEALING_STEPS", (50,))):
+    for name, value in (("RANKS", 4), ("BATCHES", 4)):
         monkeypatch.setattr(director, name, value)
     return Options(traces=(trace,))
 
@@ -43,7 +43,7 @@ def test_knowing_the_batch_beats_a_static_placement(small: Options) -> None:
         assert oracle["moves_a_batch"] > 0 == took["vanilla"]["moves_a_batch"]
 
 
-def test_rounding_is_between_the_bound_and_annealing(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_above_its_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     def synthetic(seed: int) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
         rng = np.random.default_rng(seed)
         work = [rng.poisson(rng.lognormal(3, 1, (L, 1, E)), (L, 4, E)).astype(float)]
@@ -51,10 +51,9 @@ def test_rounding_is_between_the_bound_and_annealing(small: Options, monkeypatch
 
     monkeypatch.setattr(director, "_synthetic", synthetic)
     rows = director.FIGURES["fig11"].run(small)
-    for workload in {row["workload"] for row in rows}:
-        ours, annealed = (row for row in rows if row["workload"] == workload)
-        assert 0 <= ours["above_bound_pct"] <= ours["above_lp_pct"] + 1e-9
-        assert ours["above_lp_pct"] < annealed["above_lp_pct"]
+    assert rows
+    for row in rows:
+        assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
 
 
 def test_a_batch_holds_every_token_at_its_home(trace: Path, tmp_path: Path) -> None:

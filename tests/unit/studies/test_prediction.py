@@ -1,62 +1,17 @@
-"""Forecasts of expert use: their measures by hand, and that the torch predictors learn and round."""
+"""Forecasts of expert use, by hand and on requests whose prompts mislead."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from studies.cascade import Cascade, predict_routes, train_cascade
-from studies.low_bit_replica import quantise_, rounded
-from studies.prediction import decode_correction, expected_workload, match_rate, workload_error
-
-VOCABULARY, LAYERS, EXPERTS, TOP_K = 24, 4, 8, 2
+from studies.prediction import decode_correction, expected_workload
 
 
-def ruled(tokens: torch.Tensor) -> torch.Tensor:
-    """Experts [T, L, k] of tokens [T]: early layers by the token, late ones by it and the one before."""
-    before = torch.cat([tokens[:1], tokens[:-1]])
-    first = torch.stack([tokens % EXPERTS, (tokens + before) % EXPERTS], 1).repeat_interleave(2, 1)
-    return torch.stack([first, (first + 3) % EXPERTS], 2)
-
-
-def test_a_cascade_learns_a_rule_from_routes_and_sees_no_later_token() -> None:
-    torch.manual_seed(0)
-    model = Cascade(torch.randn(VOCABULARY, 16), LAYERS, EXPERTS, stages=2, width=32)
-    requests = [torch.randint(VOCABULARY, (20 + n % 5,)) for n in range(70)]
-    seen, unseen = requests[:60], requests[60:]
-
-    def accuracy() -> float:
-        predicted = [predict_routes(model, tokens, TOP_K) for tokens in unseen]
-        assert all(p.shape == (len(t), LAYERS, TOP_K) for p, t in zip(predicted, unseen, strict=True))
-        return match_rate(torch.cat(predicted), torch.cat([ruled(tokens) for tokens in unseen]))
-
-    assert accuracy() < 0.45  # chance is 0.25
-    train_cascade(model, seen, [ruled(tokens) for tokens in seen], steps=80, batch=8, length=24)
-    assert accuracy() > 0.6
-    one, other = torch.arange(10)[None], torch.cat([torch.arange(9), torch.tensor([20])])[None]
-    with torch.no_grad():
-        a, b = model.eval()(one), model(other)
-    assert torch.allclose(a[:, :9], b[:, :9], atol=1e-5)
-    assert not torch.allclose(a[:, 9], b[:, 9], atol=1e-3)
-
-
-def test_a_replica_keeps_gates_and_vectors_and_states_its_size() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(6, 70)
-    errors = [float((rounded(weight, bits, 32) - weight).abs().max()) for bits in (3, 4, 8)]
-    assert errors[0] > errors[1] > errors[2] > 0
-    grid = torch.tensor([[-7.0, 3.0, 0.0, 7.0]])
-    assert torch.allclose(rounded(grid, 4, 4), grid)
-    layers = {"gate": nn.Linear(32, 8, bias=False), "up": nn.Linear(32, 64)}
-    model = nn.ModuleDict({"mlp": nn.ModuleDict(layers)})
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    size = quantise_(model, 4)
-    kept = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
-    assert kept == {"mlp.gate.weight", "mlp.up.bias"}
-    full, packed = 32 * 8 + 64, 32 * 64
-    assert size == pytest.approx((16 * full + (4 + 16 / 32) * packed) / (16 * (full + packed)))
+def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:
+    """Share of the tokens given to the wrong expert, mean over layers."""
+    guess, truth = (counts / counts.sum(axis=-1, keepdims=True) for counts in (predicted, actual))
+    return float(abs(guess - truth).sum(axis=-1).mean() / 2)
 
 
 def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
@@ -66,6 +21,9 @@ def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
     bias = np.array([3, 1, 1, 1, 1, 0.3])
     prefill, decode = use * bias * tokens[:, None, None], use * steps[:, None, None]
     correction = decode_correction(prefill[:20], tokens[:20], decode[:20], steps[:20])
+    assert correction.shape == (2, 6)
+    assert correction[:, 0].max() < 0.5
+    assert correction[:, 5].min() > 1.5
     truth = decode[20:].sum(axis=0)
     plain, corrected = (
         workload_error(expected_workload(counts[20:], tokens[20:], 50), truth)
@@ -74,3 +32,20 @@ def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
     assert corrected < plain / 2
     rare = decode_correction([[[0, 9]]], [9], [[[0, 9]]], [9])
     assert rare.tolist() == [[1, 1]]  # an expert that nobody used is left alone
+
+
+def test_measures_by_hand() -> None:
+    assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], 10).tolist() == [[15, 5]]
+    assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], [10, 0]).tolist() == [[10, 0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: expected_workload([[[1]]], [1, 2], 1), "do not go"),
+        (lambda: expected_workload([[[1]]], [0], 1), "no tokens"),
+    ],
+)
+def test_bad_input_is_named(call: object, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        call()  # type: ignore[operator]

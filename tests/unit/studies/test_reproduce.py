@@ -69,16 +69,12 @@ def test_balance_routes_balance(arrivals: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_predictors_dispatches_and_imbalance_are_measured(arrivals: Path) -> None:
+def test_predictors_and_imbalance_are_measured(arrivals: Path) -> None:
     predictors = balanceroute.table3(Options((arrivals,)))
     assert {row["predictor"] for row in predictors} == {"survival", "prompt-keyed", "boosted-trees"}
     assert all(0.5 < row["auc"] <= 1 and 0 < row["mae_tokens"] < 40 for row in predictors)
-    options = Options((arrivals,), requests=600)
     methods = {"shortest-queue", "balance-route", "balance-route-horizon, survival"}
-    assert {row["method"] for row in balanceroute.panels(options)} == methods
-    timed = balanceroute.dispatch(options)
-    assert [row["workers"] for row in timed[::2]] == [8, 16, 32, 144]
-    assert all(0 < row["dispatch_p50_ms"] <= row["dispatch_p99_ms"] for row in timed)
+    assert {row["method"] for row in balanceroute.panels(Options((arrivals,), requests=600))} == methods
 
 
 def test_a_placement_of_its_own_lightens_a_worker_s_slowest_rank(
