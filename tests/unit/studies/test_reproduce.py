@@ -135,7 +135,6 @@ def test_workers_that_come_are_used(observed: Path) -> None:
         ("balanceroute", "table1", "give --trace"),
         ("grace", "fig5", "give --trace"),
         ("metro", "fig8", "give --trace"),
-        *(("director", figure, "--trace") for figure in ("fig7", "fig9", "fig11", "table2")),
     ],
 )
 def test_bad_input_gets_one_sentence(
