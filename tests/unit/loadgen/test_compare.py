@@ -179,6 +179,7 @@ def test_an_interrupted_run_sets_the_policy_back(
     process = subprocess.Popen(
         [sys.executable, "-m", "loadgen.compare", *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else as who runs us has it
     )  # fmt: skip
     deadline = time.monotonic() + 40
     while not service.bodies and time.monotonic() < deadline:
