@@ -51,7 +51,7 @@ test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
 
 test-demo: setup browser ## the README's first command, small, to its report
-	$(BIN)/python -m pytest tests/e2e/test_a_demo.py
+	$(BIN)/python -m pytest tests/e2e/test_demo.py
 
 test-e2e: setup ## Ray Serve, three engines, HTTP
 	$(BIN)/python -m pytest tests/e2e

@@ -171,11 +171,14 @@ def table_file(trace_file: Path, service: Service) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test does, no lease and no load stays behind."""
-    yield
-    if "service" in request.fixturenames:
+def whole_before_and_idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test finds both decode engines warm, whichever came before; no lease and no load stays behind."""
+    if "service" not in request.fixturenames:
+        yield
+    else:
         running: Service = request.getfixturevalue("service")
+        wait_for(running.whole, "both decode engines are warm", 240)
+        yield
         wait_for(
             lambda: (
                 running.status()["leases"] == running.status()["decode_queue"]["size"] == 0

@@ -58,6 +58,11 @@ class Service:
         found: dict[str, Any] = answer.json()
         return found
 
+    def whole(self) -> bool:
+        """Serve has replaced what died, and every pair of engines is warm."""
+        status = self.status()
+        return len(status.get("workers", [])) == 2 and status["ingress"]["ready"]
+
     def admin(self, method: str, path: str, key: str | None = ADMIN_KEY, **kwargs: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=60, **kwargs)
