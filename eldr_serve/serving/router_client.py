@@ -58,6 +58,7 @@ class RouterClient:
         self.link = RouterLink(self._id, connect, replicas, self, timeout_s=timeout_s)
         self._own = OwnLoad(replicas)
         self._table: RoutingTable | None = None
+        self._table_file: bytes | None = None  # that it was read from
         self.placements: dict[str, Placement] = {}  # all that are not DONE
         self._answers: dict[str, asyncio.Future[None]] = {}  # of those that somebody waits for
         # What the actor is still to be told.
@@ -288,7 +289,9 @@ class RouterClient:
             self._settle(self.placements[request_id])
 
     def settings_changed(self, settings: Settings) -> None:
-        self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+        if settings.table != self._table_file:
+            self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+            self._table_file = settings.table
         for placement in list(self._queued()):
             self._ask(placement)
 
