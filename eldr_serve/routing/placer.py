@@ -133,10 +133,7 @@ class Placer:
     def hold(self, placement: Placement) -> None:
         """The request is LEASED on its worker already, whoever placed it."""
         self.finish(placement.request_id)
-        self.running[placement.request_id] = placement
-        self._ledger.add(placement.request_id, placement.replica, placement.request.prompt_tokens)
-        self._ledger.progress(placement.request_id, placement.generated_tokens)
-        self._tell(placement)
+        self._run(placement)
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Requests have generated so many tokens in all; unknown ones and steps back are ignored."""
@@ -188,10 +185,14 @@ class Placer:
         placement.band, placement.similarity = decision.band, decision.similarity
         placement.best = _is_best(decision.worker, placement.request, loads)
         placement.reason, placement.policy = decision.reason, self._policy.name
-        self.running[placement.request_id] = placement
-        self._ledger.add(placement.request_id, worker, placement.request.prompt_tokens)
-        self._policy.on_assigned(placement.request, decision.worker, decision)
+        self._run(placement, decision)
         return placement
+
+    def _run(self, placement: Placement, decision: Decision | None = None) -> None:
+        self.running[placement.request_id] = placement
+        self._ledger.add(placement.request_id, placement.replica, placement.request.prompt_tokens)
+        self._ledger.progress(placement.request_id, placement.generated_tokens)
+        self._tell(placement, decision)
 
     def _leave(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)
@@ -200,12 +201,12 @@ class Placer:
             self._ledger.release(request_id)
             self._policy.on_finished(request_id)
 
-    def _tell(self, placement: Placement) -> None:
+    def _tell(self, placement: Placement, decision: Decision | None = None) -> None:
         slot = self._slot.get(placement.replica)
         if slot is None:
             self._policy.on_finished(placement.request_id)
             return
-        self._policy.on_assigned(placement.request, slot)
+        self._policy.on_assigned(placement.request, slot, decision)
         if placement.generated_tokens:
             self._policy.on_progress({placement.request_id: placement.generated_tokens})
 
