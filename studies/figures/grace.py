@@ -6,7 +6,7 @@ Traffic is counted as the paper's dispatch makes it: a token goes once to anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,11 +162,8 @@ def ratios(options: Options) -> Rows:
     """Eq. 1: affinity within groups and deviation of sizes over the non-uniformity ratio; the knee."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
-        fit_on, held_out = _halves(trace, seed)
-        batches = _batches(trace, held_out, options, seed)
         found: Rows = []
-        for topology in TOPOLOGIES:
-            fit = Fit.on(trace, fit_on, topology)
+        for topology, fit, batches in _fitted(trace, options, seed):
             chosen = knee_ratio(fit.affinity, topology)
             for ratio in RATIOS:
                 grouped = fit.grouped(ratio)
@@ -205,11 +202,8 @@ def components(options: Options) -> Rows:
     """Figure 5: grouping, replication and routing, each against what it is added to; and in equal slots."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
-        fit_on, held_out = _halves(trace, seed)
-        batches = _batches(trace, held_out, options, seed)
         found: Rows = []
-        for topology in TOPOLOGIES:
-            fit = Fit.on(trace, fit_on, topology)
+        for topology, fit, batches in _fitted(trace, options, seed):
             judged = {
                 name: (_judged(evaluate(batches, hosts, topology, rule)), replicas)
                 for name, hosts, rule, replicas in _arms(fit, seed)
@@ -316,6 +310,14 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
     order = np.random.default_rng(seed).permutation(chosen)
     first, second = np.split(order, [len(order) // 2])
     return first, second
+
+
+def _fitted(trace: CalibrationTrace, options: Options, seed: int) -> Iterator[tuple[Topology, Fit, Ints]]:
+    """Of each topology: what one half of the requests says, and batches of the other half."""
+    fit_on, held_out = _halves(trace, seed)
+    batches = _batches(trace, held_out, options, seed)
+    for topology in TOPOLOGIES:
+        yield topology, Fit.on(trace, fit_on, topology), batches
 
 
 def _batches(trace: CalibrationTrace, requests: Ints, options: Options, seed: int) -> Ints:
