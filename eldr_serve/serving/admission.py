@@ -7,23 +7,19 @@ import hashlib
 import hmac
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pydantic_core
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eldr_serve.renamed import renamed
-from eldr_serve.serving.compat import picklable_chat
-from eldr_serve.serving.errors import BadRequest, Refused
+from eldr_serve.serving.errors import BadRequest, Refused, error_body
 
 MIB = 2**20
 _MAX_TABLE_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
@@ -127,7 +123,7 @@ class Admission:
                 return
             except ClientDisconnect:
                 return
-            await self._app(scope, _replay(body, receive), send)
+            await _while_there(receive, self._app(scope, _replay(body), send))
 
 
 async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
@@ -150,40 +146,34 @@ async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float
     return bytes(body)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """An ASGI `receive` that gives this body first, then what `receive` has."""
-    pending = [body]
+def _replay(body: bytes) -> Receive:
+    """An ASGI `receive` that gives this body."""
 
     async def replayed() -> Message:
-        if pending:
-            return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        return await receive()
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
 
 
+async def _while_there(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
+    """Answer, unless the client goes before that is done: then the work for it is cancelled."""
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        answering.cancel()  # does nothing if it is done
+        with suppress(asyncio.CancelledError):
+            await answering
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 # -- form ----------------------------------------------------------------------------------------
-
-
-class _StrictRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body())
-        return self._json
-
-
-class StrictRoute(APIRoute):
-    """A FastAPI route whose bodies are JSON by the standard (RFC 8259), see `parse_json`."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        """FastAPI's hook around the handling of a request."""
-        handle = super().get_route_handler()
-
-        async def strictly(request: Request) -> Response:
-            response: Response = await handle(_StrictRequest(request.scope, request.receive))
-            return response
-
-        return strictly
 
 
 def parse_json(body: bytes) -> Any:
@@ -220,52 +210,15 @@ def _fits(number: int) -> bool:
     return -(2**63) <= number < 2**63
 
 
-def sound(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Pydantic's wrap validator of a request: whatever it is made of, it is valid or refused.
-
-    vLLM's own validators stumble over values of other types than they expect, and leave the parts of a
-    chat's messages to be validated when they are first looked at.
-    """
-    try:
-        request = validate(value)
-    except ValidationError:
-        raise  # it says where
-    except Exception as error:
-        raise ValueError(sentence(error)) from error
-    if "messages" not in getattr(type(request), "model_fields", {}):
-        return request
-    try:
-        request = picklable_chat(request)
-        roles = [message.get("role") for message in request.messages]
-    except Exception as error:
-        raise ValueError(f"a message is malformed: {sentence(error.__cause__ or error)}") from error
-    if not all(isinstance(role, str) for role in roles):
-        raise ValueError("each message needs a role")
-    return request
-
-
 # -- answers -------------------------------------------------------------------------------------
 
 
-def sentence(error: BaseException) -> str:
-    """What an error says, in one line of bounded length that any answer can carry."""
-    text = str(error) or type(error).__name__
-    if isinstance(error, ValidationError | RequestValidationError):
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        text = f"{where}: {first['msg']}"
-    text = " ".join(text.split()).encode(errors="replace").decode()
-    return text if len(text) <= 500 else f"{text[:497]}..."
-
-
-def refusal(message: str, status: int, retry_after_s: int | None = None) -> JSONResponse:
+def refusal(message: str, status: int, retry_after_s: int | None = None) -> Response:
     """An OpenAI-like error answer."""
-    kind = "overloaded" if status in (429, 503) else "invalid_request_error"
     headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return JSONResponse(error, status, headers)
+    return Response(error_body(message, status), status, headers, "application/json")
 
 
-def refused_response(error: Refused) -> JSONResponse:
+def refused_response(error: Refused) -> Response:
     """The answer to a request that was refused."""
     return refusal(str(error), error.status, error.retry_after_s)

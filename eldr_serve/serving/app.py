@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
-from ray.serve.llm.ingress import make_fastapi_ingress
 
 from eldr_serve.engine.config import engine_kwargs
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
@@ -22,16 +21,12 @@ from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.decode_router import actor_name
 from eldr_serve.serving.errors import ConfigurationError
-from eldr_serve.serving.ingress import (
-    ENDPOINTS,
-    EldrIngress,
-    application,
-    decode_directory,
-    prefill_directory,
-)
+from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
+from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.servers import DecodeServer, PrefillServer
 
-_ROUTERS = "eldr_serve.serving.request_router"
+_ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
+_DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
 _PORT_BASE = {"prefill": 20000, "decode": 22000}  # NIXL side channels; replicas add their rank
 
 
@@ -54,19 +49,13 @@ def build_app(args: dict[str, Any]) -> Application:
     prefill_config = llm_config(
         parsed.prefill_config,
         "prefill",
-        router="PrefillRequestRouter",
-        router_kwargs={
-            "directory_name": prefill_directory(parsed.name),
-            "max_load_ratio": parsed.prefill_router.max_load_ratio,
-            "max_kv_usage": parsed.prefill_router.max_kv_usage,
-        },
+        directory_name=prefill_directory(parsed.name),
         kv_lease_s=parsed.path.kv_lease_s,
     )
     decode_config = llm_config(
         parsed.decode_config,
         "decode",
-        router="DecodeRequestRouter",
-        router_kwargs={"directory_name": decode_directory(parsed.name)},
+        directory_name=decode_directory(parsed.name),
         kv_lease_s=parsed.path.kv_lease_s,
     )
     model_id = decode_config.model_id
@@ -86,17 +75,18 @@ def build_app(args: dict[str, Any]) -> Application:
         bind_kwargs={"router_name": actor_name(parsed.name)},
     )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
-    ingress = serve.deployment(
-        make_fastapi_ingress(EldrIngress, endpoint_map=ENDPOINTS, app=application()), **options
-    )
+    ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
     return ingress.bind(
-        llm_deployments={model_id: decode},
-        model_cards={model_id: to_model_metadata(model_id, decode_config)},
         prefill=prefill,
+        decode=decode,
+        model_card=to_model_metadata(model_id, decode_config).model_dump(),
+        openapi=openapi_document(),
         application=parsed.name,
         router=parsed.router.model_copy(update={"model_id": model_id}),
         options=parsed.ingress,
         path_options=parsed.path,
+        max_load_ratio=parsed.prefill_router.max_load_ratio,
+        max_kv_usage=parsed.prefill_router.max_kv_usage,
         admin_key_sha256=_admin_key_sha256(parsed),
     )
 
@@ -105,8 +95,7 @@ def llm_config(
     given: dict[str, Any],
     role: Literal["prefill", "decode"],
     *,
-    router: str,
-    router_kwargs: dict[str, Any],
+    directory_name: str,
     kv_lease_s: float,
 ) -> LLMConfig:
     """Ray's LLMConfig with the ELDR connector, scheduler and request router filled in."""
@@ -124,11 +113,12 @@ def llm_config(
     experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
     config["experimental_configs"] = experimental | (config.get("experimental_configs") or {})
     deployment = config.setdefault("deployment_config", {})
+    deployment.setdefault("graceful_shutdown_timeout_s", _DRAIN_S)
     request_router = {"request_routing_stats_period_s": SAMPLE_PERIOD_S}
     deployment["request_router_config"] = (
         request_router
         | deployment.get("request_router_config", {})
-        | {"request_router_class": f"{_ROUTERS}.{router}", "request_router_kwargs": router_kwargs}
+        | {"request_router_class": _ROUTER, "request_router_kwargs": {"directory_name": directory_name}}
     )
     kind = LLMConfig
     if accelerator == "cpu" and _alone(config["engine_kwargs"]):

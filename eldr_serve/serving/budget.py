@@ -33,7 +33,7 @@ class PrefillBudget:
     """
 
     def __init__(self, max_usage: float = 1.0, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_usage = max_usage
+        self.max_usage = max_usage
         self._clock = clock
         self._samples: dict[str, _Sample] = {}
         self._lock = threading.Lock()  # Serve's thread writes, the ingress reads
@@ -68,4 +68,4 @@ class PrefillBudget:
         return [name for name in names if fresh[name] and self._has_room(samples[name])]
 
     def _has_room(self, sample: _Sample | None) -> bool:
-        return sample is None or sample.usage <= self._max_usage
+        return sample is None or sample.usage <= self.max_usage

@@ -8,15 +8,12 @@ from __future__ import annotations
 import eldr_serve.serving.imports  # noqa: F401
 
 import inspect
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
 import vllm
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
-from ray.serve.llm.ingress import OpenAiIngress
-from starlette.requests import Request
 
 _CHECKED = "2.60"
 try:
@@ -25,18 +22,12 @@ try:
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
         CompletionRequest,
-        CompletionResponse,
         DetokenizeRequest,
         EmbeddingRequest,
-        ErrorInfo,
-        ErrorResponse,
-        OpenAIHTTPException,
         ScoreRequest,
         TokenizeCompletionRequest,
         to_model_metadata,
     )
-    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS
-    from ray.llm._internal.serve.core.ingress.ingress import init as openai_application
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
@@ -54,32 +45,30 @@ except ImportError as error:
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.
 __all__ = [
-    "DEFAULT_ENDPOINTS",
+    "ENDPOINT_REQUESTS",
     "ChatCompletionRequest",
     "CompletionRequest",
-    "CompletionResponse",
-    "DetokenizeRequest",
-    "EmbeddingRequest",
-    "ErrorInfo",
-    "ErrorResponse",
-    "Ingress",
     "LocalModel",
     "OneProcessLLMConfig",
-    "OpenAIHTTPException",
     "QuietLLMServer",
     "RawRequestInfo",
-    "ScoreRequest",
-    "TokenizeCompletionRequest",
     "canonical_request_id",
     "check_ray",
     "create_error_response",
     "engine_client",
-    "openai_application",
     "openai_serving",
     "picklable_chat",
     "register_connector",
     "to_model_metadata",
 ]
+
+# The requests of the endpoints that generate nothing, by the method of LLMServer that answers them.
+ENDPOINT_REQUESTS: dict[str, Any] = {
+    "embeddings": EmbeddingRequest,
+    "score": ScoreRequest,
+    "tokenize": TokenizeCompletionRequest,
+    "detokenize": DetokenizeRequest,
+}
 
 
 class LocalModel(CallbackBase):
@@ -104,38 +93,6 @@ class QuietLLMServer(LLMServer):
             await super()._start_engine()
         else:
             await self.engine.start()
-
-    async def _run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        return await self.run_request(request, **kwargs)
-
-    async def run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Ray's seam between all endpoints and the engine."""
-        answers: AsyncGenerator[Any, None] = await super()._run_request(request, **kwargs)
-        return answers
-
-
-class Ingress(OpenAiIngress):
-    """Ray's ingress, whose seams have public names."""
-
-    def _get_response(self, **call: Any) -> AsyncGenerator[Any, None]:
-        return self.respond(**call)
-
-    def respond(
-        self, *, body: Any, call_method: str, raw_request: Request | None = None
-    ) -> AsyncGenerator[Any, None]:
-        """Ray's seam between an endpoint and the engines."""
-        answers: AsyncGenerator[Any, None] = super()._get_response(
-            body=body, call_method=call_method, raw_request=raw_request
-        )
-        return answers
-
-    async def _get_model_id(self, model: str | None) -> str:
-        return await self.model_of(model)
-
-    async def model_of(self, model: str | None) -> str:
-        """Id of the model that a request names."""
-        found: str = await super()._get_model_id(model)
-        return found
 
 
 class _OneProcess(VLLMEngineConfig):
@@ -195,19 +152,12 @@ def engine_client(engine: Any) -> Any:
 
 def check_ray() -> None:
     """Raise RuntimeError with one sentence if this Ray is not laid out as the checked one."""
-    hook = getattr(OpenAiIngress, "_get_response", None)
-    answers = hook is not None and {"body", "call_method", "raw_request"} <= set(
-        inspect.signature(hook).parameters
-    )
     engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )
     starts = inspect.iscoroutinefunction(getattr(LLMServer, "_start_engine", None))
-    runs = "engine_method" in inspect.signature(getattr(LLMServer, "_run_request", check_ray)).parameters
     for there, what in (
         (starts, "LLMServer._start_engine()"),
-        (runs, "LLMServer._run_request(request, engine_method)"),
-        (answers, "OpenAiIngress._get_response(body, call_method, raw_request)"),
         (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
     ):
         if not there:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+from pydantic import ValidationError
+
 
 class ConfigurationError(ValueError):
     """The deployment YAML asks for what cannot be served."""
@@ -32,3 +36,35 @@ class Overloaded(Refused):
 
     def __init__(self, message: str, *, status: int = 503, retry_after_s: int = 1) -> None:
         super().__init__(message, status=status, retry_after_s=retry_after_s)
+
+
+class EngineRefused(RuntimeError):  # noqa: N818
+    """vLLM's own answer that is an error.
+
+    Attributes:
+        status: as of HTTP.
+        body: JSON, as vLLM's server would send it.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, in one line of bounded length that any answer can carry."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        text = f"{where}: {first['msg']}" if where else first["msg"]
+    text = " ".join(text.split()).encode(errors="replace").decode()
+    return text if len(text) <= 500 else f"{text[:497]}..."
+
+
+def error_body(message: str, status: int) -> bytes:
+    """An OpenAI-like error, JSON."""
+    kind = "overloaded" if status in (429, 503) else "invalid_request_error"
+    kind = "internal_error" if status == 500 else kind
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()

@@ -8,14 +8,8 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from eldr_serve.serving.compat import (
-    CompletionResponse,
-    ErrorInfo,
-    ErrorResponse,
-    RawRequestInfo,
-    canonical_request_id,
-    openai_serving,
-)
+from eldr_serve.serving.compat import openai_serving
+from eldr_serve.serving.errors import EngineRefused
 
 
 class _Engine:
@@ -55,12 +49,10 @@ class _Engine:
             yield output
 
 
-async def first_token(
-    engine: Any, method: str, request: Any, raw_request_info: Any
-) -> AsyncGenerator[Any, None]:
-    """Yield one answer: without text, but with the prompt's tokens and `kv_transfer_params`; or an error.
+async def first_token(engine: Any, method: str, request: Any, raw_request: Any) -> Any:
+    """vLLM's output of the prompt: without text, but with its token ids and `kv_transfer_params`.
 
-    The prompt is rendered from the whole request, as the decode engine will render it: a chat template
+    The prompt is rendered from the whole request, as the decode engine would render it: a chat template
     may write tools, tool choice and response format into it. A request that vLLM refuses is refused
     here with the same words, before it has cost a step.
 
@@ -68,25 +60,19 @@ async def first_token(
         engine: Ray's VLLMEngine.
         method: "chat" or "completions".
         request: the client's, with the hand-over's `kv_transfer_params`.
+        raw_request: with the client's headers.
+
+    Raises:
+        EngineRefused: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
     serving = copy.copy(serving)
     serving.engine_client = client = _Engine(serving.engine_client)
-    raw_request = RawRequestInfo.to_starlette_request_optional(
-        canonical_request_id(request, raw_request_info)
-    )
     # A stream is returned before it is begun, and then is not: nothing of the answer is made.
     answer = await getattr(serving, create)(request.model_copy(update={"stream": True}), raw_request)
     if client.output is None:
-        yield ErrorResponse(error=ErrorInfo(**answer.error.model_dump()))
-        return
+        raise EngineRefused(int(answer.error.code), answer.model_dump_json().encode())
     last: Any = None
     async for output in client.output:
         last = output
-    tokens = len(last.prompt_token_ids)
-    yield CompletionResponse(
-        model=request.model or "",
-        choices=[],
-        usage={"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},
-        kv_transfer_params=last.kv_transfer_params,
-    )
+    return last

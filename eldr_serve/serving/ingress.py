@@ -1,63 +1,53 @@
-"""The ingress: Ray Serve LLM's OpenAI endpoints, with chat and completions on our path, and /eldr."""
+"""The ingress: the OpenAI endpoints over prefill, placement and decode, and /eldr.
+
+It parses no more of a request than placement needs; engines validate it, and answers pass as bytes. So it
+imports neither vLLM nor Ray Serve LLM.
+"""
 
 from __future__ import annotations
 
-import eldr_serve.serving.imports  # noqa: F401
-
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from eldr_serve.channel import CallFailed, ChannelLost
 from eldr_serve.routing import Placement
 from eldr_serve.serving.admission import (
     Admission,
     Gate,
     IngressOptions,
-    StrictRoute,
+    parse_json,
     refusal,
-    sentence,
-    sound,
-)
-from eldr_serve.serving.compat import (
-    DEFAULT_ENDPOINTS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    Ingress,
-    OpenAIHTTPException,
-    RawRequestInfo,
-    ScoreRequest,
-    TokenizeCompletionRequest,
-    check_ray,
-    openai_application,
+    refused_response,
 )
 from eldr_serve.serving.decode_router import actor_name, connect
-from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused
-from eldr_serve.serving.path import PathOptions, RequestPath
-from eldr_serve.serving.replicas import Engines, directory
+from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused, sentence
+from eldr_serve.serving.fleet import Fleet
+from eldr_serve.serving.path import Engines, PathOptions, RequestPath
+from eldr_serve.serving.replicas import directory
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.warmup import Warmup
-from eldr_serve.serving.wire import sequences
+from eldr_serve.serving.wire import Asked, Generation, sequences
 
 logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
+_NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host"}
 
 
 class PolicyChange(BaseModel):
@@ -69,58 +59,47 @@ class PolicyChange(BaseModel):
     parameters: dict[str, Any] = Field(default_factory=dict, description="its parameters")
 
 
-# What FastAPI makes of a body before an endpoint sees it: valid, and fit to travel, or refused with 400.
-_ChatBody = Annotated[ChatCompletionRequest, WrapValidator(sound)]
-_CompletionBody = Annotated[CompletionRequest, WrapValidator(sound)]
-_EmbeddingBody = Annotated[EmbeddingRequest, WrapValidator(sound)]
-_ScoreBody = Annotated[ScoreRequest, WrapValidator(sound)]
-_TokenizeBody = Annotated[TokenizeCompletionRequest, WrapValidator(sound)]
-_DetokenizeBody = Annotated[DetokenizeRequest, WrapValidator(sound)]
-
-
-class EldrIngress(Ingress):
-    """Runs chat and text completions over prefill, placement and decode; the rest is Ray Serve LLM's.
+class EldrIngress:
+    """Runs chat and text completions over prefill, placement and decode; other endpoints on a decode engine.
 
     Args:
-        llm_deployments: model id -> decode deployment, which also answers every other endpoint.
-        prefill: the prefill deployment.
+        prefill, decode: the deployments; called for their health alone, and to learn their replicas.
+        model_card: what `GET /v1/models` says of the model.
+        openapi: the OpenAPI document.
         application: names the DecodeRouter actor.
         router: what that actor is started with.
+        max_load_ratio: a prefill replica above this times the mean load is passed over.
+        max_kv_usage: a prefill replica with more than this share of its KV blocks in use takes no prompt.
         admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; None refuses them all.
     """
 
-    def __init__(
+    async def __init__(
         self,
-        llm_deployments: dict[str, DeploymentHandle],
-        model_cards: dict[str, Any],
         *,
         prefill: DeploymentHandle,
+        decode: DeploymentHandle,
+        model_card: dict[str, Any],
+        openapi: dict[str, Any],
         application: str,
         router: RouterSettings,
         options: IngressOptions,
         path_options: PathOptions,
+        max_load_ratio: float = 1.25,
+        max_kv_usage: float = 0.95,
         admin_key_sha256: str | None = None,
-        lora_paths: dict[str, str] | None = None,
     ) -> None:
-        check_ray()
-        super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
-        self._closing: set[asyncio.Task[None]] = set()
-        self._decode_replicas = directory(decode_directory(application))
-        self._client = RouterClient(
-            lambda: connect(actor_name(application), router),
-            self._decode_replicas,
-        )
+        self.model_card, self.openapi = model_card, openapi
+        self._prefill = Fleet(directory(prefill_directory(application)))
+        self._prefill.directory.budget.max_usage = max_kv_usage
+        self._decode = Fleet(directory(decode_directory(application)))
+        self._client = RouterClient(lambda: connect(actor_name(application), router), self._decode)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
-        self._prefill_replicas = directory(prefill_directory(application))
-        engines = Engines(
-            prefill,
-            llm_deployments[router.model_id],
-            self._prefill_replicas,
-            self._decode_replicas,
-        )
+        engines = Engines(self._prefill, self._decode, max_load_ratio)
         self._path = RequestPath(engines=engines, client=self._client, options=path_options)
-        self._warmup = Warmup(engines=engines, client=self._client, model_id=router.model_id)
+        self._warmup = Warmup(
+            engines=engines, handles=[prefill, decode], client=self._client, model_id=router.model_id
+        )
         self._started: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
@@ -129,6 +108,8 @@ class EldrIngress(Ingress):
             self._started = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
+        self._prefill.start()
+        self._decode.start()
         try:
             await self._client.call("configure", self._router)
         except (RayError, TimeoutError) as error:
@@ -136,106 +117,77 @@ class EldrIngress(Ingress):
         self._client.start()
         await self._warmup.run()
 
+    async def stop(self) -> None:
+        """End the background work and all channels."""
+        if self._started is not None:
+            self._started.cancel()
+        await self._client.stop()
+        await self._prefill.stop()
+        await self._decode.stop()
+
     # -- OpenAI ----------------------------------------------------------------------------------
 
-    async def chat(self, body: _ChatBody, request: Request) -> Response:
-        return await self._generate(super().chat, body, request)
-
-    async def completions(self, body: _CompletionBody, request: Request) -> Response:
-        return await self._generate(super().completions, body, request)
-
-    # These are Ray's, with bodies that are sound.
-    async def embeddings(self, body: _EmbeddingBody, request: Request) -> Response:
-        return await super().embeddings(body, request)  # type: ignore[no-any-return]
-
-    async def score(self, body: _ScoreBody, request: Request) -> Response:
-        return await super().score(body, request)  # type: ignore[no-any-return]
-
-    async def tokenize(self, body: _TokenizeBody, request: Request) -> Response:
-        return await super().tokenize(body, request)  # type: ignore[no-any-return]
-
-    async def detokenize(self, body: _DetokenizeBody, request: Request) -> Response:
-        return await super().detokenize(body, request)  # type: ignore[no-any-return]
-
-    async def model_of(self, model: str | None) -> str:
-        """No adapters are served; Ray would keep a handle for each name that anybody makes up for one."""
-        found: str = await super().model_of(model)
-        if found not in self._model_cards:
-            raise Refused(f"there is no model {found!r}", status=404)
-        return found
-
-    async def _generate(self, endpoint: Callable[..., Any], body: Any, request: Request) -> Response:
-        asked, most = sequences(body), self.gate.options.max_sequences
-        if asked > most:
-            raise BadRequest(f"{asked} answers are asked for (prompts x n), the most allowed are {most}")
-        self._client.start()
-        try:
-            response: Response = await endpoint(body, request)
-        except BaseException:
-            self._leave_engines(request)
-            raise
-        lease: Placement | None = getattr(request.state, "eldr_lease", None)
-        if lease is not None:
-            response.headers["x-eldr-decode-worker"] = lease.replica
-            response.headers["x-eldr-band"] = str(lease.band)
-            response.headers["x-eldr-policy"] = lease.policy
-        if isinstance(response, StreamingResponse):
-            # Its headers leave with its first chunk; a whole answer's time would hold all its tokens.
-            handover_s: float | None = getattr(request.state, "eldr_handover_s", None)
-            if handover_s is not None:
-                response.headers["x-eldr-handover-ms"] = f"{1000 * handover_s:.3f}"
-            return _Streamed(response, then=lambda: self._leave_engines(request))
-        self._leave_engines(request)
-        return response
-
-    def _leave_engines(self, request: Request) -> None:
-        """The answer has ended, or its client has gone: give up the worker and the KV blocks now.
-
-        A generator that was left suspended would keep them until the garbage collector comes by, which
-        in an idle process may be never. Nothing waits here: the caller may be being cancelled.
-        """
-        run: AsyncGenerator[Any, None] | None = getattr(request.state, "eldr_run", None)
-        if run is not None:
-            task = asyncio.get_running_loop().create_task(run.aclose())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    async def respond(
-        self, *, body: Any, call_method: str, raw_request: Request | None = None
-    ) -> AsyncGenerator[Any, None]:
-        """Ray's seam between an endpoint and the engines."""
-        if call_method not in ("chat", "completions"):
-            async for response in super().respond(
-                body=body, call_method=call_method, raw_request=raw_request
-            ):
-                yield response
-            return
-        await self.model_of(body.model)
-        run = self._run(body, call_method, raw_request)
-        _note(raw_request, "eldr_run", run)
-        async for chunk in run:
-            yield chunk
-
-    async def _run(
-        self, body: Any, call_method: str, raw_request: Request | None
-    ) -> AsyncGenerator[Any, None]:
-        stream = self._path.generate(
-            body,
-            call_method,
-            RawRequestInfo.from_starlette_request(raw_request) if raw_request else None,
-            domain=raw_request.headers.get(DOMAIN_HEADER) if raw_request else None,
-            placed=lambda lease: _note(raw_request, "eldr_lease", lease),
-            handed_over=lambda seconds: _note(raw_request, "eldr_handover_s", seconds),
+    async def generate(self, method: str, request: Request) -> Response:
+        """Chat and text completions."""
+        body = await request.body()
+        asked = self._asked(parse_json(body))
+        count, most = sequences(asked), self.gate.options.max_sequences
+        if count > most:
+            raise BadRequest(f"{count} answers are asked for (prompts x n), the most allowed are {most}")
+        generation = Generation(
+            method, body, asked, _headers_for_engines(request), request.headers.get(DOMAIN_HEADER)
         )
+        leases: list[Placement] = []
+        handovers: list[float] = []
+        run = self._path.generate(generation, placed=leases.append, handed_over=handovers.append)
         try:
-            async for chunk in stream:
-                yield chunk
+            first = await anext(run)
+        except BaseException:
+            await run.aclose()
+            raise
+        lease = leases[-1]
+        headers = {
+            "x-eldr-decode-worker": lease.replica,
+            "x-eldr-band": str(lease.band),
+            "x-eldr-policy": lease.policy,
+        }
+        if asked.stream and handovers:
+            # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
+            headers["x-eldr-handover-ms"] = f"{1000 * handovers[-1]:.3f}"
+        if asked.stream:
+            return _Streamed(first, run, headers)
+        whole = b"".join([first, *[chunk async for chunk in run]])
+        return Response(whole, 200, headers, "application/json")
+
+    async def other(self, method: str, request: Request) -> Response:
+        """An endpoint that generates nothing: any decode engine's answer, as it is."""
+        body = await request.body()
+        self._asked(parse_json(body))
+        in_flight = self._decode.in_flight
+        if not in_flight:
+            raise Overloaded("no decode replica can be reached")
+        replica = min(in_flight, key=lambda name: (in_flight[name], name))
+        call = self._decode.call(replica, method, {"headers": _headers_for_engines(request)}, body)
+        try:
+            chunk = await call.read()
         finally:
-            await stream.aclose()
+            call.cancel()
+        return Response(chunk.payload if chunk else b"", media_type="application/json")
+
+    def _asked(self, fields: Any) -> Asked:
+        if not isinstance(fields, dict):
+            raise BadRequest("the body must be a JSON object")
+        try:
+            asked = Asked.model_validate(fields)
+        except ValidationError as error:
+            raise BadRequest(sentence(error)) from error
+        if asked.model is not None and asked.model != self._router.model_id:
+            raise Refused(f"there is no model {asked.model!r}", status=404)
+        return asked
 
     # -- /eldr -----------------------------------------------------------------------------------
 
-    async def eldr_status(self) -> Response:
+    async def status(self, request: Request) -> Response:
         """Workers, load, policy, table and counters of the router; and this ingress's own part."""
         try:
             status = await self._client.call("status")
@@ -248,16 +200,20 @@ class EldrIngress(Ingress):
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
             "stages": self._path.stages.summary(),
-            "prefill_kv_usage": self._prefill_replicas.budget.usage,
-            "decode_kv_usage": self._decode_replicas.budget.usage,
+            "prefill_kv_usage": self._prefill.directory.budget.usage,
+            "decode_kv_usage": self._decode.directory.budget.usage,
         }
         return JSONResponse(status | {"ingress": own})
 
-    async def eldr_policy(self, body: PolicyChange, request: Request) -> Response:
+    async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""
-        return await self._administer("set_policy", body.name, body.parameters)
+        try:
+            change = PolicyChange.model_validate(parse_json(await request.body()))
+        except ValidationError as error:
+            raise BadRequest(sentence(error)) from error
+        return await self._administer("set_policy", change.name, change.parameters)
 
-    async def eldr_table(self, request: Request) -> Response:
+    async def swap_table(self, request: Request) -> Response:
         """Swap the centroid table; the body is a RoutingTable file."""
         return await self._administer("swap_table", await request.body())
 
@@ -278,58 +234,102 @@ class EldrIngress(Ingress):
         )
 
 
-class _Streamed(StreamingResponse):
-    """A response of Ray Serve LLM, and what is done when it has ended, however it ended."""
+class _Streamed(Response):
+    """Bytes from an engine as they come; when the client has gone, its engines are left at once."""
 
-    def __init__(self, response: StreamingResponse, *, then: Callable[[], None]) -> None:
-        super().__init__(response.body_iterator, response.status_code)
-        self.raw_headers = response.raw_headers
-        self._then = then
+    def __init__(self, first: bytes, run: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._first, self._run = first, run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for chunk in self._run:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
         finally:
-            self._then()
+            await self._run.aclose()
 
 
-ENDPOINTS: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
-    **DEFAULT_ENDPOINTS,
-    "eldr_status": lambda app: app.get("/eldr/status"),
-    "eldr_policy": lambda app: app.put("/eldr/policy"),
-    "eldr_table": lambda app: app.put("/eldr/table"),
-}
+def application() -> Starlette:
+    """The HTTP application of an ingress replica."""
 
+    def ingress() -> EldrIngress:
+        found: EldrIngress = serve.get_replica_context().servable_object
+        return found
 
-def application() -> FastAPI:
-    """The HTTP application of an ingress replica, without its endpoints."""
-    app: FastAPI = openai_application()
-    app.router.route_class = StrictRoute
-    for error, status in _STATUS.items():
-        app.add_exception_handler(error, partial(_refuse, status))
-    app.add_middleware(Admission, gate=lambda: serve.get_replica_context().servable_object.gate)
-    return app
+    def endpoint(name: str, *args: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            response: Response = await getattr(ingress(), name)(*args, request)
+            return response
 
+        return answer
 
-# Errors that endpoints raise, and their status where they have none of their own. All others are faults.
-_STATUS: dict[type[Exception], int] = {
-    Refused: 0,
-    HTTPException: 0,
-    OpenAIHTTPException: 0,
-    RequestValidationError: 400,
-    RayActorError: 503,
-    RayServeException: 503,
-}
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [ingress().model_card]})
 
+    async def model(request: Request) -> Response:
+        card = ingress().model_card
+        if request.path_params["model"] != card["id"]:
+            raise Refused(f"there is no model {request.path_params['model']!r}", status=404)
+        return JSONResponse(card)
 
-async def _refuse(status: int, request: Request, error: Exception) -> Response:
-    """FastAPI's handler of an error: an OpenAI-like answer that quotes no value of the request."""
-    message = getattr(error, "message", None) or getattr(error, "detail", None)
-    return refusal(
-        message if isinstance(message, str) else sentence(error),
-        getattr(error, "status", 0) or getattr(error, "status_code", 0) or status,
-        getattr(error, "retry_after_s", 1 if status == 503 else None),
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(ingress().openapi)
+
+    posted = {
+        "/v1/chat/completions": endpoint("generate", "chat"),
+        "/v1/completions": endpoint("generate", "completions"),
+        "/v1/embeddings": endpoint("other", "embeddings"),
+        "/v1/score": endpoint("other", "score"),
+        "/tokenize": endpoint("other", "tokenize"),
+        "/detokenize": endpoint("other", "detokenize"),
+    }
+    return Starlette(
+        routes=[
+            *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/openapi.json", openapi),
+            Route("/eldr/status", endpoint("status")),
+            Route("/eldr/policy", endpoint("set_policy"), methods=["PUT"]),
+            Route("/eldr/table", endpoint("swap_table"), methods=["PUT"]),
+        ],
+        middleware=[
+            Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
+            Middleware(Admission, gate=lambda: ingress().gate),
+        ],
+        exception_handlers={
+            Refused: _refused,
+            CallFailed: _call_failed,
+            ChannelLost: _channel_lost,
+            HTTPException: _http_error,
+            Exception: _fault,
+        },
     )
+
+
+async def _refused(request: Request, error: Any) -> Response:
+    return refused_response(error)
+
+
+async def _call_failed(request: Request, error: Any) -> Response:
+    retry_after = {"Retry-After": "1"} if error.status == 503 else None
+    return Response(error.body, error.status, retry_after, "application/json")
+
+
+async def _channel_lost(request: Request, error: Any) -> Response:
+    return refusal(f"an engine was lost: {sentence(error)}", 503, 1)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    return refusal(error.detail, error.status_code)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return refusal("the ingress failed; its log says more", 500)
 
 
 def decode_directory(application: str) -> str:
@@ -342,6 +342,5 @@ def prefill_directory(application: str) -> str:
     return f"{application}/prefill"
 
 
-def _note(raw_request: Request | None, name: str, value: Any) -> None:
-    if raw_request is not None:
-        setattr(raw_request.state, name, value)
+def _headers_for_engines(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name not in _NOT_FOR_ENGINES}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from eldr_serve.routing import LoadLedger, Placement, State
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.replicas import Replicas
 
 
 class OwnLoad:
     """Counts the leases of one process, and leases the replica with the fewest of them."""
 
-    def __init__(self, replicas: ReplicaDirectory) -> None:
+    def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._ledger = LoadLedger()
 

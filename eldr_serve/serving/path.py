@@ -12,35 +12,30 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel, Field, model_validator
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
 
+from eldr_serve.channel import Call, CallFailed, ChannelLost
 from eldr_serve.renamed import renamed
 from eldr_serve.routing import Placement, PlacementRequest
-from eldr_serve.serving.compat import ErrorResponse
+from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.replicas import Engines
+from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.router_client import RouterClient
-from eldr_serve.serving.servers import ReleaseKv
 from eldr_serve.serving.stages import Stages
 from eldr_serve.serving.wire import (
-    REPLICA,
-    GenerationRequest,
-    decode_request,
-    from_client,
-    generated_tokens,
+    Generation,
+    decode_header,
     max_new_tokens,
     needs_whole_engine,
-    prefill_request,
+    prefill_header,
+    prompt_head,
     prompt_key,
     signature_of,
-    transfer_params,
 )
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_LOST = (RayError, RayServeException)
 _ROOM_CHECK_S = 0.05
 _LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
 
@@ -88,13 +83,23 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
 
 
 @dataclass(frozen=True)
+class Engines:
+    """The two deployments of an application."""
+
+    prefill: Fleet
+    decode: Fleet
+    max_load_ratio: float = 1.25  # a prefill replica above this times the mean load is passed over
+
+
+@dataclass(frozen=True)
 class Prefilled:
     """A prompt whose KV blocks wait on a prefill replica, for one decode call."""
 
     request_id: str
-    replica: str | None
-    params: dict[str, Any] | None
+    replica: str
+    params: dict[str, Any]
     prompt_tokens: int
+    token_ids: bytes  # uint32
     done_at: float  # time.monotonic()
 
 
@@ -102,10 +107,7 @@ class Prefilled:
 class _Run:
     """One request on its way, and what has failed it so far."""
 
-    request: GenerationRequest
-    method: str
-    raw_info: Any
-    domain: str | None
+    request: Generation
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefills: int = 0  # calls, whatever came of them
     failed_prefills: int = 0
@@ -132,8 +134,6 @@ class RequestPath:
         options: PathOptions,
     ) -> None:
         self._engines = engines
-        self._prefill_handle = engines.prefill.options(stream=True)
-        self._decode_handle = engines.decode.options(stream=True)
         self._client = client
         self._options = options
         self._background: set[asyncio.Task[Any]] = set()
@@ -141,38 +141,30 @@ class RequestPath:
 
     async def generate(
         self,
-        request: GenerationRequest,
-        method: str,
-        raw_info: Any = None,
+        request: Generation,
         *,
-        domain: str | None = None,
         placed: Callable[[Placement], None] = lambda lease: None,
         handed_over: Callable[[float], None] = lambda seconds: None,
-    ) -> AsyncGenerator[Any, None]:
-        """Yield what the decode engine answers (chunks of a stream, or one response).
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield what the decode engine answers: bytes of a stream as they come, or of one response.
 
         Args:
-            method: "chat" or "completions".
-            domain: the client's own name for the kind of request, for policy `domain`.
             placed: told of each lease as it is made.
             handed_over: told the time from the end of prefill to the first answer of decode, s.
 
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
+            CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        run = _Run(from_client(request), method, raw_info, domain)
-        split = needs_whole_engine(run.request) is None
+        run = _Run(request)
+        split = needs_whole_engine(request.method, request.asked) is None
         for _ in range(self._options.decode_tries):
             if run.failed:
                 await self._back_off(len(run.failed))
             prefilled: Prefilled | None = None
             if split:
                 await self._room()
-                answer = await self._prefill(run)
-                if isinstance(answer, ErrorResponse):
-                    yield answer
-                    return
-                prefilled = answer
+                prefilled = await self._prefill(run)
             placing_at = time.monotonic()
             lease = await self._place(run, prefilled)
             placed(lease)
@@ -180,7 +172,7 @@ class RequestPath:
             stream = self._decode(run, lease, prefilled)
             try:
                 first = await anext(stream)
-                if prefilled is not None and not isinstance(first, ErrorResponse):
+                if prefilled is not None:
                     now = time.monotonic()
                     handed_over(now - prefilled.done_at)
                     self.stages.record(
@@ -211,55 +203,68 @@ class RequestPath:
     async def _room(self) -> None:
         """Wait until some prefill replica has room for a prompt."""
         until = time.monotonic() + self._options.prefill_wait_s
-        while not self._engines.prefill_replicas.has_room:
+        while not self._with_room():
             if time.monotonic() >= until:
                 self._client.count("refused_prefill_full")
-                raise Overloaded("the KV caches of all prefill replicas are full")
+                why = "the KV caches of all prefill replicas are full"
+                raise Overloaded(why if self._engines.prefill.live else "no prefill replica can be reached")
             await asyncio.sleep(_ROOM_CHECK_S)
 
-    async def _prefill(self, run: _Run) -> Prefilled | ErrorResponse:
-        """The prompt's blocks, or why the request itself is at fault."""
-        while (answer := await self._try_prefill(run)) is None:
+    def _with_room(self) -> list[str]:
+        fleet = self._engines.prefill
+        return fleet.directory.budget.with_room(fleet.live)
+
+    async def _prefill(self, run: _Run) -> Prefilled:
+        """The prompt's blocks; CallFailed if the request itself is at fault."""
+        while (found := await self._try_prefill(run)) is None:
             run.passed_over += 1
             run.failed_prefills += 1
             if run.failed_prefills >= self._options.prefill_tries:
                 raise Overloaded(f"{run.failed_prefills} prefill attempts failed")
             self._client.count("prefill_retries")
             await self._back_off(run.failed_prefills)
-        return answer
+        return found
 
-    async def _try_prefill(self, run: _Run) -> Prefilled | ErrorResponse | None:
+    async def _try_prefill(self, run: _Run) -> Prefilled | None:
         """One prefill call; None if the engine, not the request, is at fault."""
+        request, fleet = run.request, self._engines.prefill
         request_id = f"{run.request_id}-p{run.prefills}"
         run.prefills += 1
-        call = getattr(self._prefill_handle, run.method).remote(
-            prefill_request(run.request, request_id, run.passed_over), run.raw_info
+        in_flight = fleet.in_flight
+        candidates = self._with_room() or list(in_flight)
+        if not candidates:
+            return None
+        replica = choose_prefill(
+            prompt_head(request.asked),
+            {name: in_flight[name] for name in candidates},
+            max_load_ratio=self._engines.max_load_ratio,
+            attempt=run.passed_over,
         )
-        finished = False
         called_at = time.monotonic()
+        call: Call | None = None
         try:
-            response = await anext(call)
-            finished = True
-            replica = self._engines.prefill_replicas.take_routed(request_id)
-            if not isinstance(response, ErrorResponse):
-                self._client.count("prefills")
-                self.stages.record(prefill=time.monotonic() - called_at)
-                return Prefilled(
-                    request_id,
-                    replica,
-                    transfer_params(response) or None,
-                    response.usage.prompt_tokens,
-                    time.monotonic(),
-                )
-            if response.error.code < 500:
-                return response
-            logger.warning("prefill replica %s refused a request: %s", replica, response.error.message)
-        except (*_ENGINE_LOST, StopAsyncIteration) as error:
-            logger.warning("a prefill replica failed: %r", error)
-        finally:
-            if not finished:
+            header = prefill_header(request.method, request_id, request.headers)
+            call = fleet.call(replica, "prefill", header, request.body)
+            chunk = await call.read()
+            if chunk is None:
+                raise ChannelLost("it answered nothing")
+            found = msgspec.msgpack.decode(chunk.payload)
+            self._client.count("prefills")
+            self.stages.record(prefill=time.monotonic() - called_at)
+            return Prefilled(
+                request_id, replica, found["kv"], found["tokens"], found["token_ids"], time.monotonic()
+            )
+        except CallFailed as error:
+            if error.status < 500:
+                raise
+            logger.warning("prefill replica %s failed a request: %s", replica, error)
+        except ChannelLost as error:
+            logger.warning("prefill replica %s was lost: %s", replica, error)
+        except BaseException:
+            if call is not None:
                 call.cancel()
-                self._release_kv(request_id, self._engines.prefill_replicas.take_routed(request_id))
+                self._release_kv(request_id, replica)
+            raise
         return None
 
     async def _place(self, run: _Run, prefilled: Prefilled | None) -> Placement:
@@ -267,12 +272,12 @@ class RequestPath:
             run.request_id,
             None,
             prompt_tokens=prefilled.prompt_tokens if prefilled else 0,
-            max_new_tokens=max_new_tokens(run.request),
-            domain=run.domain,
+            max_new_tokens=max_new_tokens(run.request.asked),
+            domain=run.request.domain,
             exclude=tuple(run.failed),
-            prompt_key=prompt_key(run.request),
+            prompt_key=prompt_key(run.request.asked),
         )
-        counts = signature_of(prefilled.params or {}) if prefilled else None
+        counts = signature_of(prefilled.params) if prefilled else None
         wait_s = 0.0 if run.failed else self._options.queue_ttl_s  # a request is queued once
         try:
             return await self._client.place(placement, counts, wait_s=wait_s)
@@ -283,102 +288,82 @@ class RequestPath:
 
     async def _decode(
         self, run: _Run, lease: Placement, prefilled: Prefilled | None
-    ) -> AsyncGenerator[Any, None]:
-        """Yield the engine's chunks; an engine lost in mid-stream ends them with an error event.
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the engine's bytes; an engine lost in mid-stream ends them with an error event.
 
         From here on the prompt's blocks are this call's. An engine that reads them tells the prefill
         engine, which gives them to other prompts at once, so no second call may ever name them. Nor are
         they freed while the first one may still read them: it would keep what it finds in its prefix cache.
+        An engine whose channel is lost may be alive; then the blocks' lease frees them.
 
         Raises:
             _DecodeFailed: there is no first token.
+            CallFailed: the engine refuses the request itself.
         """
-        engine_id = f"{run.request_id}-d{len(run.failed)}"
-        call = getattr(self._decode_handle, run.method).remote(
-            decode_request(run.request, engine_id, lease.replica, prefilled.params if prefilled else None),
-            run.raw_info,
+        request = run.request
+        header = decode_header(
+            request.method,
+            f"{run.request_id}-d{len(run.failed)}",
+            prefilled.params if prefilled else None,
+            prefilled.token_ids if prefilled else b"",
+            request.headers,
         )
-        started = ended = False
+        call: Call | None = None
         tokens = 0
+        begun = ended = False
         unread = prefilled
         try:
-            async for chunk in call:
-                if not started:
-                    code = _error_code(chunk)
-                    if code >= 500:
-                        raise _DecodeFailed(chunk, alive=True)
-                    started = True
-                    if not code:
-                        unread = None
-                    served_by = self._engines.decode_replicas.take_routed(engine_id)
-                    if served_by is not None:
-                        self._client.served_by(lease.request_id, served_by)
-                tokens += generated_tokens(chunk)
+            call = self._engines.decode.call(lease.replica, "generate", header, request.body)
+            while (chunk := await call.read()) is not None:
+                begun, unread = True, None
+                tokens += chunk.tokens
                 self._client.progress(lease.request_id, tokens)
-                yield chunk
+                yield chunk.payload
             ended = True
-            if not started:
+            if not begun:
                 raise _DecodeFailed("it answered nothing", alive=True)
-        except _ENGINE_LOST as error:
+        except CallFailed as error:
             ended = True
-            if isinstance(error, ActorUnavailableError):
-                unread = None  # it may live and read them yet: their lease frees them
-            if not started:
-                raise _DecodeFailed(repr(error), alive=isinstance(error, RayTaskError)) from error
-            logger.warning("decode replica %s was lost in mid-stream: %r", lease.replica, error)
-            self._client.count("streams_lost")
-            yield _error_event("the decode engine was lost while it generated; send the request again")
+            if not begun and error.status < 500:
+                raise
+            if not begun:
+                raise _DecodeFailed(error, alive=True) from error
+            yield self._lost(lease, error)
+        except ChannelLost as error:
+            ended = True
+            if call is not None:
+                unread = None
+            if not begun:
+                raise _DecodeFailed(error, alive=False) from error
+            yield self._lost(lease, error)
         finally:
-            if not ended:
+            if call is not None and not ended:
                 call.cancel()
             if unread is not None:
                 self._release_kv(unread.request_id, unread.replica, reader=None if ended else call)
 
-    def _release_kv(self, request_id: str, replica: str | None, *, reader: Any = None) -> None:
+    def _lost(self, lease: Placement, error: Exception) -> bytes:
+        """The event that ends a stream whose engine is gone."""
+        logger.warning("decode replica %s was lost in mid-stream: %s", lease.replica, error)
+        self._client.count("streams_lost")
+        message = "the decode engine was lost while it generated; send the request again"
+        body = {"error": {"message": message, "type": "engine_lost", "code": 503}}
+        return f"data: {json.dumps(body)}\n\n".encode()
+
+    def _release_kv(self, request_id: str, replica: str, *, reader: Call | None = None) -> None:
         """Free a prompt's blocks without waiting: this also runs while a request is being cancelled.
 
         Args:
             reader: the cancelled decode call that may still read them; they are freed when it has ended.
         """
-        if replica is None:
-            return
         task = asyncio.get_running_loop().create_task(self._send_release(request_id, replica, reader))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _send_release(self, request_id: str, replica: str, reader: Any) -> None:
+    async def _send_release(self, request_id: str, replica: str, reader: Call | None) -> None:
         try:
             if reader is not None:
-                await _end_of(reader)
-            await self._engines.prefill.release_kv.remote(ReleaseKv(request_id, {REPLICA: replica}))
-        except _ENGINE_LOST as error:
-            logger.info("could not release KV of %s, its lease will end: %r", request_id, error)
-
-
-async def _end_of(call: Any) -> None:
-    """Wait until a cancelled call has ended; ActorUnavailableError if nobody knows whether it has."""
-    try:
-        async for _ in call:
-            pass
-    except ActorUnavailableError:
-        raise
-    except _ENGINE_LOST:
-        pass
-
-
-def _error_code(chunk: Any) -> int:
-    """The HTTP status of an answer that is an error, 0 for any other."""
-    if isinstance(chunk, ErrorResponse):
-        return int(chunk.error.code)
-    first = chunk[0] if isinstance(chunk, list) and chunk else chunk
-    if not (isinstance(first, str) and first.startswith('data: {"error"')):
-        return 0
-    try:
-        return int(json.loads(first[len("data: ") :])["error"].get("code") or 500)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return 500
-
-
-def _error_event(message: str) -> str:
-    error = {"error": {"message": message, "type": "engine_lost", "code": 503}}
-    return f"data: {json.dumps(error)}\n\n"
+                await reader.end()
+            await self._engines.prefill.call(replica, "release", {"id": request_id}).end()
+        except ChannelLost as error:
+            logger.info("could not release KV of %s, its lease will end: %s", request_id, error)

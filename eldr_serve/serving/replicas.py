@@ -1,33 +1,34 @@
 """What the request routers of one process know about replicas, for the ingress beside them.
 
-Ray Serve runs request routers in a thread of their own inside the process that holds the handle.
-They learn first which replicas live and they decide last which replica serves a request; the
-ingress reads both here, with no call over the network.
+Ray Serve runs request routers in a thread of their own inside the process that holds the handle. They learn
+first which replicas live; the ingress reads it here, with no call over the network.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-from ray.serve.handle import DeploymentHandle
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from eldr_serve.serving.budget import PrefillBudget
 
-_MAX_ROUTED = 65536  # requests whose caller never asked; the oldest are forgotten first
+
+class Replicas(Protocol):
+    """Whoever knows which replicas of a deployment can be placed on."""
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Their ids, sorted."""
 
 
 class ReplicaDirectory:
-    """Live replicas of one deployment, and the replica that each recent request was sent to."""
+    """Replicas of one deployment as Serve tells of them, and what they told Serve of themselves."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._metadata: Mapping[str, Mapping[str, Any]] = {}
         self._live: tuple[str, ...] = ()
-        self._routed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # with the replica's losses then
-        self._losses: Counter[str] = Counter()
-        self.budget = PrefillBudget()  # a prefill deployment's request router sets its bound
+        self._changed: Callable[[], None] = lambda: None
+        self.budget = PrefillBudget()  # the prefill fleet sets its bound
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -35,48 +36,23 @@ class ReplicaDirectory:
         return self._live
 
     @property
-    def has_room(self) -> bool:
-        """Some replica may take a prompt, or none is known yet."""
-        return not self._live or bool(self.budget.with_room(self._live))
+    def metadata(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each live replica's `record_replica_metadata` returned."""
+        return self._metadata
 
-    def publish(self, replicas: Iterable[str]) -> None:
-        """Called by the request router whenever Serve tells it of a new set."""
-        self._live = tuple(sorted(replicas))
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called whenever the set changes, from whatever thread."""
+        self._changed = changed
+        changed()
 
-    def sent(self, request_id: str, replica: str) -> None:
-        """Called by the request router when it has decided on a replica."""
-        with self._lock:
-            self._routed[request_id] = replica, self._losses[replica]
-            self._routed.move_to_end(request_id)
-            while len(self._routed) > _MAX_ROUTED:
-                self._routed.popitem(last=False)
+    def publish(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        """Called by the request router with each new set."""
+        self._metadata, self._live = dict(replicas), tuple(sorted(replicas))
+        self._changed()
 
-    def take_routed(self, request_id: str) -> str | None:
-        """The replica that the request was sent to last, forgotten by this call."""
-        with self._lock:
-            replica, _ = self._routed.pop(request_id, (None, 0))
-            return replica
-
-    def lose(self, replica: str) -> None:
-        """Called by the request router when a replica has died or cannot be reached."""
-        with self._lock:
-            self._losses[replica] += 1
-
-    def in_doubt(self, request_id: str) -> bool:
-        """The replica that the request was sent to has been lost since: it may have begun with it."""
-        with self._lock:
-            replica, losses = self._routed.get(request_id, ("", 0))
-            return self._losses[replica] != losses
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The two deployments of an application: handles to call, and what is known of their replicas."""
-
-    prefill: DeploymentHandle
-    decode: DeploymentHandle
-    prefill_replicas: ReplicaDirectory
-    decode_replicas: ReplicaDirectory
+    def drop(self, replica: str) -> None:
+        """Called by the request router when a replica has died, before Serve publishes a new set."""
+        self.publish({name: found for name, found in self._metadata.items() if name != replica})
 
 
 _directories: dict[str, ReplicaDirectory] = {}

@@ -31,7 +31,7 @@ from eldr_serve.routing import Placement, PlacementRequest, State, reads_counts
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Exchange, Settings
 from eldr_serve.serving.own_load import OwnLoad
-from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.replicas import Replicas
 from eldr_serve.serving.router_link import RouterLink
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RouterClient:
     def __init__(
         self,
         connect: Callable[[], ActorHandle],
-        replicas: ReplicaDirectory,
+        replicas: Replicas,
         *,
         timeout_s: float = 1.0,
     ) -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from eldr_serve.routing import Placement
 from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
-from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class RouterLink:
         self,
         name: str,
         connect: Callable[[], ActorHandle],
-        replicas: ReplicaDirectory,
+        replicas: Replicas,
         desk: Desk,
         *,
         timeout_s: float,

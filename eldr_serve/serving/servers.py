@@ -7,90 +7,97 @@ import eldr_serve.serving.imports  # noqa: F401
 import asyncio
 import itertools
 import logging
+import secrets
 import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
+import ray
 import vllm
 from ray.exceptions import ActorDiedError, RayError
 
+from eldr_serve.channel import Answer, ChannelServer
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import (
-    CompletionRequest,
-    ErrorInfo,
-    ErrorResponse,
-    QuietLLMServer,
-    create_error_response,
-    openai_serving,
-    register_connector,
-)
+from eldr_serve.serving.compat import ENDPOINT_REQUESTS, QuietLLMServer, openai_serving, register_connector
 from eldr_serve.serving.decode_router import find
-from eldr_serve.serving.errors import ConfigurationError
-from eldr_serve.serving.first_token import first_token
-from eldr_serve.serving.wire import prefill_request, signature_of, transfer_params
+from eldr_serve.serving.engine_calls import describe, generate, other, prefill, prefill_once
+from eldr_serve.serving.errors import ConfigurationError, Overloaded, Refused, sentence
+from eldr_serve.serving.fleet import METADATA, Address
+from eldr_serve.serving.wire import prefill_header, signature_of, warm_up_body
 
 logger = logging.getLogger(__name__)
 
 _REPORT_PERIOD_S = 1.0
-
-
-@dataclass(frozen=True)
-class ReleaseKv:
-    """Give back the KV blocks that a prefill engine keeps for a decode that will not come."""
-
-    request_id: str  # as the prefill call carried it (keys.REQUEST)
-    kv_transfer_params: dict[str, Any] = field(default_factory=dict)  # addresses the replica
-
-
-def warm_up_request(model_id: str) -> CompletionRequest:
-    """A short prompt of nobody's, whose one token is drawn at random and comes with its log-probability."""
-    prompt = "warm up the transfer of one block"
-    return CompletionRequest(model=model_id, prompt=prompt, max_tokens=1, temperature=1.0, logprobs=0)
+MAX_CALLS = 1_000_000  # as Ray Serve LLM sets it for its engines: they queue inside
 
 
 class EngineServer(QuietLLMServer):
-    """A vLLM engine with the ELDR connector, as a Ray Serve deployment."""
+    """A vLLM engine with the ELDR connector, as a Ray Serve deployment that is called through its channel."""
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         register_connector()
         self._samples = itertools.count()
         await super().__init__(llm_config, **kwargs)
+        for method in ("chat", "completions"):
+            openai_serving(self.engine, method)  # raises now rather than with the first request
+        limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
+        self._address, self._channel = await open_channel(self.answer, limit)
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """Answer a call of an ingress replica."""
+        if method == "generate":
+            await generate(self.engine, header, body, answer)
+        elif method in ENDPOINT_REQUESTS:
+            await other(self, method, header, body, answer)
+        else:
+            raise Refused(f"an engine has no call {method!r}", status=400)
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook: how ingress replicas reach this one."""
+        return {METADATA: asdict(self._address)}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is."""
         stats: dict[str, Any] = await super().record_routing_stats()
         return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
 
-    async def run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """As Ray's, but that what vLLM calls a client's error is one."""
-        return _client_errors_answered(await super().run_request(request, **kwargs))
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what it cannot count itself."""
+        return {"in_flight": float(self._channel.in_flight)}
+
+    async def __del__(self) -> None:
+        """Serve's hook before it ends the replica: streams end first."""
+        channel = getattr(self, "_channel", None)
+        if channel is not None:
+            await channel.drain()
+        await super().__del__()
 
 
-async def _client_errors_answered(answers: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The same; but what vLLM calls a client's error is the answer where Ray lets it through as a fault.
+async def open_channel(
+    handler: Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]], limit: int
+) -> tuple[Address, ChannelServer]:
+    """Listen on this node for the ingress replicas of the application.
 
-    The caller would take a fault for the engine's and try the next one.
+    Only Serve's controller passes the secret on, to those who hold a handle of the deployment.
     """
-    begun = False
-    try:
-        async for answer in answers:
-            begun = True
-            yield answer
-    except Exception as error:
-        said = create_error_response(error).error
-        if begun or said.code >= 500:
-            raise
-        yield ErrorResponse(error=ErrorInfo(**said.model_dump()))
+    secret = secrets.token_hex(16)
+
+    def full() -> Exception:
+        return Overloaded(f"{limit} requests are in flight on this engine, the most allowed")
+
+    server = ChannelServer(secret, handler, describe=describe, limit=limit, full=full)
+    host = ray.util.get_node_ip_address()
+    return Address(host, await server.start(host), secret), server
 
 
 class PrefillServer(EngineServer):
-    """Makes one token of each request that is handed over (see first_token), and frees prompts' KV blocks
+    """Makes one token of each prompt that is handed over (see first_token), and frees prompts' KV blocks
     that no decode engine will read.
 
     A finished prefill's blocks are held until the decode engine has read them or the lease
-    (`kv_lease_duration`, s) ends. If the client goes away in between, `release_kv` frees them at once.
+    (`kv_lease_duration`, s) ends. If the client goes away in between, call `release` frees them at once.
     Its routing stats say how full the KV cache is (see PrefillBudget).
 
     Raises:
@@ -99,35 +106,37 @@ class PrefillServer(EngineServer):
 
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(llm_config, **kwargs)
-        for method in ("chat", "completions"):
-            openai_serving(self.engine, method)  # raises now rather than with the first request
         await self._check_capture(llm_config.model_id)
 
-    async def run_request(self, request: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """A prefill ends with its first token."""
-        if not transfer_params(request).get("do_remote_decode"):
-            return await super().run_request(request, **kwargs)
-        method, raw_request_info = kwargs["engine_method"], kwargs.get("raw_request_info")
-        return _client_errors_answered(first_token(self.engine, method, request, raw_request_info))
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """As an EngineServer, and the calls that only prefill engines take."""
+        if method == "prefill":
+            await prefill(self.engine, header, body, answer)
+        elif method == "release":
+            await self._release(header["id"])
+        else:
+            await super().answer(method, header, body, answer)
 
     async def _check_capture(self, model_id: str) -> None:
-        request = prefill_request(warm_up_request(model_id), f"start-{uuid.uuid4().hex}", 0)
-        answer = await anext(await self.completions(request))
-        if isinstance(answer, ErrorResponse):
+        request_id = f"start-{uuid.uuid4().hex}"
+        header = prefill_header("completions", request_id)
+        try:
+            found = await prefill_once(self.engine, header, warm_up_body(model_id))
+        except Exception as error:
             raise ConfigurationError(
-                f"the prefill engine of {model_id!r} failed its first prompt: {answer.error.message}"
-            )
-        if signature_of(transfer_params(answer)) is None:
+                f"the prefill engine of {model_id!r} failed its first prompt: {sentence(error)}"
+            ) from error
+        if signature_of(found.kv_transfer_params or {}) is None:
             raise ConfigurationError(
                 f"the prefill engine of {model_id!r} (vLLM {vllm.__version__}) answered its first prompt "
                 "without an expert signature, so requests would be placed by load alone: leave kv_connector, "
                 "kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
             )
-        await self.release_kv(ReleaseKv(request.request_id))
+        await self._release(request_id)
 
-    async def release_kv(self, release: ReleaseKv) -> None:
+    async def _release(self, request_id: str) -> None:
         """Free the prompt's blocks, now or, while it is still computed, when it ends."""
-        await self.collective_rpc("eldr_abandon", args=([release.request_id],))
+        await self.collective_rpc("eldr_abandon", args=([request_id],))
 
 
 class DecodeServer(EngineServer):

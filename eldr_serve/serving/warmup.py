@@ -10,14 +10,15 @@ import asyncio
 import logging
 import uuid
 
+import msgspec
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.serving.compat import ErrorResponse
-from eldr_serve.serving.replicas import Engines
+from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.serving.path import Engines
 from eldr_serve.serving.router_client import RouterClient
-from eldr_serve.serving.servers import ReleaseKv, warm_up_request
-from eldr_serve.serving.wire import REPLICA, decode_request, prefill_request, signature_of, transfer_params
+from eldr_serve.serving.wire import decode_header, prefill_header, signature_of, warm_up_body
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,10 @@ class Warmup:
     """Warms each pair of live replicas once, and tells the router the shape of the signatures."""
 
     def __init__(
-        self,
-        *,
-        engines: Engines,
-        client: RouterClient,
-        model_id: str,
+        self, *, engines: Engines, handles: list[DeploymentHandle], client: RouterClient, model_id: str
     ) -> None:
         self._engines = engines
+        self._handles = handles
         self._client = client
         self._model_id = model_id
         self._warm: set[tuple[str, str]] = set()
@@ -54,17 +52,15 @@ class Warmup:
     def _cold(self) -> list[tuple[str, str]]:
         return [
             (p, d)
-            for p in self._engines.prefill_replicas.live
-            for d in self._engines.decode_replicas.live
+            for p in self._engines.prefill.directory.live
+            for d in self._engines.decode.directory.live
             if (p, d) not in self._warm
         ]
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
-        # The first call through a handle also makes Serve tell it (and us) which replicas there are.
-        await asyncio.gather(
-            self._engines.prefill.check_health.remote(), self._engines.decode.check_health.remote()
-        )
+        # The first call through a handle makes Serve tell it (and us) which replicas there are.
+        await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
         self._engines_up = True
         while True:
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
@@ -73,30 +69,26 @@ class Warmup:
     async def _try_pair(self, prefill: str, decode: str) -> None:
         try:
             await self._warm_pair(prefill, decode)
-        except (RayError, RayServeException, TimeoutError) as error:
-            logger.info("pair %s-%s is not warm yet: %r", prefill, decode, error)
+        except (ChannelLost, CallFailed, RayError, RayServeException, TimeoutError) as error:
+            logger.warning("pair %s-%s is not warm yet: %s", prefill, decode, error)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
-        request = warm_up_request(self._model_id)
         request_id = f"warm-{uuid.uuid4().hex}"
-        first_leg = prefill_request(request, f"{request_id}-p", 0)
-        first_leg.kv_transfer_params[REPLICA] = prefill
-        response = await anext(self._engines.prefill.options(stream=True).completions.remote(first_leg))
-        if isinstance(response, ErrorResponse):
-            logger.warning("prefill replica %s refused to warm up: %s", prefill, response.error.message)
-            return
-        params = transfer_params(response)
-        counts = signature_of(params)
+        body = warm_up_body(self._model_id)
+        header = prefill_header("completions", f"{request_id}-p")
+        chunk = await self._engines.prefill.call(prefill, "prefill", header, body).read()
+        if chunk is None:
+            raise ChannelLost("it answered nothing")
+        found = msgspec.msgpack.decode(chunk.payload)
+        counts = signature_of(found["kv"])
         if counts is None:
             logger.warning("prefill replica %s sends no expert signatures, its pairs stay cold", prefill)
-            await self._engines.prefill.release_kv.remote(ReleaseKv(first_leg.request_id, {REPLICA: prefill}))
+            await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
             return
-        second_leg = decode_request(request, f"{request_id}-d", decode, params)
-        several = request.model_copy(update={"n": 2})
-        for leg in (second_leg, decode_request(several, f"{request_id}-n", decode, None)):
-            async for answer in self._engines.decode.options(stream=True).completions.remote(leg):
-                if isinstance(answer, ErrorResponse):
-                    logger.warning("decode replica %s refused to warm up: %s", decode, answer.error.message)
-                    return
+        for name, params, answers in (("d", found["kv"], 1), ("n", None, 2)):
+            leg = decode_header("completions", f"{request_id}-{name}", params)
+            call = self._engines.decode.call(decode, "generate", leg, warm_up_body(self._model_id, answers))
+            while await call.read() is not None:
+                pass
         self._warm.add((prefill, decode))
         await self._client.call("expect_signatures", *counts.shape)

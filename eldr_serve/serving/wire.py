@@ -1,22 +1,50 @@
-"""Shaping OpenAI requests for the prefill and the decode call, and the keys of ours in between."""
+"""What the ingress reads of a request, and what its calls to engines say beside the client's own body."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, TypeAlias
+import json
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from eldr_serve.engine.keys import REQUEST, SIGNATURE
-from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
 from eldr_serve.signature import unpack_counts
 
-# Further keys of ours in `kv_transfer_params`, beside those of the engines, which ignore them.
-REPLICA = "eldr_replica"  # the replica that a call must go to
-ATTEMPT = "eldr_attempt"  # how many prefill replicas have failed this request
+# A further key of ours in `kv_transfer_params`, beside those of the engines, which ignore it.
+REPLICA = "eldr_replica"  # the replica that a call through a Serve handle must go to
 
-GenerationRequest: TypeAlias = Any  # ChatCompletionRequest | CompletionRequest, unknown to mypy
+
+class Asked(BaseModel):
+    """What placement and splitting depend on; vLLM validates the body as a whole, in the engine."""
+
+    model: str | None = None
+    stream: bool | None = False
+    prompt: Any = None
+    prompt_embeds: Any = None
+    messages: Any = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = False
+    prompt_logprobs: int | None = None
+    echo: bool | None = False
+    logprobs: int | bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request for generated text."""
+
+    method: str  # "chat" or "completions"
+    body: bytes  # JSON, as the client sent it
+    asked: Asked
+    headers: dict[str, str] = field(default_factory=dict)
+    domain: str | None = None  # the client's own name for the kind of request, for policy `domain`
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
@@ -36,102 +64,101 @@ def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
         return None
 
 
-def from_client(request: GenerationRequest) -> GenerationRequest:
-    """A copy without transfer parameters: clients do not name engines to read from."""
-    return _copy(request, {"kv_transfer_params": None, "ec_transfer_params": None})
-
-
-def sequences(request: GenerationRequest) -> int:
+def sequences(asked: Asked) -> int:
     """How many answers are asked for: prompts x n; vLLM does not read `best_of`."""
-    prompt, embeds = getattr(request, "prompt", None), getattr(request, "prompt_embeds", None)
-    prompts = 1
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
-        prompts = len(prompt)
-    if isinstance(embeds, list):
-        prompts += len(embeds)
-    return max(prompts, 1) * max(request.n or 1, 1)
+    prompts = len(asked.prompt) if _several(asked.prompt) else 1
+    if isinstance(asked.prompt_embeds, list):
+        prompts += len(asked.prompt_embeds)
+    return max(prompts, 1) * max(asked.n or 1, 1)
 
 
-def needs_whole_engine(request: GenerationRequest) -> str | None:
+def needs_whole_engine(method: str, asked: Asked) -> str | None:
     """Why the request cannot be split between two engines, or None if it can.
 
     Several sequences from one request would pull the same prompt blocks, which the prefill engine
     frees after the first pull; log-probabilities of the prompt need the prompt's logits.
     """
-    if (request.n or 1) > 1:
+    if (asked.n or 1) > 1:
         return "n>1"
-    if getattr(request, "best_of", None) not in (None, 1):
+    if asked.best_of not in (None, 1):
         return "best_of>1"
-    if getattr(request, "use_beam_search", False):
+    if asked.use_beam_search:
         return "beam-search"
-    if getattr(request, "prompt_logprobs", None) is not None:
+    if asked.prompt_logprobs is not None:
         return "prompt-logprobs"
-    if isinstance(request, CompletionRequest):
-        prompt = request.prompt
-        if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+    if method == "completions":
+        if _several(asked.prompt):
             return "several-prompts"
-        if prompt is None:
+        if asked.prompt is None:
             return "prompt-embeddings"
-        if request.echo and request.logprobs is not None:
+        if asked.echo and asked.logprobs is not None:
             return "echo-logprobs"
     return None
 
 
-def prefill_request(request: GenerationRequest, request_id: str, attempt: int) -> GenerationRequest:
-    """The call that fills the KV cache: the client's request, of which PrefillServer makes one token."""
-    return _copy(
-        request,
-        {
-            "request_id": request_id,
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "remote_host": None,
-                "remote_port": None,
-                REQUEST: request_id,
-                ATTEMPT: attempt,
-            },
-        },
-    )
+def _several(prompt: Any) -> bool:
+    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))
 
 
-def decode_request(
-    request: GenerationRequest, request_id: str, replica: str, params: dict[str, Any] | None
-) -> GenerationRequest:
-    """The call that generates, addressed to `replica`; `params` as prefill returned them."""
+def prefill_header(method: str, request_id: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Of the call that fills the KV cache: PrefillServer makes one token of the client's request."""
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        REQUEST: request_id,
+    }
+    return {"method": method, "id": request_id, "kv": params, "headers": headers or {}}
+
+
+def decode_header(
+    method: str,
+    request_id: str,
+    params: dict[str, Any] | None,
+    token_ids: bytes = b"",
+    headers: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Of the call that generates; `params` and `token_ids` as prefill returned them."""
     passed = {key: value for key, value in (params or {}).items() if key != SIGNATURE}
-    return _copy(request, {"request_id": request_id, "kv_transfer_params": passed | {REPLICA: replica}})
+    return {
+        "method": method, "id": request_id, "kv": passed, "token_ids": token_ids, "headers": headers or {},
+    }  # fmt: skip
 
 
-def _copy(request: GenerationRequest, update: dict[str, Any]) -> GenerationRequest:
-    known = {key: value for key, value in update.items() if key in type(request).model_fields}
-    copy: GenerationRequest = request.model_copy(update=known)
-    return copy
+def warm_up_body(model_id: str, n: int = 1) -> bytes:
+    """A short prompt of nobody's, whose one token is drawn at random and comes with its log-probability."""
+    return json.dumps(
+        {"model": model_id, "prompt": "warm up the transfer of one block", "max_tokens": 1, "n": n,
+         "temperature": 1.0, "logprobs": 0}
+    ).encode()  # fmt: skip
 
 
-def generated_tokens(chunk: Any) -> int:
-    """Tokens in what a decode engine yields: a list of events, an event of a stream, or a whole answer.
-
-    An event carries one token. The event that opens a chat (it alone names a role), usage and `[DONE]`
-    carry none. Nothing is parsed: quotes within generated text are escaped, so that they do not match.
-    """
-    if isinstance(chunk, list):
-        return sum(map(generated_tokens, chunk))
-    if isinstance(chunk, str):
-        return 0 if '"role":' in chunk else chunk.count('"choices":[{')
-    usage = getattr(chunk, "usage", None)
-    return int(usage.completion_tokens or 0) if usage is not None else 0
-
-
-def prompt_key(request: GenerationRequest) -> str:
+def prompt_key(asked: Asked) -> str:
     """Equal for equal prompts, whatever is asked about the answer."""
-    prompt = request.messages if isinstance(request, ChatCompletionRequest) else request.prompt
+    prompt = asked.messages if asked.prompt is None else asked.prompt
     return hashlib.blake2b(repr(prompt).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def max_new_tokens(request: GenerationRequest) -> int:
+def prompt_head(asked: Asked, prefix_tokens: int = 64) -> bytes:
+    """The bytes that the prefix hash is taken of: first tokens, or 4 characters a token of text."""
+    prompt = asked.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return repr(prompt[:prefix_tokens]).encode()
+    if isinstance(prompt, list) and prompt:
+        prompt = prompt[0]
+    if prompt is None and isinstance(asked.messages, list):
+        prompt = "\n".join(
+            f"{message.get('role')}:{message.get('content')}"
+            for message in asked.messages
+            if isinstance(message, dict)
+        )
+    return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")
+
+
+def max_new_tokens(request: Any) -> int:
     """The most tokens that the answer may have; 0 where the request does not say."""
     asked = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
     return asked if isinstance(asked, int) else 0

@@ -1,0 +1,6 @@
+"""One connection between an ingress replica and an engine replica, for all calls between the two."""
+
+from eldr_serve.channel.client import Call, CallFailed, Channel, ChannelLost, Chunk, SlowReader
+from eldr_serve.channel.server import Answer, ChannelServer
+
+__all__ = ["Answer", "Call", "CallFailed", "Channel", "ChannelLost", "ChannelServer", "Chunk", "SlowReader"]

@@ -1,0 +1,197 @@
+"""The ingress replica's end: calls to one engine replica over one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from eldr_serve.channel.frames import MAX_FRAME_BYTES, VERSION, BrokenFrame, Kind, frame
+from eldr_serve.channel.peer import Peer
+
+MAX_UNREAD_BYTES = 2**20  # of one stream whose client does not read
+_CONNECT_S = 5.0
+
+
+class ChannelLost(ConnectionError):  # noqa: N818
+    """The connection ended, or could not be made."""
+
+
+class SlowReader(RuntimeError):  # noqa: N818
+    """A stream's client reads too slowly; the stream was cancelled."""
+
+
+class CallFailed(RuntimeError):  # noqa: N818
+    """The engine's own word that a call has failed.
+
+    Attributes:
+        status: as of HTTP; below 500 the request is at fault.
+        body: what tells it, for the client.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What of an answer has come since it was last looked at."""
+
+    payload: bytes
+    tokens: int  # generated tokens in it
+
+
+class Call:
+    """One call, and what has come of its answer."""
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel = channel
+        self._number = number
+        self._unread: list[bytes] = []
+        self._unread_bytes = self._tokens = 0
+        self._over = False
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    async def read(self) -> Chunk | None:
+        """All that has come and is unread, or, if there is nothing, what comes next; None at the end.
+
+        Raises:
+            CallFailed: the engine says so.
+            ChannelLost: the connection was lost; nobody knows what became of the call.
+            SlowReader: this was called too rarely.
+        """
+        while not self._unread:
+            if self._over:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._news.clear()
+            await self._news.wait()
+        chunk = Chunk(b"".join(self._unread), self._tokens)
+        self._unread, self._unread_bytes, self._tokens = [], 0, 0
+        return chunk
+
+    def cancel(self) -> None:
+        """Tell the engine to stop; calling it again, or after the end, does nothing."""
+        if not self._over:
+            self._channel.say(frame(Kind.CANCEL, self._number))
+
+    async def end(self) -> None:
+        """Wait until the engine no longer works for the call; ChannelLost if nobody knows."""
+        while not self._over:
+            self._unread, self._unread_bytes = [], 0
+            self._news.clear()
+            await self._news.wait()
+        if isinstance(self._error, ChannelLost):
+            raise self._error
+
+    # -- for the channel -------------------------------------------------------------------------
+
+    def data(self, payload: bytes, tokens: int) -> None:
+        """A part of the answer has come."""
+        if self._error is not None:
+            return
+        if self._unread and self._unread_bytes + len(payload) > MAX_UNREAD_BYTES:
+            self._error = SlowReader(f"{self._unread_bytes} bytes of a stream are unread")
+            self._unread = []
+            self.cancel()
+            return
+        self._unread.append(payload)
+        self._unread_bytes += len(payload)
+        self._tokens += tokens
+        self._news.set()
+
+    def over(self, error: Exception | None) -> None:
+        """Nothing more will come."""
+        self._over = True
+        self._error = self._error or error
+        self._news.set()
+
+
+class Channel(Peer):
+    """A connection to one engine replica. Made by `connect`."""
+
+    def __init__(self, secret: str, changed: Callable[[], None]) -> None:
+        super().__init__(MAX_FRAME_BYTES)
+        self._secret = secret
+        self._changed = changed
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self.welcome: asyncio.Future[None] = self._loop.create_future()
+        self.closed: asyncio.Future[str] = self._loop.create_future()  # with the reason
+        self._leaving = False
+
+    @classmethod
+    async def connect(
+        cls, host: str, port: int, secret: str, changed: Callable[[], None] = lambda: None
+    ) -> Channel:
+        """Connect and say hello; ChannelLost if nobody answers or takes the secret.
+
+        Args:
+            changed: called when the channel is not `open` any more.
+        """
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, channel = await asyncio.get_running_loop().create_connection(
+                    lambda: cls(secret, changed), host, port
+                )
+                await channel.welcome
+        except (OSError, TimeoutError) as error:
+            raise ChannelLost(f"no channel to {host}:{port}: {error or 'it does not answer'}") from error
+        return channel
+
+    @property
+    def open(self) -> bool:
+        """The engine takes calls."""
+        return not (self._leaving or self.closed.done())
+
+    @property
+    def in_flight(self) -> int:
+        """Open calls."""
+        return len(self._calls)
+
+    def call(self, method: str, header: dict[str, Any], body: bytes = b"") -> Call:
+        """Begin a call; `header` is of what msgpack can carry. ChannelLost if the connection is over."""
+        if self.closed.done():
+            raise ChannelLost(self.closed.result())
+        number = next(self._numbers) % 2**32
+        call = self._calls[number] = Call(self, number)
+        self.say(frame(Kind.CALL, number, msgspec.msgpack.encode((method, header, body))))
+        return call
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.say(frame(Kind.HELLO, 0, bytes([VERSION]) + self._secret.encode()))
+
+    def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
+        if kind == Kind.DATA:
+            if call in self._calls:
+                self._calls[call].data(payload, tokens)
+        elif kind in (Kind.END, Kind.FAIL):
+            found = self._calls.pop(call, None)
+            if found is not None:
+                found.over(CallFailed(tokens, payload) if kind == Kind.FAIL else None)
+        elif kind == Kind.WELCOME:
+            if not self.welcome.done():
+                self.welcome.set_result(None)
+        elif kind == Kind.LEAVING:
+            self._leaving = True
+            self._changed()
+        else:
+            raise BrokenFrame(f"a frame of kind {kind}")
+
+    def ended(self, reason: str) -> None:
+        self.closed.set_result(reason)
+        if not self.welcome.done():
+            self.welcome.set_exception(ChannelLost(reason))
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.over(ChannelLost(reason))
+        self._changed()

@@ -1,0 +1,105 @@
+"""What both ends of a channel have: one write a turn of the loop, pings, and an end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+from eldr_serve.channel.frames import PING_S, SILENT_S, BrokenFrame, Frames, Kind, frame
+
+logger = logging.getLogger(__name__)
+
+_PING = frame(Kind.PING)
+
+
+class Peer(asyncio.Protocol):
+    """One end of a connection.
+
+    Args:
+        max_bytes: of a frame's payload, see Frames.
+        silent_s: the other end is gone if it has said nothing for so long, s.
+    """
+
+    def __init__(self, max_bytes: int, *, silent_s: float = SILENT_S) -> None:
+        self._frames = Frames(max_bytes)
+        self._silent_s = silent_s
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._out: list[bytes] = []
+        self._heard_at = self._looked_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self.name = "?"
+
+    # -- for the two ends ------------------------------------------------------------------------
+
+    def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
+        """A frame has come; BrokenFrame if it makes no sense."""
+        raise NotImplementedError
+
+    def ended(self, reason: str) -> None:
+        """The connection is over."""
+        raise NotImplementedError
+
+    def say(self, *parts: bytes) -> None:
+        """Send these bytes with whatever else is said in this turn of the loop."""
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out += parts
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the other end has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
+    def close(self, reason: str) -> None:
+        """End the connection now; what is unsent is lost."""
+        if self._transport is not None:
+            transport, self._transport = self._transport, None
+            if self._timer is not None:
+                self._timer.cancel()
+            transport.abort()
+            self.ended(reason)
+
+    def broken(self, error: BaseException | None) -> None:
+        """End the connection for what its peer has sent."""
+        logger.warning("a channel with %s is closed: %s", self.name, error)
+        self.close(str(error))
+
+    # -- asyncio's -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
+        address = transport.get_extra_info("peername")
+        self.name = f"{address[0]}:{address[1]}" if address else "?"
+        self._timer = self._loop.call_later(PING_S, self._tick)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        try:
+            for kind, call, tokens, payload in self._frames.feed(data):
+                if kind != Kind.PING:
+                    self.heard(kind, call, tokens, payload)
+        except BrokenFrame as error:
+            self.broken(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.close(f"the connection was lost: {error}" if error else "the other end has closed it")
+
+    def _flush(self) -> None:
+        if self._transport is not None:
+            self._transport.writelines(self._out)
+        self._out = []
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late_s = now - self._looked_at - PING_S
+        self._looked_at = now
+        if late_s > PING_S:  # it was we who did not listen
+            self._heard_at = now
+        if now - self._heard_at > self._silent_s:
+            logger.warning("a channel with %s is closed: it is silent", self.name)
+            self.close(f"silent for {self._silent_s:g} s")
+            return
+        self.say(_PING)
+        self._timer = self._loop.call_later(PING_S, self._tick)

@@ -1,0 +1,198 @@
+"""The engine's end: a port that takes calls of this application's ingress replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from eldr_serve.channel.frames import (
+    HEAD,
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    VERSION,
+    BrokenFrame,
+    Kind,
+    frame,
+)
+from eldr_serve.channel.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S = 5.0
+_MAX_UNSENT_BYTES = 64 * 2**20
+_SILENT_S = 10.0  # an ingress under load may be late; one that has died is known by its closed connection
+
+
+class Answer:
+    """Where the answer to one call is written."""
+
+    def __init__(self, connection: _Connection, call: int) -> None:
+        self._connection = connection
+        self._call = call
+
+    def send(self, payload: bytes, tokens: int = 0) -> None:
+        """Send a part of the answer, with how many generated tokens are in it."""
+        self._connection.say(HEAD.pack(len(payload), Kind.DATA, self._call, tokens), payload)
+
+
+# Answers a call: its method, its header and body. What it raises is told as `describe` words it.
+Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
+Describe = Callable[[Exception], tuple[int, bytes]]
+
+
+class ChannelServer:
+    """Listens for ingress replicas and runs their calls.
+
+    A connection that breaks, that is silent for long, or that does not take what it is sent, has its calls
+    cancelled.
+
+    Args:
+        secret: what a peer must know to be listened to.
+        handler: answers calls.
+        describe: an exception's status, as of HTTP, and the body that tells it.
+        limit: calls in flight; one more fails with an error that `full` makes.
+    """
+
+    def __init__(
+        self, secret: str, handler: Handler, *, describe: Describe, limit: int, full: Callable[[], Exception]
+    ) -> None:
+        self._secret = secret.encode()
+        self._handler = handler
+        self._describe = describe
+        self._limit = limit
+        self._full = full
+        self._server: asyncio.Server | None = None
+        self.connections: set[_Connection] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.in_flight = 0
+
+    async def start(self, host: str) -> int:
+        """Listen on a free port of `host`, and return it."""
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Connection(self), host, 0, family=socket.AF_UNSPEC
+        )
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def drain(self) -> None:
+        """Take no further connection, tell the peers to send no further call, and await the open ones."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self.connections:
+            connection.say(frame(Kind.LEAVING))
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.close("the engine stops")
+
+    def knows(self, secret: bytes) -> bool:
+        """Whether it is this server's secret."""
+        return hmac.compare_digest(secret, self._secret)
+
+    async def run(self, connection: _Connection, call: int, payload: bytes) -> bytes:
+        """Answer one call, and return its last frame."""
+        try:
+            method, header, body = _CALL.decode(payload)
+        except msgspec.DecodeError as error:
+            raise BrokenFrame(f"a malformed call: {error}") from error
+        try:
+            if self.in_flight >= self._limit:
+                raise self._full()
+            self.in_flight += 1
+            self._idle.clear()
+            try:
+                await self._handler(method, header, body, Answer(connection, call))
+            finally:
+                self.in_flight -= 1
+                if not self.in_flight:
+                    self._idle.set()
+        except Exception as error:
+            status, said = self._describe(error)
+            return frame(Kind.FAIL, call, said, status)
+        return frame(Kind.END, call)
+
+
+_CALL = msgspec.msgpack.Decoder(tuple[str, dict[str, Any], bytes])
+
+
+class _Connection(Peer):
+    """An ingress replica's connection; a stranger's until it has said the secret."""
+
+    def __init__(self, server: ChannelServer) -> None:
+        super().__init__(MAX_HELLO_BYTES, silent_s=_SILENT_S)
+        self._server = server
+        self._known = False
+        self._calls: dict[int, asyncio.Task[bytes]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.connections.add(self)
+        self._loop.call_later(_HELLO_S, self._expect_hello)
+
+    def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
+        if not self._known:
+            self._greet(kind, payload)
+        elif kind == Kind.CALL:
+            if call in self._calls:
+                raise BrokenFrame(f"call {call} is open already")
+            task = self._calls[call] = self._loop.create_task(self._server.run(self, call, payload))
+            task.add_done_callback(partial(self._over, call))
+        elif kind == Kind.CANCEL:
+            if call in self._calls:
+                self._calls[call].cancel()
+        else:
+            raise BrokenFrame(f"a frame of kind {kind}")
+
+    def _over(self, call: int, task: asyncio.Task[bytes]) -> None:
+        if self._calls.pop(call, None) is None:
+            return  # the connection is over
+        if task.cancelled():
+            self.say(frame(Kind.END, call))  # as the peer wished
+        elif isinstance(task.exception(), BrokenFrame):
+            self.broken(task.exception())
+        else:
+            self.say(task.result())
+
+    def say(self, *parts: bytes) -> None:
+        if self.unsent_bytes > _MAX_UNSENT_BYTES:
+            self.close("it does not take what it is sent")
+        super().say(*parts)
+
+    def ended(self, reason: str) -> None:
+        self._server.connections.discard(self)
+        if self._calls:
+            logger.warning(
+                "%d calls of %s are cancelled, its channel is closed: %s",
+                len(self._calls), self.name, reason,
+            )  # fmt: skip
+        calls, self._calls = self._calls, {}
+        for task in calls.values():
+            task.cancel()
+
+    def _greet(self, kind: int, payload: bytes) -> None:
+        version, secret = payload[:1], payload[1:]
+        if kind != Kind.HELLO:
+            raise BrokenFrame("a stranger that does not say hello")
+        if version != bytes([VERSION]):
+            raise BrokenFrame(f"it speaks version {version[0] if version else '?'} and not {VERSION}")
+        if not self._server.knows(secret):
+            raise BrokenFrame("a stranger that does not know the secret")
+        self._known = True
+        self._frames.max_bytes = MAX_FRAME_BYTES
+        self.say(frame(Kind.WELCOME))
+
+    def _expect_hello(self) -> None:
+        if not self._known:
+            self.close(f"no hello within {_HELLO_S:g} s")

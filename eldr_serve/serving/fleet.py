@@ -1,0 +1,111 @@
+"""Channels of an ingress replica to all engine replicas of one deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eldr_serve.channel import Call, Channel, ChannelLost
+from eldr_serve.channel.frames import VERSION
+from eldr_serve.serving.replicas import ReplicaDirectory
+
+logger = logging.getLogger(__name__)
+
+METADATA = "eldr_channel"  # in a replica's metadata: where its channel is
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an engine replica listens, and what one must say there."""
+
+    host: str
+    port: int
+    secret: str
+    version: int = VERSION
+
+
+class Fleet:
+    """Keeps a channel open to each replica that Serve knows of; lives in one event loop.
+
+    Args:
+        directory: of the deployment.
+    """
+
+    def __init__(self, directory: ReplicaDirectory) -> None:
+        self.directory = directory
+        self._channels: dict[str, Channel] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._live: tuple[str, ...] = ()
+
+    def start(self) -> None:
+        """Follow the directory from now on."""
+        loop = asyncio.get_running_loop()
+        self.directory.watch(lambda: loop.call_soon_threadsafe(self._follow))
+
+    async def stop(self) -> None:
+        """Close all channels."""
+        self.directory.watch(lambda: None)
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of the replicas that take calls, sorted."""
+        return self._live
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Open calls of this process on each live replica."""
+        return {name: self._channels[name].in_flight for name in self._live}
+
+    def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
+        """Begin a call; ChannelLost if there is no channel to the replica."""
+        channel = self._channels.get(replica)
+        if channel is None:
+            raise ChannelLost(f"there is no channel to {replica}")
+        return channel.call(method, dict(header), body)
+
+    def _follow(self) -> None:
+        known = self.directory.metadata
+        for name in [name for name in self._keepers if name not in known]:
+            self._keepers.pop(name)  # its channel stays until the replica ends it: streams run on
+            self._update()
+        for name in known:
+            if name not in self._keepers:
+                self._keepers[name] = asyncio.get_running_loop().create_task(self._keep(name))
+
+    async def _keep(self, name: str) -> None:
+        """Connect, and again after a loss, for as long as Serve knows the replica."""
+        mine = asyncio.current_task()
+        while self._keepers.get(name) is mine:
+            try:
+                address = Address(**self.directory.metadata[name][METADATA])
+                if address.version != VERSION:
+                    raise ChannelLost(f"it speaks version {address.version} of the channel, not {VERSION}")
+                channel = await Channel.connect(address.host, address.port, address.secret, self._update)
+            except (ChannelLost, KeyError, TypeError) as error:
+                logger.warning("replica %s cannot be called yet: %r", name, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._channels[name] = channel
+            self._update()
+            try:
+                reason = await asyncio.shield(channel.closed)
+            finally:
+                channel.close("the ingress stops")
+                if self._channels.get(name) is channel:
+                    del self._channels[name]
+                self._update()
+            logger.warning("the channel to replica %s is closed: %s", name, reason)
+
+    def _update(self) -> None:
+        """Who is live: Serve knows it, its channel is open, and it does not leave."""
+        known = self._keepers.keys() & self.directory.metadata.keys()
+        self._live = tuple(
+            sorted(name for name in known if name in self._channels and self._channels[name].open)
+        )
