@@ -27,6 +27,7 @@ from tools.results import publish
 
 MODES = {
     "default": {},
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
     # Without direct ingress: that needs a proxy of another kind in front.
     "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"},
 }

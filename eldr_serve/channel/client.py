@@ -14,6 +14,7 @@ from eldr_serve.channel.frames import MAX_FRAME_BYTES, VERSION, BrokenFrame, Kin
 from eldr_serve.channel.peer import Peer
 
 MAX_UNREAD_BYTES = 2**20  # of one stream whose client does not read
+SILENT_S = 2.5  # an engine that has said nothing for so long is gone
 _CONNECT_S = 5.0
 
 
@@ -119,7 +120,7 @@ class Channel(Peer):
     """A connection to one engine replica. Made by `connect`."""
 
     def __init__(self, secret: str, changed: Callable[[], None]) -> None:
-        super().__init__(MAX_FRAME_BYTES)
+        super().__init__(MAX_FRAME_BYTES, silent_s=SILENT_S)
         self._secret = secret
         self._changed = changed
         self._numbers = itertools.count(1)

@@ -17,7 +17,6 @@ HEAD = struct.Struct("!IBII")
 MAX_HELLO_BYTES = 1024
 MAX_FRAME_BYTES = 64 * 2**20  # a request's body and what prefill said of it
 PING_S = 1.0
-SILENT_S = 2.5  # a peer that has said nothing for so long is gone
 
 
 class Kind(IntEnum):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import cast
 
-from eldr_serve.channel.frames import PING_S, SILENT_S, BrokenFrame, Frames, Kind, frame
+from eldr_serve.channel.frames import PING_S, BrokenFrame, Frames, Kind, frame
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Peer(asyncio.Protocol):
         silent_s: the other end is gone if it has said nothing for so long, s.
     """
 
-    def __init__(self, max_bytes: int, *, silent_s: float = SILENT_S) -> None:
+    def __init__(self, max_bytes: int, *, silent_s: float) -> None:
         self._frames = Frames(max_bytes)
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()

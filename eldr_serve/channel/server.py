@@ -79,8 +79,14 @@ class ChannelServer:
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self), host, 0, family=socket.AF_UNSPEC
         )
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        return self.address[1]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port; only once it has started."""
+        assert self._server is not None
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
 
     async def drain(self) -> None:
         """Take no further connection, tell the peers to send no further call, and await the open ones."""

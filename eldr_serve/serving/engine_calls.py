@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pydantic_core
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from eldr_serve.channel import Answer
 from eldr_serve.serving.compat import (
@@ -29,10 +29,14 @@ from eldr_serve.serving.plain_stream import PlainStream, is_plain
 
 logger = logging.getLogger(__name__)
 
-_MODELS: dict[str, Any] = {
-    "chat": ChatCompletionRequest,
-    "completions": CompletionRequest,
-} | ENDPOINT_REQUESTS
+_REQUESTS: dict[str, TypeAdapter[Any]] = {
+    method: TypeAdapter(request)
+    for method, request in {
+        "chat": ChatCompletionRequest,
+        "completions": CompletionRequest,
+        **ENDPOINT_REQUESTS,
+    }.items()
+}
 
 
 def describe(error: Exception) -> tuple[int, bytes]:

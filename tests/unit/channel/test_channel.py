@@ -1,0 +1,275 @@
+"""Both ends of a channel over real sockets: calls, cancellation, and peers that break the rules or vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_serve.channel import Answer, CallFailed, Channel, ChannelLost, ChannelServer, SlowReader
+from eldr_serve.channel import client as client_module
+from eldr_serve.channel import peer as peer_module
+from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrame, Frames, Kind, frame
+
+SECRET = "secret"
+HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
+
+
+class Engine:
+    """Answers calls as their names say, and knows which of them run."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        self.running: list[str] = []
+        self.begun = 0
+        self.go_on = asyncio.Event()
+        self.server = ChannelServer(
+            SECRET, self.answer,
+            describe=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
+            limit=limit, full=lambda: RuntimeError("full"),
+        )  # fmt: skip
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        self.running.append(method)
+        self.begun += 1
+        try:
+            if method == "echo":
+                for part in header["parts"]:
+                    answer.send(part + body, 1)
+                    await asyncio.sleep(0)
+            elif method == "refuse":
+                raise ValueError("this is wrong")
+            elif method == "flood":
+                while True:
+                    answer.send(b"x" * 65536, 1)
+                    await asyncio.sleep(0)
+            elif method == "wait":
+                answer.send(b"begun")
+                await self.go_on.wait()
+                answer.send(b"done", 1)
+        finally:
+            self.running.remove(method)
+
+
+@asynccontextmanager
+async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
+    engine = Engine(**options)
+    port = await engine.server.start("127.0.0.1")
+    try:
+        yield engine, port
+    finally:
+        await engine.server.stop()
+
+
+@asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
+    async with listening(**options) as (engine, port):
+        channel = await Channel.connect("127.0.0.1", port, SECRET)
+        try:
+            yield engine, channel
+        finally:
+            channel.close("the test ends")
+
+
+async def whole(call: Any) -> tuple[bytes, int]:
+    payload, tokens = b"", 0
+    while (chunk := await call.read()) is not None:
+        payload, tokens = payload + chunk.payload, tokens + chunk.tokens
+    return payload, tokens
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> None:
+    async with connected() as (engine, channel):
+        calls = [channel.call("echo", {"parts": [b"a", b"b"]}, b"%d" % n) for n in range(200)]
+        answers = await asyncio.gather(*(whole(call) for call in calls))
+        assert answers == [(b"a%db%d" % (n, n), 2) for n in range(200)]
+        await until(lambda: not channel.in_flight and not engine.server.in_flight)
+
+
+async def test_what_the_engine_refuses_is_told_with_its_status_and_words() -> None:
+    async with connected(limit=1) as (engine, channel):
+        with pytest.raises(CallFailed) as refused:
+            await channel.call("refuse", {}).read()
+        assert (refused.value.status, refused.value.body) == (400, b"this is wrong")
+        waiting = channel.call("wait", {})
+        await waiting.read()
+        with pytest.raises(CallFailed, match="500: full"):  # more calls than the limit
+            await channel.call("echo", {"parts": []}).read()
+        engine.go_on.set()
+        assert await whole(waiting) == (b"done", 1)
+
+
+async def test_a_cancelled_call_ends_in_the_engine_and_then_here() -> None:
+    async with connected() as (engine, channel):
+        before = channel.call("wait", {})
+        before.cancel()  # perhaps before the engine has begun with it
+        await before.end()
+        begun = channel.call("wait", {})
+        await begun.read()
+        begun.cancel()
+        begun.cancel()
+        await begun.end()
+        assert not engine.running
+        begun.cancel()
+        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+
+
+async def test_who_reads_nothing_is_cut_off_and_disturbs_nobody() -> None:
+    async with connected() as (engine, channel):
+        flood = channel.call("flood", {})
+        await until(lambda: engine.begun and not engine.running)
+        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        with pytest.raises(SlowReader):
+            await flood.read()
+
+
+async def test_when_the_ingress_goes_its_calls_end_in_the_engine() -> None:
+    async with connected() as (engine, channel):
+        calls = [channel.call("wait", {}) for _ in range(3)]
+        await until(lambda: len(engine.running) == 3)
+        channel.close("test")
+        await until(lambda: not engine.running)
+        for call in calls:
+            with pytest.raises(ChannelLost):
+                await whole(call)
+        with pytest.raises(ChannelLost):
+            channel.call("echo", {})
+
+
+async def test_when_the_engine_goes_all_calls_are_lost_at_once() -> None:
+    async with connected() as (engine, channel):
+        call = channel.call("wait", {})
+        await call.read()
+        await engine.server.stop()
+        with pytest.raises(ChannelLost):
+            await call.read()
+        with pytest.raises(ChannelLost):
+            await call.end()
+        assert not channel.open
+
+
+async def test_a_draining_engine_takes_nobody_else_and_ends_what_it_has() -> None:
+    async with connected() as (engine, channel):
+        call = channel.call("wait", {})
+        await call.read()
+        draining = asyncio.create_task(engine.server.drain())
+        await until(lambda: not channel.open)
+        assert not draining.done()
+        engine.go_on.set()
+        assert await whole(call) == (b"done", 1)
+        await draining
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        frame(Kind.HELLO, 0, bytes([VERSION]) + b"wrong"),
+        frame(Kind.HELLO, 0, bytes([VERSION + 1]) + SECRET.encode()),
+        frame(Kind.HELLO),
+        frame(Kind.CALL, 1, b"without a hello"),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        HEAD.pack(2**31, Kind.HELLO, 0, 0),
+        HELLO + HEAD.pack(MAX_FRAME_BYTES + 1, Kind.CALL, 1, 0),
+        HELLO + frame(Kind.DATA, 1, b"what only engines send"),
+        HELLO + HEAD.pack(0, 77, 1, 0),
+        HELLO + frame(Kind.CALL, 1, b"\xc1 is no msgpack"),
+        HELLO + frame(Kind.CALL, 1, b"\x93\x01\x80\xc4\x00"),  # the method is a number
+    ],
+)
+async def test_a_stranger_or_a_broken_frame_closes_that_connection_and_nothing_else(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected() as (engine, channel):
+        call = channel.call("wait", {})
+        await call.read()
+        with caplog.at_level(logging.WARNING):
+            _, port = engine.server.address
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            async with asyncio.timeout(5):
+                while await reader.read(65536):
+                    pass
+            writer.close()
+        assert any("is closed" in record.getMessage() for record in caplog.records)
+        engine.go_on.set()
+        assert await whole(call) == (b"done", 1)
+
+
+async def test_a_frame_that_is_cut_off_costs_its_own_connection_alone() -> None:
+    async with connected() as (engine, channel):
+        _, port = engine.server.address
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HELLO + frame(Kind.CALL, 1, b"x" * 100)[:-50])
+        await writer.drain()
+        writer.close()
+        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+
+
+async def test_nobody_is_listened_to_for_long_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eldr_serve.channel.server._HELLO_S", 0.05)
+    async with listening() as (_, port):
+        reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(5):
+            while await reader.read(100):
+                pass
+
+
+@pytest.mark.parametrize("silent", ["engine", "ingress"])
+async def test_a_peer_that_is_stopped_is_noticed(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "PING_S", 0.02)
+    monkeypatch.setattr("eldr_serve.channel.server._SILENT_S", 0.1)
+    monkeypatch.setattr(client_module, "SILENT_S", 0.1)
+    if silent == "engine":
+
+        async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(frame(Kind.WELCOME))
+            await reader.read()
+
+        server = await asyncio.start_server(deaf, "127.0.0.1", 0)
+        channel = await Channel.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
+        with pytest.raises(ChannelLost, match="silent"):
+            await channel.call("echo", {}).read()
+        server.close()
+        return
+    async with listening() as (engine, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HELLO + frame(Kind.CALL, 1, b"\x93\xa4wait\x80\xc4\x00"))
+        await until(lambda: engine.running)
+        await until(lambda: not engine.running)
+
+
+async def test_no_channel_where_nobody_listens_or_the_secret_is_wrong() -> None:
+    async with listening() as (engine, port):
+        with pytest.raises(ChannelLost):
+            await Channel.connect("127.0.0.1", port, "wrong")
+        await engine.server.stop()
+        with pytest.raises(ChannelLost):
+            await Channel.connect("127.0.0.1", port, SECRET)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=40))), st.data()
+)
+def test_frames_come_out_as_they_went_in_however_they_are_cut(sent: Any, data: st.DataObject) -> None:
+    stream = b"".join(frame(kind, call, payload, 7) for kind, call, payload in sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    frames, found = Frames(40), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += list(frames.feed(stream[start:end]))
+    assert found == [(kind, call, 7, payload) for kind, call, payload in sent]
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_has_come() -> None:
+    with pytest.raises(BrokenFrame):
+        list(Frames(40).feed(HEAD.pack(41, Kind.DATA, 0, 0)))
