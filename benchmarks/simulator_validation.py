@@ -22,20 +22,13 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from benchmarks.harness.replay import LAYERS, Arm, Bench, Case
+from benchmarks.harness.replay import LAYERS, Bench, Case
 from benchmarks.harness.replay_command import Replayed, replay_command
+from benchmarks.replays import POLICIES
 from eldr_serve.routing import StepSums
-from loadgen.figures import BASELINES
 from tools.cli import BadInput, run
 from tools.plots import save
 from tools.results import publish
-
-ARMS = [
-    *(Arm(name, name) for name in BASELINES),
-    Arm("domain", "domain"),
-    Arm("locality-band", "locality-band"),
-    Arm("marginal-cost", "marginal-cost"),
-]
 
 
 def report(run: Replayed) -> None:
@@ -129,7 +122,7 @@ def _draw(cases: Sequence[Case], path: Path) -> None:
 
 simulator_validation = replay_command(
     "simulator_validation",
-    ARMS,
+    POLICIES,
     report,
     default_workers="4",
     default_groups="all,language,task",

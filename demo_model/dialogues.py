@@ -121,184 +121,45 @@ def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair
             kind = "function" if isinstance(node, ast.FunctionDef) else "class"
             end = (node.body[0].end_lineno or node.lineno) - node.lineno + 1
             lines = source.splitlines()
-            style = rng.randrange(5)
-            if style == 0:
-                yield "\n".join(lines[:end]), "\n".join(lines[end:])
-            elif style == 1:
-                yield f"Write a {kind} `{node.name}` in Python. {first}.", f"```python\n{source}\n```"
-            elif style == 2:
-                yield (
-                    f"There is a bug in my code, please fix it and optimise it:\n\n{source}",
-                    f"```python\n{source}\n```",
-                )
-            elif style == 3:
-                yield (
-                    f"Implement a {kind} that does this: {first}. Use the module {text.document[:-3]}.",
-                    source,
-                )
-            else:
-                yield (
-                    f"What does this {kind} do?\n\n```python\n{source}\n```",
-                    f"{doc}\n\n```python\nimport {text.document[:-3]}\n```",
-                )
+            values = {"kind": kind, "name": node.name, "first": first, "source": source, "doc": doc}
+            values |= {"head": "\n".join(lines[:end]), "rest": "\n".join(lines[end:])}
+            values["module"] = text.document[:-3]
+            prompt, answer = rng.choice(_PATTERNS["library"])
+            yield prompt.format(**values), answer.format(**values)
 
 
 # ---------------------------------------------------------------- mathematics
 
 
-def _story(rng: random.Random) -> tuple[str, str, int]:
-    """A word problem as (question, worked answer, result)."""
+def _solved(pattern: list[str], **values: Any) -> tuple[str, str, int | str]:
+    """A problem as (question, worked answer, result): two f-strings and an expression, of the values."""
+    question, worked, result = pattern
+    values["Fraction"] = Fraction
+    # Only what patterns.json says is evaluated.
+    texts = (eval(f'rf"""{text}"""', values) for text in (question, worked))
+    return next(texts), next(texts), eval(result, values)
+
+
+def _story(rng: random.Random) -> tuple[str, str, int | str]:
+    """A word problem."""
     who, other = rng.sample(_PATTERNS["names"], 2)
     item, item2 = rng.sample(_PATTERNS["items"], 2)
     a, b, c = rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 20)
-    kind = rng.randrange(10)
-    if kind == 0:
-        q = f"{who} has {a} {item}. {other} has {b} times as many {item} as {who}. How many {item} do they have together?"
-        return (
-            q,
-            f"{other} has {a} * {b} = {a * b} {item}. Together they have {a} + {a * b} = {a + a * b} {item}.",
-            a + a * b,
-        )
-    if kind == 1:
-        n = a + b * c
-        q = f"{who} had {n} {item}. {who} gave {c} {item} to each of {b} friends. How many {item} are left?"
-        return q, f"{who} gave away {b} * {c} = {b * c} {item}. There are {n} - {b * c} = {a} {item} left.", a
-    if kind == 2:
-        q = f"A store sells {item} for ${a} each and {item2} for ${c} each. {who} buys {b} {item} and {c} {item2}. How much does {who} pay in dollars?"
-        r = a * b + c * c
-        return (
-            q,
-            f"The {item} cost {b} * {a} = ${a * b}. The {item2} cost {c} * {c} = ${c * c}. The total is {a * b} + {c * c} = ${r}.",
-            r,
-        )
-    if kind == 3:
-        n = a * b
-        q = f"{who} reads {a} pages of a book every day. The book has {n} pages. How many days does it take {who} to finish the book?"
-        return q, f"It takes {n} / {a} = {b} days.", b
-    if kind == 4:
-        p = rng.choice([10, 20, 25, 50])
-        n = 20 * b
-        r = n - n * p // 100
-        q = f"A jacket costs ${n}. It is on sale at {p}% off. What is the sale price of the jacket?"
-        return (
-            q,
-            f"The discount is {n} * {p}/100 = ${n * p // 100}. The sale price is {n} - {n * p // 100} = ${r}.",
-            r,
-        )
-    if kind == 5:
-        q = f"A train travels at {a + 20} km/h for {b} hours and then at {c + 30} km/h for 2 hours. What is the total distance in km?"
-        r = (a + 20) * b + 2 * (c + 30)
-        return (
-            q,
-            f"The first part is {a + 20} * {b} = {(a + 20) * b} km, the second is {c + 30} * 2 = {2 * (c + 30)} km. In total {r} km.",
-            r,
-        )
-    if kind == 6:
-        q = f"There were {a + c} people on the bus. At the next stop {c} people got off and {b} more people got on. How many people are on the bus now?"
-        return q, f"{a + c} - {c} = {a}. {a} + {b} = {a + b}.", a + b
-    if kind == 7:
-        q = f"{who} earns ${a} per hour. {who} works {b} hours a day, 5 days a week. How much money does {who} earn in a week?"
-        return (
-            q,
-            f"In a day {who} earns {a} * {b} = ${a * b}. In a week {who} earns {a * b} * 5 = ${5 * a * b}.",
-            5 * a * b,
-        )
-    if kind == 8:
-        q = f"{who} is {b} years older than {other}. In {c} years the sum of their ages will be {2 * a + b + 2 * c}. How old is {other} now?"
-        return (
-            q,
-            f"Let x be the age of {other}. x + {c} + x + {b} + {c} = {2 * a + b + 2 * c}, so 2x = {2 * a} and x = {a}.",
-            a,
-        )
-    q = f"{who} bakes {a * b} {item} and puts them equally into {b} boxes. {who} sells each box for ${c}. How many {item} are in each box?"
-    return q, f"There are {a * b} / {b} = {a} {item} in each box.", a
+    pattern = rng.choice(_PATTERNS["stories"])
+    p = rng.choice([10, 20, 25, 50]) if "{p}" in pattern[0] else 0
+    return _solved(pattern, who=who, other=other, item=item, item2=item2, a=a, b=b, c=c, p=p)
 
 
-def _latex(rng: random.Random) -> tuple[str, str, int | str]:
-    """A problem in LaTeX notation as (question, worked answer, result)."""
+def _formula(rng: random.Random) -> tuple[str, str, int | str]:
+    """A problem in LaTeX notation."""
     a, b, c, x = rng.randint(2, 12), rng.randint(1, 20), rng.randint(2, 9), rng.randint(-9, 12)
-    kind = rng.randrange(12)
-    if kind == 0:
-        return (
-            f"Solve for $x$: ${a}x + {b} = {a * x + b}$.",
-            f"Subtract ${b}$: ${a}x = {a * x}$. Divide by ${a}$: $x = {x}$.",
-            x,
-        )
-    if kind == 1:
-        f, g = Fraction(a, b), Fraction(c, a + 1)
-        q = rf"Compute $\frac{{{a}}}{{{b}}} + \frac{{{c}}}{{{a + 1}}}$. Express your answer as a common fraction."
-        s = f + g
-        return (
-            q,
-            rf"The common denominator is ${b * (a + 1)}$, so the sum is $\frac{{{s.numerator}}}{{{s.denominator}}}$.",
-            str(s),
-        )
-    if kind == 2:
-        r = a * x * x + b * x + c
-        return (
-            f"Let $f(x) = {a}x^2 + {b}x + {c}$. Find $f({x})$.",
-            f"$f({x}) = {a} \\cdot {x * x} + {b} \\cdot ({x}) + {c} = {r}$.",
-            r,
-        )
-    if kind == 3:
-        m = a * a + b
-        q = f"What is the remainder when ${m * c + b}$ is divided by ${a + 3}$?"
-        r = (m * c + b) % (a + 3)
-        return (
-            q,
-            f"${m * c + b} = {a + 3} \\cdot {(m * c + b) // (a + 3)} + {r}$, so the remainder is ${r}$.",
-            r,
-        )
-    if kind == 4:
-        q = f"The roots of the equation $x^2 - {a + b}x + {a * b} = 0$ are $r$ and $s$. Find $r + s$ and the larger root."
-        return (
-            q,
-            f"We factor $(x - {a})(x - {b}) = 0$. The sum is ${a + b}$ and the larger root is ${max(a, b)}$.",
-            max(a, b),
-        )
-    if kind == 5:
-        q = rf"In triangle $ABC$, $\angle A = {20 + b}^\circ$ and $\angle B = {30 + a}^\circ$. Find the number of degrees in $\angle C$."
-        return (
-            q,
-            rf"The angles sum to $180^\circ$, so $\angle C = 180 - {20 + b} - {30 + a} = {130 - a - b}^\circ$.",
-            130 - a - b,
-        )
-    if kind == 6:
-        q = f"A right triangle has legs of length ${3 * c}$ and ${4 * c}$. What is the length of the hypotenuse?"
-        return (
-            q,
-            rf"By the Pythagorean theorem $\sqrt{{{9 * c * c} + {16 * c * c}}} = \sqrt{{{25 * c * c}}} = {5 * c}$.",
-            5 * c,
-        )
-    if kind == 7:
-        q = rf"Evaluate $\log_{{{c}}} {c**3} + \sqrt{{{a * a}}}$."
-        return (
-            q,
-            rf"$\log_{{{c}}} {c**3} = 3$ and $\sqrt{{{a * a}}} = {a}$, so the answer is ${3 + a}$.",
-            3 + a,
-        )
-    if kind == 8:
-        q = f"The arithmetic sequence ${b}, {b + a}, {b + 2 * a}, \\ldots$ has what {c + 10}th term?"
-        return q, f"The term is ${b} + {c + 9} \\cdot {a} = {b + (c + 9) * a}$.", b + (c + 9) * a
-    if kind == 9:
-        q = f"How many ways are there to choose 2 marbles from a bag of {a + 3} different marbles?"
-        n = (a + 3) * (a + 2) // 2
-        return q, rf"$\binom{{{a + 3}}}{{2}} = \frac{{{a + 3} \cdot {a + 2}}}{{2}} = {n}$.", n
-    if kind == 10:
-        q = f"A circle has radius ${a}$. What is its area? Express your answer in terms of $\\pi$."
-        return q, rf"The area is $\pi r^2 = {a * a}\pi$.", f"{a * a}π"
-    q = f"Find the greatest common divisor of ${a * c}$ and ${b * c}$, and the sum of the two numbers."
-    return (
-        q,
-        f"The sum is ${a * c} + {b * c} = {a * c + b * c}$; the numbers share the factor ${c}$.",
-        (a + b) * c,
-    )
+    return _solved(rng.choice(_PATTERNS["formulas"]), a=a, b=b, c=c, x=x)
 
 
 def maths(rng: random.Random) -> Iterator[Pair]:
     """Word problems and problems in LaTeX, plain, boxed or with five options."""
     while True:
-        question, worked, result = (_story if rng.random() < 0.55 else _latex)(rng)
+        question, worked, result = (_story if rng.random() < 0.55 else _formula)(rng)
         style = rng.randrange(4)
         if style == 0 and isinstance(result, int):
             wrong = [str(result + d) for d in rng.sample([-7, -5, -3, -2, -1, 1, 2, 4, 6, 10], 4)]

@@ -12,7 +12,6 @@ import hashlib
 import json
 import random
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,33 +27,10 @@ from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
 from tools.results import write_result
 from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
+from tools.trace import CalibrationTrace
 
 LANGUAGES = sources.MAIN_LANGUAGES
 GROUPS = {"task": sources.TASKS, "language": LANGUAGES, "all": sources.TASKS + LANGUAGES}
-
-
-@dataclass
-class Requests:
-    """Routing of N finished requests: prompt and decode counts [N, L, E], routes of each decode step."""
-
-    domains: list[str]
-    prefill: np.ndarray
-    decode: np.ndarray
-    prompt_tokens: np.ndarray
-    routes: list[np.ndarray]  # [steps, L, k]
-    generated: list[list[int]]
-
-    @property
-    def probability(self) -> np.ndarray:
-        """Share of decode steps in which each expert was chosen, float [N, L, E]."""
-        share: np.ndarray = self.decode / np.array([len(r) for r in self.routes])[:, None, None]
-        return share
-
-    def keep(self, rows: np.ndarray) -> Requests:
-        return Requests(
-            [self.domains[i] for i in rows], self.prefill[rows], self.decode[rows], self.prompt_tokens[rows],
-            [self.routes[i] for i in rows], [self.generated[i] for i in rows],
-        )  # fmt: skip
 
 
 class Recorder:
@@ -110,8 +86,8 @@ def generate(
     new: int,
     temperature: float,
     seed: int,
-) -> Requests:
-    """Sample up to `new` tokens for each prompt; requests that end within 8 steps are left out."""
+) -> tuple[CalibrationTrace, list[list[int]]]:
+    """Up to `new` tokens sampled for each prompt; requests that end within 8 steps are left out."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
     rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]] = []
@@ -152,14 +128,21 @@ def generate(
                 rows.append(
                     (domain, count(prefill[i, longest - len(tokens) :], shape), len(tokens), routes, texts[i])
                 )
-    return Requests(
-        [r[0] for r in rows],
-        np.stack([r[1] for r in rows]),
-        np.stack([count(r[3], shape) for r in rows]),
-        np.array([r[2] for r in rows]),
-        [r[3] for r in rows],
-        [r[4] for r in rows],
+    domains, prefill, prompt_tokens, routes, generated = zip(*rows, strict=True)
+    decode_steps = np.array([len(r) for r in routes], np.uint32)
+    trace = CalibrationTrace(
+        model="eldr-demo",
+        top_k=model.config.num_experts_per_tok,
+        prefill_counts=np.stack(prefill),
+        decode_counts=np.stack([count(r, shape) for r in routes]),
+        decode_steps=decode_steps,
+        prompt_tokens=np.array(prompt_tokens, np.uint32),
+        domains=list(domains),
+        ids=[str(n) for n in range(len(rows))],
+        routes=np.concatenate(routes),
+        route_offsets=np.concatenate([[0], np.cumsum(decode_steps, dtype=np.int64)]),
     )
+    return trace, list(generated)
 
 
 def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -169,14 +152,17 @@ def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def active_experts(
-    requests: Requests, domains: tuple[str, ...], batch: int, rng: np.random.Generator
+    trace: CalibrationTrace, domains: tuple[str, ...], batch: int, rng: np.random.Generator
 ) -> dict[str, float]:
     """Mean distinct experts a step and layer, for batches of one domain and for evenly mixed batches."""
-    members = {d: [i for i, x in enumerate(requests.domains) if x == d] for d in domains}
+    members = {d: [i for i, x in enumerate(trace.domains) if x == d] for d in domains}
     members = {d: m for d, m in members.items() if len(m) >= 8}
+    assert trace.routes is not None
+    assert trace.route_offsets is not None
+    routes, offsets, steps = trace.routes, trace.route_offsets, trace.decode_steps.tolist()
 
     def active(picked: np.ndarray) -> float:
-        chosen = [r[rng.integers(len(r))] for r in (requests.routes[i] for i in picked)]  # each [L, k]
+        chosen = [routes[offsets[i] + rng.integers(steps[i])] for i in picked]  # each [L, k]
         stacked = np.concatenate(chosen, 1)
         return float(np.mean([len(np.unique(layer)) for layer in stacked]))
 
@@ -197,37 +183,33 @@ def active_experts(
     }
 
 
-def quality(requests: Requests, seed: int) -> dict[str, float]:
+def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
     """rho of count and count-idf signatures, fitted on one half of the requests and measured on the other."""
     order = np.random.default_rng(seed).permutation(len(requests.domains))
-    fit, test = requests.keep(order[::2]), requests.keep(order[1::2])
-    layers = np.arange(fit.prefill.shape[1])
-    mask = np.sort(mask_of(fit))
-    decode = test.probability.reshape(len(test.domains), -1)
+    fit, test = requests.subset(order[::2]), requests.subset(order[1::2])
+    layers = np.arange(fit.prefill_counts.shape[1])
+    mask = select_layers(fit.prefill_counts, fit.decode_probability).kept
+    decode = test.decode_probability.reshape(len(test.domains), -1)
     found: dict[str, float] = {}
     for name, idf in (
-        ("count", np.ones(fit.prefill.shape[1:], np.float32)),
-        ("count_idf", inverse_document_frequency(fit.prefill)),
+        ("count", np.ones(fit.prefill_counts.shape[1:], np.float32)),
+        ("count_idf", inverse_document_frequency(fit.prefill_counts)),
     ):
         for which, kept in (("all_layers", layers), ("greedy_mask", mask)):
             spec = SignatureSpec(idf=idf, layers=kept)
-            found[f"rho_{name}_{which}"] = signature_quality(spec.encode(test.prefill), decode, seed=seed)
+            rho = signature_quality(spec.encode(test.prefill_counts), decode, seed=seed)
+            found[f"rho_{name}_{which}"] = rho
     label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
     found["rho_domain_label"] = signature_quality(label, decode, seed=seed)
     found["greedy_mask_layers"] = len(mask)
     return found
 
 
-def mask_of(requests: Requests) -> np.ndarray:
-    """Layers up to the peak of the greedy selection."""
-    selection = select_layers(requests.prefill, requests.probability)
-    return np.asarray(selection.order[: int(np.argmax(selection.rho)) + 1])
-
-
-def correlation(requests: Requests) -> dict[str, float]:
+def correlation(requests: CalibrationTrace) -> dict[str, float]:
     """Pearson correlation of prompt and decode activation: pooled over cells, and the mean over experts."""
-    prefill = (requests.prefill / requests.prompt_tokens[:, None, None]).reshape(len(requests.domains), -1)
-    decode = requests.probability.reshape(len(requests.domains), -1)
+    number = len(requests.domains)
+    prefill = (requests.prefill_counts / requests.prompt_tokens[:, None, None]).reshape(number, -1)
+    decode = requests.decode_probability.reshape(number, -1)
     used = (prefill.std(0) > 0) & (decode.std(0) > 0)
     each = [np.corrcoef(prefill[:, j], decode[:, j])[0, 1] for j in np.flatnonzero(used)]
     pooled = np.corrcoef(prefill.ravel(), decode.ravel())[0, 1]
@@ -237,7 +219,9 @@ def correlation(requests: Requests) -> dict[str, float]:
     }
 
 
-def in_domain(requests: Requests, corpus: Path, vocabulary: int) -> dict[str, float]:
+def in_domain(
+    domains: list[str], generated: list[list[int]], corpus: Path, vocabulary: int
+) -> dict[str, float]:
     """Share of continuations that a unigram Bayes classifier puts into their prompt's domain."""
     names = GROUPS["all"]
     logs = []
@@ -247,7 +231,7 @@ def in_domain(requests: Requests, corpus: Path, vocabulary: int) -> dict[str, fl
         logs.append(np.log(frequency / frequency.sum()))
     table = np.stack(logs, 1)  # [vocabulary, domains]
     right: dict[str, list[bool]] = defaultdict(list)
-    for domain, tokens in zip(requests.domains, requests.generated, strict=True):
+    for domain, tokens in zip(domains, generated, strict=True):
         right[domain].append(names[int(table[tokens].sum(0).argmax())] == domain)
     return {d: float(np.mean(v)) for d, v in right.items()}
 
@@ -272,10 +256,6 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, floa
             loads += count(routes.reshape(-1, *routes.shape[2:]), shape)
         found[domain] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
     return found, loads
-
-
-def checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def evaluate(
@@ -311,34 +291,24 @@ def evaluate(
         rows.append(row | {"experts_under_1_percent_of_mean": int((load < 0.01).sum())})
     for name, chosen in sets.items():
         random.Random(seed).shuffle(chosen)
-        requests = generate(network, recorder, chosen, new_tokens, temperature, seed)
-        kept = in_domain(requests, corpus, network.config.vocab_size)
+        requests, generated = generate(network, recorder, chosen, new_tokens, temperature, seed)
+        kept = in_domain(requests.domains, generated, corpus, network.config.vocab_size)
         for domain, share in kept.items():
-            row = {
-                "measure": "continuations_in_domain",
-                "prompts": name,
-                "domain": domain,
-                "share": round(share, 3),
-            }
-            rows.append(row | {"requests": requests.domains.count(domain)})
+            row = {"measure": "continuations_in_domain", "prompts": name, "domain": domain}
+            rows.append(row | {"share": round(share, 3), "requests": requests.domains.count(domain)})
         for group, domains in GROUPS.items():
-            picked = requests.keep(np.flatnonzero([d in domains for d in requests.domains]))
+            picked = requests.subset(np.flatnonzero([d in domains for d in requests.domains]))
             numbers = correlation(picked) | quality(picked, seed)
             row = {"measure": "signature", "prompts": name, "group": group, "requests": len(picked.domains)}
             rows.append(row | {k: round(v, 3) for k, v in numbers.items()})
             for batch in (16, 32):
-                counts = active_experts(picked, domains, batch, np.random.default_rng(seed))
-                row = {
-                    "measure": "active_experts_per_layer_step",
-                    "prompts": name,
-                    "group": group,
-                    "batch": batch,
-                }
-                rows.append(row | {k: round(v, 2) for k, v in counts.items()})
+                counts = active_experts(requests, domains, batch, np.random.default_rng(seed))
+                row = {"measure": "active_experts_per_layer_step", "prompts": name, "group": group}
+                rows.append(row | {"batch": batch} | {k: round(v, 2) for k, v in counts.items()})
     write_result(
         out, "demo_model", rows, seed=seed,
         inputs={
-            "model_sha256": checksum(model / "model.safetensors"),
+            "model_sha256": hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest(),
             "prompts_per_domain": number, "new_tokens": new_tokens, "temperature": temperature,
             "prompt_files": sorted(p.name for p in prompts.iterdir()) if prompts else [],
         },

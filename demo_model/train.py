@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from demo_model import sources
+from demo_model.widen import WEIGHTS
 from tools.cli import BadInput, run
 
 # sequences of each domain among 32 drawn; the languages not named share the last `RARE`
@@ -38,31 +39,9 @@ CHUNK = 128  # queries of a chunk of the attention
 
 
 def configuration(vocabulary: int) -> Qwen3MoeConfig:
-    """The model's shapes: 6 layers of 64 experts, 4 a token, 160 wide, experts of 32 neurons."""
-    undeclared: dict[str, Any] = {"head_dim": 64}  # the class takes it without naming it
-    return Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=160,
-        intermediate_size=32,
-        num_hidden_layers=6,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        num_experts=64,
-        num_experts_per_tok=4,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        output_router_logits=False,
-        router_aux_loss_coef=0.0,
-        **undeclared,
-    )
+    """The shapes of the committed model, for a tokenizer of so many entries."""
+    config: Qwen3MoeConfig = Qwen3MoeConfig.from_pretrained(WEIGHTS, vocab_size=vocabulary)
+    return config
 
 
 class ToExperts(torch.autograd.Function):

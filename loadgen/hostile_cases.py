@@ -1,7 +1,7 @@
 """Hostile requests: by hand, mutated from valid ones (hypothesis), from the OpenAPI document (schemathesis).
 
 A case is the bytes of one HTTP request, so that it can break HTTP itself, be written down and be sent again.
-All are made from a seed, before the first one is sent.
+All are made from a seed, before the first one is sent. Odd values and bodies are in hostile_cases.json.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -92,6 +95,28 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
     ]
 
 
+@cache
+def _tables(model: str) -> dict[str, list[Any]]:
+    """Lists of values and of parts of bodies, for a model of that id."""
+    text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
+    tables: dict[str, list[Any]] = _in_full(json.loads(text))
+    return tables
+
+
+def _in_full(value: Any) -> Any:
+    """In full length what repeats so many `times`, `after` something, or is `nested` so many levels."""
+    if isinstance(value, list):
+        return [_in_full(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "times" in value:
+        repeated = value["repeat"] * value["times"]
+        return value["after"] + repeated if "after" in value else repeated
+    if "nested" in value:
+        return _nested(value["nested"])
+    return {key: _in_full(part) for key, part in value.items()}
+
+
 def _completion(model: str, /, **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "hello", "max_tokens": 4} | fields
 
@@ -102,27 +127,7 @@ def _chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any
 
 def _texts(model: str) -> Iterator[Case]:
     """Bodies that are no JSON, or JSON that nobody expects."""
-    start = f'{{"model": "{model}", '
-    for text in (
-        "", " ", "null", "true", "5", '"text"', "[]", "{}", "{", "[1,", '{"a"', "[]]", "{} {}", "{'a': 1}",
-        "// x\n{}",
-        "NaN", "[" * 100, "[" * 201, "[" * 100_000, '{"a":' * 100_000, "[" * 150 + "]" * 150, "9" * 5000,
-        start + '"prompt": "x", "n": NaN}',
-        start + '"prompt": "x", "temperature": Infinity}',
-        start + '"prompt": "x", "temperature": -Infinity}',
-        start + '"prompt": "x", "temperature": 1e999}',
-        start + '"prompt": "x", "max_tokens": 1e2}',
-        start + '"prompt": "x", "max_tokens": 3.0}',
-        start + r'"prompt": "a\ud800b", "max_tokens": 2}',
-        start + r'"prompt": "\udfff", "max_tokens": 2}',
-        start + r'"prompt": "\ud83d\ude00", "max_tokens": 2}',
-        start + r'"prompt": "\u0000", "max_tokens": 2}',
-        start + '"prompt": "a\x00b", "max_tokens": 2}',
-        start + '"prompt": "x", "prompt": "y", "max_tokens": 2, "max_tokens": 3}',
-        start + '"prompt": "x", "model": "other"}',
-        start + r'"prompt": "\x"}',
-        start + '"prompt": "\t"}',
-    ):  # fmt: skip
+    for text in _tables(model)["texts"]:
         yield case("text", COMPLETIONS, text)
         yield case("text", CHAT, text)
     for body in (b"\xff", b"\xef\xbb\xbf{}", b'{"prompt": "\xed\xa0\x80"}', b"\x00" * 100, b"\x80\x04N."):
@@ -133,149 +138,39 @@ def _texts(model: str) -> Iterator[Case]:
         yield case("encoding", COMPLETIONS, _completion(model), headers=headers)
 
 
-_ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30, -(10**30), 0.5,
-    -0.0, 1e-320,
-    1e308, math.nan, math.inf, "", " ", "x", "-1", "NaN", "\x00", "a\ud800b", "\u202e", "x" * 10_000, [],
-    [None], [[]],
-    [5], ["x"], [{}], [1.5], [-1], [2**70], {}, {"x": 1}, {"": None}, {"type": "x"}, {"x": {"x": {"x": []}}},
-    b"",
-]  # fmt: skip
-
-_NAMES = [
-    "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "temperature", "top_p",
-    "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs",
-    "top_logprobs", "prompt_logprobs", "logit_bias", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "length_penalty", "echo", "suffix", "user", "use_beam_search", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "allowed_token_ids",
-    "bad_words", "response_format", "structured_outputs", "guided_json", "tools", "tool_choice",
-    "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template",
-    "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "documents",
-    "mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority", "request_id", "session_id",
-    "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "prompt_embeds", "logprob_token_ids",
-    "repetition_detection", "return_token_ids", "routed_experts_prompt_start", "stream_interval",
-    "truncation_side", "mm_payload", "model", "prompt", "messages", "input", "tokens", "text_1",
-    "text_2", "__class__",
-]  # fmt: skip
-
-
 def _fields(model: str) -> Iterator[Case]:
     """Each field with values of other types and sizes than it is meant to have."""
-    for field in _NAMES:
-        for odd in _ODD:
-            value = "bytes" if isinstance(odd, bytes) else odd
-            yield case(f"completion:{field}", COMPLETIONS, _completion(model, **{field: value}))
-            yield case(f"chat:{field}", CHAT, _chat(model, **{field: value}))
-    several: list[dict[str, Any]] = [
-        {"n": 1024, "prompt": ["x"] * 100}, {"n": 16384}, {"prompt": ["x"] * 5000}, {"prompt": [[1]] * 2000},
-        {"prompt": [""]}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [[], [1]]}, {"prompt": [1, "x"]},
-        {"prompt": ["x", 1]},
-        {"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": [2**62]}, {"prompt": [1] * 127},
-        {"prompt": [1] * 128},
-        {"prompt": [1] * 129}, {"prompt": [1] * 100_000}, {"prompt": "x" * 1_000_000},
-        {"prompt": "\u1234" * 100_000},
-        {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 10**6}, {"echo": True, "max_tokens": 0},
-        {"echo": True, "logprobs": 1, "stream": True}, {"prompt_logprobs": 3}, {"prompt_logprobs": 3,
-        "stream": True},
-        {"logprobs": 21}, {"logprobs": -5}, {"logprobs": 2, "logprob_token_ids": [10**8]}, {"best_of": 500},
-        {"use_beam_search": True, "n": 4}, {"use_beam_search": True, "stream": True},
-        {"use_beam_search": True, "n": 200},
-        {"logit_bias": {"99999999": 5}}, {"logit_bias": {"x": 5}}, {"logit_bias": {"1": 1e300}},
-        {"logit_bias": {"-1": 1}},
-        {"stop": ["x"] * 5000}, {"stop": [""]}, {"stop": "\x00"}, {"stop_token_ids": [10**9, -1]},
-        {"min_tokens": 5, "max_tokens": 4}, {"max_tokens": 10**9}, {"max_tokens": -(10**9)},
-        {"temperature": 1e-9},
-        {"seed": 0, "temperature": 1.0}, {"top_p": 0.0}, {"top_k": -7}, {"bad_words": [""]},
-        {"bad_words": ["x" * 10_000]},
-        {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x",
-        "schema": {"type": "nonsense"}}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x",
-        "schema": {"$ref": "http://127.0.0.1:1/"}}}},
-        {"response_format": {"type": "structural_tag"}}, {"response_format": {"type": "structural_tag",
-        "structures": 5}},
-        {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"regex": "(a+)+$"}},
-        {"structured_outputs": {"regex": "a{1,100000}"}}, {"structured_outputs": {"choice": []}},
-        {"structured_outputs": {"choice": ["a"], "regex": "a"}},
-        {"structured_outputs": {"grammar": "root ::="}},
-        {"structured_outputs": {"json": "{"}}, {"structured_outputs": {"json": _nested(150)}},
-        {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[0]], "remote_engine_id": "x",
-                                "remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "x",
-                                "tp_size": 1}},
-        {"kv_transfer_params": {"do_remote_decode": True}}, {"kv_transfer_params": {"eldr_replica": 5,
-        "eldr_attempt": "x"}},
-        {"vllm_xargs": {"kv_transfer_params": "boom"}},
-        {"vllm_xargs": {"kv_transfer_params": {"do_remote_prefill": True}}},
-        {"vllm_xargs": {"session_id": "x" * 10_000}}, {"cache_salt": "x" * 5000}, {"prompt": None,
-        "prompt_embeds": "AAAA"},
-        {"stream": True, "stream_options": {"include_usage": "maybe"}},
-        {"stream_options": {"include_usage": True}},
-        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        {"stream": True, "n": 3}, {"suffix": "x"}, {"priority": 5},
-        {"repetition_detection": {"max_pattern_size": 10**9}},
-        {"truncate_prompt_tokens": 1}, {"truncate_prompt_tokens": -1, "prompt": "x" * 5000},
-    ]  # fmt: skip
-    for fields in several:
+    tables = _tables(model)
+    for field in tables["fields"]:
+        for odd in tables["odd"]:
+            yield case(f"completion:{field}", COMPLETIONS, _completion(model, **{field: odd}))
+            yield case(f"chat:{field}", CHAT, _chat(model, **{field: odd}))
+    for fields in tables["completions"]:
         yield case("completion", COMPLETIONS, _completion(model, **fields))
-    names = (
-        f"{model}:", f"{model}:x", f"{model}:{'x' * 5000}", ":", "", " ", "../../etc/passwd", "x" * 10_000,
-    )  # fmt: skip
-    for name in names:
+    for name in tables["models"]:
         for path, body in ((COMPLETIONS, _completion(name)), (CHAT, _chat(name))):
             yield case("model", path, body)
 
 
 def _messages(model: str) -> Iterator[Case]:
-    contents: list[Any] = [
-        5, [5], [None], [[]], [{}], {"a": 1}, [{"type": "text"}], [{"type": "text", "text": 5}],
-        [{"type": "x", "x": 1}], "",
-        [], [{"type": "image_url"}], [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
-        [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}],
-        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
-        [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
-        [{"type": "video_url", "video_url": {"url": "data:,"}}], [{"type": "text", "text": "x"}] * 1000,
-        "x" * 100_000,
-        [{"type": "file", "file": {}}], [{"type": "refusal", "refusal": "x"}], "{{ 7*7 }}",
-        "{% for x in range(9**9) %}",
-    ]  # fmt: skip
-    for content in contents:
+    tables = _tables(model)
+    for content in tables["contents"]:
         for role in ("user", "system", "assistant", "tool", "developer", "nobody", "", None, 5):
             yield case("content", CHAT, {"model": model, "messages": [{"role": role, "content": content}]})
-    calls: list[Any] = [
-        5, [5], [None], {}, [{}], [{"id": "x"}], "x", [{"type": "function"}],
-        [{"id": "x", "type": "function", "function": {"name": "f"}}],
-        [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{"}}],
-        [{"id": "x", "type": "function", "function": {"name": "f", "arguments": 5}}],
-        [{"id": "x", "type": "function", "function": 5}], [{"id": 5, "type": 5, "function": {"name": 5,
-        "arguments": []}}],
-    ]  # fmt: skip
-    for call in calls:
+    for call in tables["tool_calls"]:
         messages = [
             {"role": "assistant", "tool_calls": call},
             {"role": "tool", "tool_call_id": "x", "content": "y"},
         ]
         yield case("tool_calls", CHAT, {"model": model, "messages": messages, "max_tokens": 2})
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    tools: list[Any] = [
-        [tool], [5], [{}], [{"type": "function"}], [tool | {"type": "x"}], [tool] * 300,
-        [{"type": "function", "function": {"name": "", "parameters": 5}}],
-        [{"type": "function", "function": {"name": "f", "parameters": _nested(150)}}],
-    ]  # fmt: skip
-    named = {"type": "function", "function": {"name": "g"}}
-    for offered in tools:
-        for choice in ("auto", "none", "required", named, 5, "x", {"type": "function"}):
+    for offered in tables["tools"]:
+        for choice in tables["tool_choices"]:
             yield case("tools", CHAT, _chat(model, tools=offered, tool_choice=choice))
-    shapes: list[Any] = [
-        None, 5, "x", {}, [], [[]], [None], ["x"], [{}], [{"role": "user"}], [{"content": "x"}],
-    ]  # fmt: skip
-    for messages in shapes:
+    for messages in tables["messages"]:
         yield case("messages", CHAT, {"model": model, "messages": messages})
     many = [{"role": "user", "content": "x"}] * 2000
     yield case("messages", CHAT, {"model": model, "messages": many})
-    for template in (
-        "{{", "{{ 1/0 }}", "{{ raise_exception('x') }}", "{{ ''.__class__.__mro__ }}", "x" * 10_000,
-    ):  # fmt: skip
+    for template in tables["templates"]:
         yield case("template", CHAT, _chat(model, chat_template=template))
     for flags in (
         {"continue_final_message": True},
@@ -295,21 +190,15 @@ def _nested(levels: int) -> dict[str, Any]:
 
 
 def _other_endpoints(model: str) -> Iterator[Case]:
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}), ("/v1/embeddings", {"input": "x"}),
-        ("/v1/score", {"text_1": "x", "text_2": "y"}), ("/v1/audio/transcriptions", {"file": "x"}),
-    ]  # fmt: skip
-    for path, fields in bodies:
+    tables = _tables(model)
+    for path, fields in tables["endpoints"]:
         for text in ("", "{", "null", "[" * 300):
             yield case(path, path, text)
         for name in (model, f"{model}:x", "x", None, 5, "a\ud800"):
             yield case(path, path, {"model": name} | fields)
-        for field in (*fields, "kv_transfer_params", "request_id", "add_special_tokens",
-                      "truncate_prompt_tokens", "messages", "encoding_format", "dimensions",
-                      "return_token_strs", "priority"):  # fmt: skip
-            for odd in _ODD:
-                value = "bytes" if isinstance(odd, bytes) else odd
-                yield case(f"{path}:{field}", path, {"model": model} | fields | {field: value})
+        for field in (*fields, *tables["endpoint_fields"]):
+            for odd in tables["odd"]:
+                yield case(f"{path}:{field}", path, {"model": model} | fields | {field: odd})
     for tokens in ([10**9], [-1], [1] * 100_000, [2**62]):
         yield case("detokenize", "/detokenize", {"model": model, "tokens": tokens})
     form = {"content-type": "multipart/form-data; boundary=x"}
@@ -320,11 +209,7 @@ def _other_endpoints(model: str) -> Iterator[Case]:
     ):
         yield case("form", "/v1/audio/transcriptions", body, headers=form)
         yield case("form", CHAT, body, headers=form)
-    for path in ("/", "/v1", "/v1/models", "/v1/models/x", f"/v1/models/{model}:x",
-                 "/v1/models/%00", "/v1/models/%ed%a0%80", "/v1/models/" + "x" * 5000, "//",
-                 "/../../etc/passwd", "/eldr", "/eldr/", "/docs", "/openapi.json",
-                 "/eldr/status?x=%ff", "/-/routes", "/-/healthz", "/v1/responses", "/metrics",
-                 "/%"):  # fmt: skip
+    for path in tables["paths"]:
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"):
             yield case("path", path, method=method)
 
@@ -332,22 +217,12 @@ def _other_endpoints(model: str) -> Iterator[Case]:
 def _transport(model: str) -> Iterator[Case]:
     """Headers, and HTTP that breaks off."""
     body = _completion(model)
-    for value in ("", "x", "text/plain", "application/xml", "application/json;;",
-                  "application/x+json", "a" * 5000, "\xff",
-                  "application/json; charset=nonsense", "multipart/form-data",
-                  "application/x-www-form-urlencoded"):  # fmt: skip
+    tables = _tables(model)
+    for value in tables["content_types"]:
         yield case("content-type", COMPLETIONS, body, headers={"content-type": value})
     yield case("content-type", COMPLETIONS, body, headers={})
-    odd = ("", "x", "-1", "0", "5", str(2**70), "1e9", "NaN", "\xff\xfe", "x" * 5000, '{"a": 1}', "00-0-0-0")
-    for name in ("x-request-id", "x-vllm-priority", "x-data-parallel-rank", "x-session-id",
-                 "x-eldr-domain", "traceparent", "tracestate", "accept", "accept-encoding",
-                 "authorization", "cookie", "origin", "x-forwarded-for", "range",
-                 "serve_multiplexed_model_id", "x-request-disconnect-disabled", "expect",
-                 "content-encoding", "te", "if-none-match", "referer", "user-agent", "upgrade",
-                 "x-request-timeout-seconds"):  # fmt: skip
-        for value in odd:
-            if name in _READ_BY_PROXY and value == "\xff\xfe":
-                continue
+    for name, value in product(tables["headers"], tables["header_values"]):
+        if name not in _READ_BY_PROXY or value != "\xff\xfe":
             complete = name not in ("expect", "upgrade", "te")
             yield case(f"header:{name}", COMPLETIONS, body, headers=JSON | {name: value}, complete=complete)
     for many in (50, 2000):
@@ -401,7 +276,7 @@ def _administration(key: str | None) -> Iterator[Case]:
             for policy in ("balance-route-horizon", "balance-band", "locality-band", "marginal-cost")
             for name in ("alpha", "beta", "gamma", "horizon", "predictor", "refresh", "gate", "band",
             "max_load_ratio",
-                         "band_tokens", "prior_tokens", "affinity", "expert_weight", "cost", "lookahead",
+                         "band_tokens", "affinity", "cost", "lookahead",
                          "max_overtakes")
             for odd in odd_values
         ),
@@ -454,7 +329,7 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
 
 _SCALARS = st.one_of(
-    st.sampled_from([odd for odd in _ODD if not isinstance(odd, bytes)]),
+    st.sampled_from(_tables("m")["odd"]),
     st.none(),
     st.booleans(),
     st.integers(-200, 200),
@@ -518,7 +393,7 @@ def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
-        body[draw(st.sampled_from(_NAMES))] = deepcopy(draw(_VALUES))
+        body[draw(st.sampled_from(_tables("m")["fields"]))] = deepcopy(draw(_VALUES))
         return body
     key = draw(st.sampled_from(sorted(body)))
     if kind == 2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,11 @@ from tools.signature_quality import inverse_document_frequency, select_layers, s
 from tools.trace import CalibrationTrace
 
 
-def fit_signature(
-    trace: CalibrationTrace,
-    transform: str = "count-idf",
-    *,
-    layers: Sequence[int] | None = None,
-    pairs: int = 5000,
-    seed: int = 0,
-) -> SignatureSpec:
+def fit_signature(trace: CalibrationTrace, transform: str = "count-idf", *, seed: int = 0) -> SignatureSpec:
     """Fit the weights and the layer mask on a calibration trace.
 
     Args:
         transform: one of TRANSFORMS.
-        layers: keep these instead of the greedy mask.
 
     Raises:
         ValueError: unknown transform, or a trace too small to correlate.
@@ -42,14 +33,10 @@ def fit_signature(
         if weighted
         else np.ones(trace.prefill_counts.shape[1:], np.float32)
     )
-    if layers is None:
-        selection = select_layers(
-            trace.prefill_counts, trace.decode_probability, idf=idf, element=element, pairs=pairs, seed=seed
-        )
-        kept = selection.kept
-    else:
-        kept = np.asarray(layers, np.int64)
-    return SignatureSpec(idf, kept, element)
+    selection = select_layers(
+        trace.prefill_counts, trace.decode_probability, idf=idf, element=element, seed=seed
+    )
+    return SignatureSpec(idf, selection.kept, element)
 
 
 def fit_table(
@@ -58,7 +45,6 @@ def fit_table(
     *,
     transform: str = "count-idf",
     band: float = 0.1,
-    version: int = 1,
     seed: int = 0,
 ) -> tuple[RoutingTable, dict[str, Any]]:
     """One balanced cluster a decode worker, over signatures with the mask that maximises rho.
@@ -87,7 +73,7 @@ def fit_table(
         cluster_sizes=clusters.sizes,
         domains=_majorities(clusters, trace.domains),
         band=band,
-        version=version,
+        version=1,
         transform=transform,
         seed=seed,
         fingerprint=trace.fingerprint,

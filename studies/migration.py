@@ -74,20 +74,6 @@ class MigrationPlan:
         """int[L], the first step in which each layer runs as placed."""
         return _steps(self.ready_s, self.windows_s)
 
-    def segments(self, move: Move) -> list[tuple[int, int, float, float]]:
-        """(step, window, begin_s, end_s within the window) of a transfer: its parts between all-to-alls."""
-        bounds = np.concatenate([[0.0], np.cumsum(self.windows_s)])
-        period = float(bounds[-1])
-        found = []
-        for step in range(int(move.start_s // period), int(move.end_s // period) + 1):
-            for window in range(len(self.windows_s)):
-                opens = step * period + float(bounds[window])
-                begin = max(move.start_s - opens, 0.0)
-                end = min(move.end_s - opens, float(self.windows_s[window]))
-                if end > begin:
-                    found.append((step, window, begin, end))
-        return found
-
 
 def aligned(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
     """The new placement with its slots in the order in which the fewest experts move.

@@ -45,17 +45,15 @@ class Slo(NamedTuple):
         return bool(1000 * ttft_s <= self.ttft_ms and 1000 * (tpot_s or 0.0) <= self.tpot_ms)
 
 
-def median_ci(
-    values: Sequence[float], *, confidence: float = CONFIDENCE, draws: int = DRAWS, seed: int = 0
-) -> Interval:
+def median_ci(values: Sequence[float]) -> Interval:
     """Median of independent values and its bootstrap confidence interval; NaN without values."""
     if len(values) < 2:
         return Interval(*[float(values[0]) if len(values) else math.nan] * 3)
-    return _bootstrap(float(np.median(values)), (values,), np.median, confidence, draws, seed)
+    return _bootstrap(float(np.median(values)), (values,), np.median, seed=0)
 
 
 def paired_change_percent(
-    values: Floats, base: Floats, statistic: Callable[..., Any], *, draws: int = DRAWS, seed: int = 0
+    values: Floats, base: Floats, statistic: Callable[..., Any], *, seed: int = 0
 ) -> Interval:
     """Change of a statistic of values against a base, %; values and base of a unit are drawn together.
 
@@ -66,19 +64,12 @@ def paired_change_percent(
     def change(mine: Floats, its: Floats, axis: int = -1) -> Any:
         return 100 * (statistic(mine, axis=axis) / statistic(its, axis=axis) - 1)
 
-    return _bootstrap(float(change(values, base)), (values, base), change, CONFIDENCE, draws, seed)
+    return _bootstrap(float(change(values, base)), (values, base), change, seed)
 
 
-def _bootstrap(
-    value: float,
-    samples: Sequence[Any],
-    statistic: Callable[..., Any],
-    confidence: float,
-    draws: int,
-    seed: int,
-) -> Interval:
+def _bootstrap(value: float, samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> Interval:
     found = bootstrap(
-        samples, statistic, paired=len(samples) > 1, n_resamples=draws, confidence_level=confidence,
+        samples, statistic, paired=len(samples) > 1, n_resamples=DRAWS, confidence_level=CONFIDENCE,
         method="percentile", rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
     return Interval(value, float(found.low), float(found.high))

@@ -45,9 +45,6 @@ class ExpectedActivation:
     prefill counts / prompt tokens; a worker's batch leaves the expert idle with probability
     prod(1 - p). Cells (l, e) are in one row, every eighth layer's first.
 
-    Args:
-        prior_tokens: the mean of recent requests counts as so many tokens beside the prompt's own.
-
     Attributes:
         idle: float32[W, L*E], probability that a step of the worker does not activate the expert.
         union: float64[W], experts that a step is expected to activate.
@@ -57,21 +54,20 @@ class ExpectedActivation:
         coarse_cells: cells of every eighth layer, which come first.
     """
 
-    def __init__(self, prior_tokens: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.idle = np.ones((0, 0), np.float32)
         self.union = np.zeros(0)
         self.held: dict[str, tuple[int, Levels]] = {}
         self.layers = np.zeros(0, np.int64)
         self.coarse_cells = 0
         self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
-        self._prior_tokens = prior_tokens
         self._shape: tuple[int, ...] = ()
         self.mean: NDArray[np.float32] | None = None
         self._learned = 0  # requests in the mean, _MEMORY at most
 
     def levels(self, request: PlacementRequest) -> Levels | None:
-        """uint8[L*E]; the prior's where the request has no usable counts; None without either."""
-        prior, counts = self.mean, request.signature
+        """uint8[L*E]; the recent mean's where the request has no usable counts; None without either."""
+        counts = request.signature
         if counts is not None and self.usable(request):
             if not self._shape:
                 self._shape = counts.shape
@@ -79,13 +75,9 @@ class ExpectedActivation:
                 self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
                 self.coarse_cells = len(order[::_COARSE]) * counts.shape[1]
             p = counts[self.layers].reshape(-1).astype(np.float32)
-            if prior is not None:
-                p += self._prior_tokens * prior
-                p /= request.prompt_tokens + self._prior_tokens
-            else:
-                p /= request.prompt_tokens
-        elif prior is not None:
-            p = prior
+            p /= request.prompt_tokens
+        elif self.mean is not None:
+            p = self.mean
         else:
             return None
         return levels_of(p)

@@ -43,11 +43,6 @@ class MarginalCost(Policy):
     reads_counts = True
 
     class Parameters(Policy.Parameters):
-        prior_tokens: Weight = Field(
-            default=0.0,
-            description="the mean of recent requests counts as so many tokens beside the prompt's own",
-        )
-        expert_weight: Weight = Field(default=1.0, description="an active expert counts as so many")
         affinity: Weight = Field(
             default=0.2,
             description="a worker whose affinity profile is less like the request, by a cosine of d, than "
@@ -62,10 +57,9 @@ class MarginalCost(Policy):
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
-        self._expert_weight = self.parameters.expert_weight
         self._affinity = self.parameters.affinity
         self.cost = self.parameters.cost or StepCost()
-        self.active = ExpectedActivation(self.parameters.prior_tokens)
+        self.active = ExpectedActivation()
         self.profiles = AffinityProfiles()
 
     def update_cost_model(self, cost: StepCost) -> None:
@@ -105,9 +99,9 @@ class MarginalCost(Policy):
         marginal = self.cost.added_seconds(
             loads.in_flight[workers],
             loads.kv_tokens[workers],
-            self._expert_weight * self.active.union[workers],
+            self.active.union[workers],
             more_tokens=tokens,
-            more_experts=self._expert_weight * added,
+            more_experts=added,
         )
         return np.asarray(marginal)
 

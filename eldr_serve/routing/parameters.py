@@ -23,6 +23,7 @@ _RENAMED = {
     "reach": "lookahead",
     "window": "candidates",
 }
+_REMOVED = ("expert_weight", "prior_tokens")
 _KINDS = {bool: "true or false", float: "a number", int: "a whole number", str: "a name"}
 
 
@@ -51,6 +52,8 @@ def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) 
 
 
 def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
+    if name in _REMOVED:
+        return f"the parameter {name!r} was removed: leave it out"
     known = sorted(declared.model_fields)
     if (new := _RENAMED.get(name)) in known:
         return f"the parameter {name!r} of policy {policy!r} is called {new!r} now"

@@ -2,7 +2,7 @@
 
 Experts are replicated and placed by EPLB on the decode routes of one half of the requests, seed by seed;
 batches are drawn from the other half, each request at a random step. Nothing here ran on GPUs: times are
-those of a test bed's constants, whose derivation stands beside each (`A100`, `B200`).
+those of `layer_cost`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,7 +21,7 @@ from eldr_serve.experts.metro import MetroPlan
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
 from offline.scenario import observed, routes_of
-from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, line_plot, steps
+from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, steps
 from studies.replica_choice import route_even, route_optimal
 from tools.cli import BadInput
 from tools.trace import CalibrationTrace
@@ -32,43 +31,20 @@ RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn a seed
 
-
-@dataclass(frozen=True)
-class Bed:
-    """A model on GPUs, as `LayerCost` sees it: the trace's experts share the weights of one of its layers.
-
-    Attributes:
-        experts, top_k: of the model.
-        weights: of one expert.
-        bytes_per_s, flop_per_s: of a GPU, as far as they are reached; a weight has 2 bytes.
-        rest_s: of a layer, whatever the batch: attention's launches, top-k, dispatch and combine, s.
-    """
-
-    experts: int
-    top_k: int
-    weights: int
-    bytes_per_s: float
-    flop_per_s: float
-    rest_s: float
-
-    def cost(self, trace: CalibrationTrace) -> LayerCost:
-        """As many bytes a layer and as many FLOP a token as the model has, with the trace's E and k."""
-        return LayerCost(
-            fixed_s=self.rest_s,
-            per_expert_s=2 * self.weights / self.bytes_per_s * self.experts / trace.decode_counts.shape[2],
-            per_token_s=2 * self.weights / self.flop_per_s * self.top_k / trace.top_k,
-        )
+# An A100: 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to
+# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 a token, 2 bytes a weight.
+BYTES_PER_S, FLOP_PER_S = 0.4 * 1.555e12, 0.4 * 312e12
+EXPERTS, TOP_K, WEIGHTS = 128, 8, 3 * 2048 * 768
+REST_S = 180e-6  # of a layer, whatever the batch: what METRO saves in Figure 11, 81 less 29 us, is 10 % of it
 
 
-# 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to 370 us); the
-# rest so that what METRO saves in Figure 11, 81 less 29 us, is about 10 % of a layer, attention in it.
-A100 = Bed(128, 8, 3 * 2048 * 768, 0.4 * 1.555e12, 0.4 * 312e12, rest_s=180e-6)
-# 8 TB/s and 2.25 PFLOP/s at 60 %; the rest in proportion to bandwidth.
-B200 = Bed(128, 8, 3 * 4096 * 1536, 0.6 * 8e12, 0.6 * 2.25e15, rest_s=35e-6)
-DECIDE_S = 26e-6  # the paper's kernel; ours was not timed on a GPU
-KV_S = 2048 * 2048 / (0.6 * 8e12)  # a request's attention in a layer, B200: 2 KB of KV a token, 2,048 tokens
-COLLECTIVE_S = 12e-6  # the least that one takes, over NVLink; two a layer
-TOKEN_S = 2 * 4096 / (0.6 * 900e9)  # a hidden state of Qwen3-235B to each of its GPUs
+def layer_cost(trace: CalibrationTrace) -> LayerCost:
+    """As many bytes a layer and as many FLOP a token as the model has, with the trace's E and k."""
+    return LayerCost(
+        fixed_s=REST_S,
+        per_expert_s=2 * WEIGHTS / BYTES_PER_S * EXPERTS / trace.decode_counts.shape[2],
+        per_token_s=2 * WEIGHTS / FLOP_PER_S * TOP_K / trace.top_k,
+    )
 
 
 @dataclass(frozen=True)
@@ -96,16 +72,16 @@ class Source:
     @cached_property
     def ratios(self) -> tuple[float, ...]:
         """Slots an expert, those of `RATIOS` rounded to whole slots a rank."""
-        return tuple(sorted({self._slots(ratio, RANKS) / self.experts for ratio in RATIOS}))
+        return tuple(sorted({self._slots(ratio) / self.experts for ratio in RATIOS}))
 
-    def _slots(self, ratio: float, ranks: int) -> int:
-        return max(1, round(self.experts * ratio / ranks)) * ranks
+    def _slots(self, ratio: float) -> int:
+        return max(1, round(self.experts * ratio / RANKS)) * RANKS
 
-    def plan(self, ratio: float, ranks: int = RANKS) -> MetroPlan:
+    def plan(self, ratio: float) -> MetroPlan:
         """Of EPLB's placement with that many slots an expert."""
         load = self.trace.decode_counts[self.fit].sum(axis=0, dtype=np.int64)
-        placed = eplb_placement(load, self._slots(ratio, ranks), groups=1, nodes=1, ranks=ranks)
-        return MetroPlan.of(hosts_of(placed, self.experts, ranks))
+        placed = eplb_placement(load, self._slots(ratio), groups=1, nodes=1, ranks=RANKS)
+        return MetroPlan.of(hosts_of(placed, self.experts, RANKS))
 
     def batches(self, size: int, number: int, seed: int) -> Ints:
         """int[n, L, E] tokens of each expert in batches of `size` held-out requests."""
@@ -121,12 +97,6 @@ class Source:
         cell = (np.arange(number)[:, None, None, None] * layers + np.arange(layers)[:, None]) * self.experts
         counts = np.bincount((cell + routes).reshape(-1), minlength=number * layers * self.experts)
         return counts.reshape(number, layers, self.experts)
-
-    def prompt_imbalance(self, plan: MetroPlan) -> float:
-        """Most prompt tokens on a rank over the mean, EPLB's even spread, all held-out prompts together."""
-        counts = self.trace.prefill_counts[self.test].sum(axis=0, dtype=np.int64)
-        spread = route_even(counts, plan.shares >= 0).sum(axis=1)
-        return float((spread.max(axis=1) / spread.mean(axis=1)).mean())
 
 
 class Halves(list[Source]):
@@ -188,7 +158,7 @@ def figure_5(options: Options) -> Rows:
     """EPLB's routing by replication and batch: activated experts and a decode step's time."""
     rows: Rows = []
     for halves, size in steps(product(_sources(options), (8, 32, 256))):
-        cost, ratios = A100.cost(halves[0].trace), halves[0].ratios
+        cost, ratios = layer_cost(halves[0].trace), halves[0].ratios
         first: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
@@ -234,148 +204,6 @@ def figure_8(options: Options) -> Rows:
     return rows
 
 
-def figure_9(options: Options) -> Rows:
-    """Decode latency and total throughput by replication, prefill and decode on the same GPUs."""
-    mixes = {"decode-heavy": (1024, 2048, -12.9, 15.9), "prefill-heavy": (8192, 512, None, 4.2)}
-    batch = 256
-    rows: Rows = []
-    for halves, mix in steps(product(_sources(options), mixes)):
-        prompt, output, paper_tpot, paper_rate = mixes[mix]
-        cost = A100.cost(halves[0].trace)
-        layers, top_k = halves[0].trace.decode_counts.shape[1], halves[0].trace.top_k
-        for ratio in halves[0].ratios[1:]:
-            works = _works(options, halves, ratio, batch, ("even", "metro"))
-            skew = _mean(half.prompt_imbalance(half.plan(ratio)) for half in halves)
-            prefill_s = layers * cost.per_token_s * skew * batch * prompt * top_k / RANKS
-            step_s = {
-                routing: _mean(_step_s(cost, w) for w in works[routing])
-                + (layers * DECIDE_S if routing == "metro" else 0.0)
-                for routing in works
-            }
-            rate = {r: batch * (prompt + output) / (prefill_s + output * s) for r, s in step_s.items()}
-            shown = ratio == halves[0].ratios[-1]
-            rows.append(
-                {
-                    "model": halves[0].name,
-                    "mix": mix,
-                    "replication": ratio,
-                    "even_tpot_ms": 1e3 * step_s["even"],
-                    "metro_tpot_ms": 1e3 * step_s["metro"],
-                    "tpot_pct": change_pct(step_s["metro"], step_s["even"]),
-                    "paper_tpot_pct": paper_tpot if shown else None,
-                    "tokens_per_s_pct": change_pct(rate["metro"], rate["even"]),
-                    "paper_tokens_per_s_pct": paper_rate if shown else None,
-                }
-            )
-    return rows
-
-
-def figure_11(options: Options) -> Rows:
-    """A layer's time in parts, EPLB's routing against METRO, by replication."""
-    rows: Rows = []
-    for halves in _sources(options):
-        cost = A100.cost(halves[0].trace)
-        rest = 1e6 * cost.fixed_s
-        for ratio in halves[0].ratios[1:]:
-            works = _works(options, halves, ratio, 256, ("even", "metro"))
-            ffn = {
-                routing: 1e6 * _mean(cost.rank_s(w).max(axis=-1).mean() for w in works[routing])
-                for routing in works
-            }
-            for routing in works:
-                decide = 1e6 * DECIDE_S if routing == "metro" else 0.0
-                total = rest + decide + ffn[routing]
-                shown = routing == "metro" and ratio == 1.5
-                rows.append(
-                    {
-                        "model": halves[0].name,
-                        "replication": ratio,
-                        "routing": routing,
-                        "rest_us": rest,
-                        "decide_us": decide,
-                        "ffn_us": ffn[routing],
-                        "ffn_less_us": ffn["even"] - ffn[routing],
-                        "paper_ffn_less_us": 81 if shown else None,
-                        "layer_us": total,
-                        "layer_pct": change_pct(total, rest + ffn["even"]),
-                        "paper_layer_pct": -10 if shown else None,
-                    }
-                )
-    return rows
-
-
-def figure_12(options: Options) -> Rows:
-    """Decode throughput against TPOT over batch sizes and mappings of 8 GPUs; METRO's gain at equal TPOT."""
-    rows: Rows = []
-    for halves in _sources(options):
-        name, cost, ratios = halves[0].name, B200.cost(halves[0].trace), halves[0].ratios[1:]
-        points: Rows = []
-        for size, (ep, ratio) in steps(
-            product((64, 128, 256, 512, 1024), [(1, 1.0), *product((2, 4, 8), ratios)])
-        ):
-            works = _works(options, halves, ratio, size, ("even", "metro")[: 2 if ep > 1 else 1], ranks=ep)
-            for routing in works:
-                step_s = _mean(_mapped_s(cost, w, size, ep, routing) for w in works[routing])
-                points.append(
-                    {
-                        "model": name,
-                        "routing": routing if ep > 1 else "no EP",
-                        "replication": ratio if ep > 1 else None,
-                        "batch_size": size,
-                        "ep": ep,
-                        "tp": RANKS // ep,
-                        "tpot_ms": 1e3 * step_s,
-                        "tokens_per_s": size / step_s,
-                    }
-                )
-        for ratio in ratios:
-            rows += _gain(points, name, ratio)
-    return rows
-
-
-def _gain(points: Rows, name: str, ratio: float) -> Rows:
-    """The fronts at a replication, and each point's throughput over EPLB's best at no longer TPOT."""
-    fronts = {
-        routing: [p for p in points if p["routing"] == routing and p["replication"] in (ratio, None)]
-        for routing in ("even", "metro", "no EP")
-    }
-    fronts = {
-        routing: sorted((p for p in mine if not any(_beats(q, p) for q in mine)), key=lambda p: p["tpot_ms"])
-        for routing, mine in fronts.items()
-    }
-    rows: Rows = []
-    for routing, front in fronts.items():
-        for point in front:
-            reached = [p["tokens_per_s"] for p in fronts["even"] if p["tpot_ms"] <= point["tpot_ms"]]
-            rows.append(
-                {"workload": f"{name}, {ratio}x"}
-                | point
-                | {
-                    "replication": ratio,
-                    "times_eplb": point["tokens_per_s"] / max(reached) if reached else None,
-                    "paper_times_eplb": "1.98 to 4.11" if routing == "metro" else None,
-                }
-            )
-    return rows
-
-
-def _beats(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a is not b and a["tpot_ms"] <= b["tpot_ms"] and a["tokens_per_s"] > b["tokens_per_s"]
-
-
-def _mapped_s(cost: LayerCost, work: LayerWork, size: int, ep: int, routing: str) -> float:
-    """A step's time with `ep` ranks of RANKS / ep GPUs, which split their experts; mean over batches, s.
-
-    Hidden states pass twice for EP (dispatch, combine) and four times for TP (two all-reduces).
-    """
-    tp = RANKS // ep
-    ffn = cost.rank_s(work).max(axis=-1) / tp
-    passes = 2 * (ep > 1) + 4 * (tp > 1)
-    network = COLLECTIVE_S * 2 * ((ep > 1) + (tp > 1)) + TOKEN_S * size * passes
-    layer = cost.fixed_s + ffn + KV_S * size / RANKS + network + DECIDE_S * (routing == "metro")
-    return float(layer.sum(axis=-1).mean())
-
-
 def _step_s(cost: LayerCost, work: LayerWork) -> float:
     """A decode step, s, mean over batches."""
     return float(cost.layer_s(work).sum(axis=-1).mean())
@@ -389,12 +217,12 @@ def _sources(options: Options) -> list[Halves]:
 
 
 def _works(
-    options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...], ranks: int = RANKS
+    options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...]
 ) -> dict[str, list[LayerWork]]:
     """By routing: the work of the same batches, one entry for each seed."""
     found: dict[str, list[LayerWork]] = {routing: [] for routing in routings}
     for seed, half in zip(options.seeds, halves, strict=True):
-        plan = half.plan(ratio, ranks)
+        plan = half.plan(ratio)
         tokens = half.batches(size, options.requests or BATCHES, seed)
         for routing in routings:
             found[routing].append(LayerWork.gathered(served(routing, plan, tokens)))
@@ -405,7 +233,7 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-_PANELS = ("model", "batch_size", "batch_a_rank", "mix")
+_PANELS = ("model", "batch_size", "batch_a_rank")
 FIGURES = {
     "fig4": Figure(
         "What balancing tokens does to activated experts: the example",
@@ -423,23 +251,5 @@ FIGURES = {
         "METRO at most 10.9 % above the optimum and up to 42.3 % below EPLB",
         figure_8,
         bar_plot("replication", "metro_below_even_pct", _PANELS),
-    ),
-    "fig9": Figure(
-        "METRO against EPLB's routing: TPOT and total throughput by the cost model (figures 9 and 10)",
-        "TPOT -12.9 % (-21.8 % on B200), throughput +15.9 % (+21.0 %), prefill-heavy +4.2 %, each at most",
-        figure_9,
-        bar_plot("replication", "tpot_pct", _PANELS),
-    ),
-    "fig11": Figure(
-        "A layer's time in parts by the cost model, the paper's 26 us for the decision",
-        "the decision takes up to 26 us and saves up to 81 us of FFN; decode latency falls by up to 10 %",
-        figure_11,
-        bar_plot("replication", "ffn_less_us", _PANELS),
-    ),
-    "fig12": Figure(
-        "Decode throughput against TPOT, Pareto fronts over batch size and EP x TP, by the cost model",
-        "1.98 to 4.11 times EPLB's throughput at a fixed TPOT",
-        figure_12,
-        line_plot("tpot_ms", "tokens_per_s", by="routing"),
     ),
 }  # fmt: skip

@@ -83,7 +83,7 @@ class Coming(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy: Any = make_policy("marginal-cost", prior_tokens=0.0)
+        self.policy: Any = make_policy("marginal-cost")
         self.held: dict[str, tuple[PlacementRequest, int]] = {}
 
     @rule(name=st.sampled_from("abcdefgh"), worker=st.integers(0, 3), seed=st.integers(0, 50))
@@ -191,7 +191,7 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
         counts = np.stack([rng.multinomial(200, t) for t in tastes[taste]]).astype(np.uint32)
         return PlacementRequest(name, np.minimum(counts, 100), 100, 10)
 
-    policy: Any = make_policy("marginal-cost", prior_tokens=0.0)
+    policy: Any = make_policy("marginal-cost")
     there = [request(str(n), int(rng.integers(6))) for n in range(4000)]
     where = rng.integers(700, size=4000).tolist()
     placed(policy, there, where)
@@ -217,17 +217,6 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
     assert (later.worker, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         assert policy.select(PlacementRequest("odd", odd, 10, 5), Loads.of([1, 9], [9, 9]), RNG).worker == 0
-
-
-def test_the_weight_of_experts_is_that_of_their_cost() -> None:
-    weighed: Any = make_policy("marginal-cost", cost=COST.as_dict(), expert_weight=3.0)
-    costly: Any = make_policy("marginal-cost", cost=COST.as_dict() | {"per_expert_s": 15e-5})
-    there, where = [request_like(f"r{n}", n % 5) for n in range(40)], [n % 4 for n in range(40)]
-    for policy in (weighed, costly):
-        placed(policy, there, where)
-    load = loads(on_each(there, where, 4))
-    added = (policy.added_cost(request_like("new", 3), load) for policy in (weighed, costly))
-    assert next(added) == pytest.approx(next(added))
 
 
 def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:

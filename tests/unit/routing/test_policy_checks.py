@@ -96,6 +96,7 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
         ("locality-band", {"tau": 0.1}, "band"),
         ("marginal-cost", {"cost": {"per_lunch_s": 1.0}}, "cost"),
         ("locality-balance", {}, "was removed: it had 17 to 24 % less throughput than shortest-queue; use "),
+        ("marginal-cost", {"expert_weight": 2.0}, "'expert_weight' was removed: leave it out"),
         ("marginal-cost", {"home": 0.1}, "'home' of policy 'marginal-cost' is called 'affinity' now"),
         ("balance-route", {"patience": 9}, "called 'max_overtakes' now"),
         ("balance-route", {"reach": 9}, "called 'lookahead' now"),
@@ -140,7 +141,6 @@ NAN, INF = float("nan"), float("inf")
         ("locality-band", "band", [-0.1, "wide", True, NAN]),
         ("locality-band", "max_load_ratio", [0.5, INF, 10**400]),
         ("marginal-cost", "affinity", [-0.1, 10**400]),
-        ("marginal-cost", "expert_weight", [-1]),
         ("marginal-cost", "cost", [{"fixed_s": -1}, {"fixed_s": NAN}, 3, {"per_step_s": 10**400}]),
     ],
 )

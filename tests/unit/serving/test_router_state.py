@@ -144,7 +144,7 @@ def test_the_policy_follows_what_steps_cost() -> None:
     assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
     assert shown["relative_error"] < 0.05
     assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
-    state.set_policy("marginal-cost", {"prior_tokens": 1.0})
+    state.set_policy("marginal-cost", {"affinity": 0.0})
     assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,31 +56,9 @@ def test_metro_is_between_the_optimum_and_eplb_which_activates_more_with_every_r
             assert b["tpot_pct"] > a["tpot_pct"]
 
 
-def test_figures_9_and_11_pay_for_the_decision(options: Options) -> None:
-    most = [row for row in metro.figure_9(options) if row["replication"] == 1.5]
-    assert all(row["tpot_pct"] < 0 < row["tokens_per_s_pct"] for row in most)
-    for row in metro.figure_11(options):
-        assert row["layer_us"] == pytest.approx(row["rest_us"] + row["decide_us"] + row["ffn_us"])
-        assert (row["decide_us"] > 0) == (row["routing"] == "metro")
-
-
-def test_figure_12_has_fronts_on_which_nobody_beats_anybody(options: Options, tmp_path: Path) -> None:
-    figure = metro.FIGURES["fig12"]
-    rows = figure.run(options)
-    for (_, routing), group in groupby(rows, lambda row: (row["replication"], row["routing"])):
-        front = list(group)
-        for a, b in pairwise(front):
-            assert a["tpot_ms"] < b["tpot_ms"]
-            assert a["tokens_per_s"] < b["tokens_per_s"]
-        assert routing != "even" or {row["times_eplb"] for row in front} == {1.0}
-    assert figure.plot is not None
-    figure.plot(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_a_bed_has_the_bytes_and_flops_of_its_model(options: Options) -> None:
-    cost = metro.A100.cost(metro.Source.read(options.traces[0], 0).trace)
+def test_a_layers_cost_has_the_bytes_and_flops_of_the_model(options: Options) -> None:
+    cost = metro.layer_cost(metro.Source.read(options.traces[0], 0).trace)
     all_of_a_layer = LayerWork(*(np.array([float(x)]) for x in (E, TOP_K, 0, 0)))
     weights = 3 * 2048 * 768
-    expected = 2 * weights * 128 / metro.A100.bytes_per_s + 2 * weights * 8 / metro.A100.flop_per_s
+    expected = 2 * weights * 128 / metro.BYTES_PER_S + 2 * weights * 8 / metro.FLOP_PER_S
     assert cost.rank_s(all_of_a_layer)[0] == pytest.approx(expected)

@@ -68,9 +68,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
     for move in across:
         near = topology.node_of[move.source // size] == topology.node_of[move.slot // size]
         took = LINKS.expert_bytes * (LINKS.near_byte_s if near else LINKS.far_byte_s)
-        parts = plan.segments(move)
-        assert sum(end - begin for *_, begin, end in parts) == pytest.approx(took)
-        assert all(0 <= begin < end <= WINDOWS[w] + 1e-12 for _, w, begin, end in parts)
+        assert move.end_s - move.start_s == pytest.approx(took)
 
 
 def test_aligning_moves_as_few_as_any_renaming_could() -> None:
