@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
+from in_process import command, sentence
 from traces import favourites_trace
 
 from offline.scenario import Work
 from studies.figures import balanceroute, eldr, eldr_parallel
 from studies.figures.common import Options
 from studies.reproduce import reproduce
-from tools.cli import bad_input_exits
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
@@ -137,12 +136,7 @@ def test_workers_that_come_are_used(observed: Path) -> None:
         ("metro", "fig8", "give --trace"),
     ],
 )
-def test_bad_input_gets_one_sentence(
-    paper: str, figure: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    with pytest.raises(typer.Exit):
-        bad_input_exits(reproduce)(paper, figure or None, out=tmp_path / "x.json")
-    said = capsys.readouterr().err
-    assert message in said
-    assert len(said.splitlines()) == 1
+def test_bad_input_gets_one_sentence(paper: str, figure: str, message: str, tmp_path: Path) -> None:
+    words = (paper, figure) if figure else (paper,)
+    assert message in sentence(command(reproduce, *words, out=tmp_path / "x.json"))
     assert not (tmp_path / "x.json").exists()
