@@ -68,13 +68,16 @@ def prefilled(**params: Any) -> Any:
 
 
 def answering(*chunks: Any) -> Callable[[Any], AsyncIterator[Any]]:
-    """An engine that answers with these; an exception among them is raised."""
+    """An engine that answers with these; an exception among them is raised, an event awaited."""
 
     async def answer(request: Any) -> AsyncIterator[Any]:
         for chunk in chunks:
             if isinstance(chunk, Exception):
                 raise chunk
-            yield chunk
+            if isinstance(chunk, asyncio.Event):
+                await chunk.wait()
+            else:
+                yield chunk
 
     return answer
 

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from ingress_app import running_app
+from one_path import answering
+from router_talk import settled
 
 from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json, sound
 from eldr_serve.serving.compat import ChatCompletionRequest
@@ -74,16 +75,11 @@ async def test_places_are_counted_where_they_are_checked() -> None:
     """All requests are past the check before the first one reaches an engine."""
     held = asyncio.Event()
 
-    async def holds(request: Any) -> AsyncIterator[Any]:
-        await held.wait()
-        raise Overloaded("over")
-        yield
-
     async def slow(model: str | None) -> str:
         await asyncio.sleep(0.05)
         return "m"
 
-    async with running_app(prefill=holds, max_in_flight=2) as app:
+    async with running_app(prefill=answering(held, Overloaded("over")), max_in_flight=2) as app:
         app.ingress.model_of = slow
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
@@ -111,16 +107,9 @@ async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> N
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
-    reached = asyncio.Event()
-
-    async def hangs(request: Any) -> AsyncIterator[Any]:
-        reached.set()
-        await asyncio.sleep(60)
-        yield "never"
-
-    async with running_app(**{leg: hangs}) as app:
+    async with running_app(**{leg: answering(asyncio.Event())}) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO))
-        await reached.wait()
+        await settled(lambda: getattr(app, leg).requests)
         assert app.ingress.gate.in_flight == 1
         post.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -130,16 +119,10 @@ async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
 
 async def test_a_stream_keeps_its_place_until_its_end() -> None:
     more = asyncio.Event()
-
-    async def streams(request: Any) -> AsyncIterator[Any]:
-        yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-        await more.wait()
-        yield "data: [DONE]\n\n"
-
-    async with running_app(decode=streams) as app:
+    chunks = ('data: {"choices":[{"index":0,"text":"a"}]}\n\n', more, "data: [DONE]\n\n")
+    async with running_app(decode=answering(*chunks)) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO | {"stream": True}))
-        while not app.decode.requests:
-            await asyncio.sleep(0.01)
+        await settled(lambda: app.decode.requests)
         assert app.ingress.gate.in_flight == 1
         more.set()
         assert (await post).status_code == 200

@@ -12,6 +12,7 @@ import pytest
 from one_path import COUNTS, World, answering, error, good_decode, prefilled
 from pydantic import ValidationError
 from ray.exceptions import ActorUnavailableError, RayActorError
+from router_talk import settled
 
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
@@ -229,16 +230,9 @@ def test_equal_prompts_have_equal_keys() -> None:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
-    reached = asyncio.Event()
-
-    async def hangs(request: Any) -> AsyncIterator[Any]:
-        reached.set()
-        await asyncio.sleep(60)
-        yield "never"
-
-    world = World(**{leg: hangs})
+    world = World(**{leg: answering(asyncio.Event())})
     task = asyncio.create_task(world.run())
-    await reached.wait()
+    await settled(lambda: getattr(world, leg).requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
