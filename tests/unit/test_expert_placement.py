@@ -22,7 +22,7 @@ def placement(slots: Any = MAP, **changes: Any) -> ExpertPlacement:
     return ExpertPlacement(np.array(slots), **{**known, **changes})
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(seed=st.integers(0, 999), ranks=st.sampled_from([1, 2, 4]), spare=st.integers(0, 2))
 def test_what_is_saved_is_loaded(seed: int, ranks: int, spare: int, tmp_path: Path) -> None:
     load = np.random.default_rng(seed).exponential(size=(3, 8))

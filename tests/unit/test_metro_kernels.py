@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.experts.metro import LARGEST, UNIT, MetroPlan, route_metro
@@ -32,7 +32,6 @@ def cases(
     return tokens, hosts
 
 
-@settings(deadline=None)
 @given(case=cases())
 def test_tensors_choose_as_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
@@ -40,7 +39,6 @@ def test_tensors_choose_as_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None
     assert np.array_equal(rank.numpy(), route_metro(tokens, hosts))
 
 
-@settings(deadline=None)
 @given(case=cases())
 def test_the_plan_is_the_greedy_with_shares_turn_by_turn(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.expert_placement import hosts_of
@@ -44,7 +44,6 @@ def test_eplb_places_every_expert_and_fills_every_slot(
             assert (row / replicas).max() <= (row / np.maximum(replicas - 1, 1))[spared].min() + 1e-9
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 999), ranks=st.sampled_from([2, 3, 6]))
 def test_activation_placement_balances_what_each_rank_activates(seed: int, ranks: int) -> None:
     activation = np.random.default_rng(seed).uniform(size=(2, 6))
@@ -68,7 +67,6 @@ def worst_rank(rank: np.ndarray) -> int:
     return int(np.bincount(rank[rank >= 0], minlength=3).max())
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 9999))
 def test_the_optimum_is_the_optimum_and_greedy_is_feasible(seed: int) -> None:
     tokens, hosts = random_case(seed)

@@ -36,7 +36,7 @@ from offline.placement.grouping import (
 from offline.placement.locality import local_rule, polling_weights, route_local, route_weighted, weighted_rule
 from offline.placement.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
 
-quick = settings(deadline=None, max_examples=20)
+quick = settings(max_examples=20)
 TOPOLOGY = Topology(ranks=4, nodes=2)
 
 
@@ -180,7 +180,7 @@ def test_spare_slots_take_the_busiest_expert_of_another_rank() -> None:
     assert filled[:, 3].tolist() == [True, False, False, True]
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 999), redundant=st.sampled_from([0, 4, 8, 24]), ratio=st.sampled_from([None, 0.5]))
 def test_grace_places_every_expert_in_equal_slots(seed: int, redundant: int, ratio: float | None) -> None:
     routes = random_routes(seed)

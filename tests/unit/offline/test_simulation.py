@@ -101,7 +101,7 @@ def test_masks_split_the_experts_between_ranks(layers: int, num_experts: int, se
     assert np.bitwise_count(np.bitwise_or.reduce(masks)).sum() == layers * num_experts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     n=st.integers(1, 40),
