@@ -215,8 +215,7 @@ class Deployment:
 
     @property
     def directory(self) -> ReplicaDirectory:
-        found: ReplicaDirectory = self.router.directory
-        return found
+        return self.router.directory
 
     def start(self) -> None:
         name = next(self._names)
@@ -280,9 +279,8 @@ class World:
     async def serving(self, **options: Any) -> AsyncIterator[World]:
         async with connected(self.actor, *self.decodes.engines, directory=self.decodes.directory) as client:
             self.client = client
-            engines: Any = Engines(
-                self.prefills, self.decodes, self.prefills.directory, self.decodes.directory
-            )
+            directories = self.prefills.directory, self.decodes.directory
+            engines = Engines(self.prefills, self.decodes, *directories)
             path_options = PathOptions(retry_backoff_s=0.001, **options)
             self.path = RequestPath(engines=engines, client=client, options=path_options)
             place = client.place

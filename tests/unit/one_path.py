@@ -44,8 +44,10 @@ class Deployment:
         self.requests: list[Any] = []
         self.streams: list[Stream] = []
         self.released: list[Any] = []
+        self.adapters: set[str] = set()  # that handles were made for
 
-    def options(self, **_: Any) -> Deployment:
+    def options(self, *, multiplexed_model_id: str = "", **_: Any) -> Deployment:
+        self.adapters |= {multiplexed_model_id} - {""}
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -127,11 +129,9 @@ class World:
         self.prefill, self.decode, self.client = Deployment(prefill), Deployment(decode), Client()
         self.prefills: Any = ReplicaDirectory()
         self.prefills.take_routed = lambda request_id: "p0"
-        engines: Any = Engines(self.prefill, self.decode, self.prefills, ReplicaDirectory())
-        client: Any = self.client
-        self.path = RequestPath(
-            engines=engines, client=client, options=PathOptions(**{"retry_backoff_s": 0.0, **options})
-        )
+        engines = Engines(self.prefill, self.decode, self.prefills, ReplicaDirectory())
+        path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
+        self.path = RequestPath(engines=engines, client=self.client, options=path_options)
 
     async def run(self, **fields: Any) -> list[Any]:
         """The chunks of the answer; what it leaves to do is done."""

@@ -158,7 +158,7 @@ async def test_invented_adapters_are_unknown_models_and_cost_no_handle() -> None
         for path in (COMPLETIONS, "/tokenize"):
             for number in range(3):
                 assert is_one_sentence(await app.post(path, HELLO | {"model": f"m:{number}"}), 404)
-        assert not app.decode.names
+        assert not app.decode.adapters
 
 
 async def test_the_openapi_document_is_served() -> None:

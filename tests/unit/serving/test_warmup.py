@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ingress_app import Handle, answers
-from one_path import answering, good_prefill, prefilled
+from ingress_app import answers
+from one_path import Deployment, answering, good_prefill, prefilled
 from router_talk import settled
 
 from eldr_serve.serving import warmup
@@ -22,7 +22,7 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
 ) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     uncounted = answering(prefilled(do_remote_prefill=True))
-    prefill, decode, calls = Handle(uncounted), Handle(answers), []
+    prefill, decode, calls = Deployment(uncounted), Deployment(answers), []
 
     async def call(*said: Any) -> None:
         calls.append(said)
