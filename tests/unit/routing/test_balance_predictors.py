@@ -106,8 +106,9 @@ def test_boosted_trees_are_fitted_beside_the_routing() -> None:
 
 
 def remaining(forecast: Forecast, age: int) -> int:
+    """Steps for which the load of its worker holds request r, whose prompt has 50 tokens."""
     forecast.on_progress({"r": age})
-    return int(forecast._running.remaining[0])
+    return np.count_nonzero(forecast.project(Loads.of([1], [50 + age]))[0]) - 1
 
 
 def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
