@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,19 +123,14 @@ def test_missing_files_and_names_are_named(tmp_path: Path) -> None:
         placement().save(tmp_path / "p.pt")
 
 
-def test_a_save_that_fails_leaves_both_files_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "number"), [("fsync", 2), ("replace", 1)])
+def test_a_save_that_fails_leaves_all_files_as_they_were(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placement().save(tmp_path / "p.json")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    written: list[int] = []
-
-    def disk_is_full(descriptor: int) -> None:
-        written.append(descriptor)
-        if len(written) == 2:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", disk_is_full)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(os, call, Mock(side_effect=[None] * (number - 1) + [full]))
     with pytest.raises(OSError, match="No space"):
         placement([[3, 2, 1, 0]]).save(tmp_path / "p.json")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
