@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from in_process import command, sentence
-from traces import favourites_trace
+from traces import favourites_trace, synthetic_trace
 
 from offline.scenario import Work
-from studies.figures import balanceroute, eldr, eldr_parallel
+from studies.figures import balanceroute, eldr, eldr_parallel, grace
 from studies.figures.common import Options
 from studies.reproduce import reproduce
 
@@ -140,3 +141,42 @@ def test_bad_input_gets_one_sentence(paper: str, figure: str, message: str, tmp_
     words = (paper, figure) if figure else (paper,)
     assert message in sentence(command(reproduce, *words, out=tmp_path / "x.json"))
     assert not (tmp_path / "x.json").exists()
+
+
+# -- GRACE-MoE --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trace = synthetic_trace(n=40, domains=4, num_layers=2)
+    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
+    replace(trace, domains=[grace.DOMAINS[int(d[1:])] for d in trace.domains]).save(path)
+    return path
+
+
+def test_components_move_traffic_and_load_as_in_the_paper(four_domains: Path) -> None:
+    rows = grace.components(Options((four_domains,), requests=8, seeds=(0, 1)))
+    arms = ("linear", "HG", "HG+DR, WRR", "HG+DR, TAR")
+    for ranks in ("2 x 2", "2 x 4"):
+        linear, grouped, replicated, local = (of(rows, ranks=ranks, arm=arm) for arm in arms)
+        assert grouped["copies"] < linear["copies"]
+        assert replicated["load_std_pct"] < grouped["load_std_pct"]
+        assert local["copies"] < replicated["copies"]
+        assert local["against"] == "HG+DR, WRR"
+    ours, eplb = (of(rows, ranks="2 x 2", arm=arm) for arm in ("equal slots, TAR", "EPLB, as many slots"))
+    assert ours["copies"] < eplb["copies"]
+
+
+def test_the_other_figures_have_their_rows(four_domains: Path) -> None:
+    options = Options((four_domains,), requests=4)
+    strict = grace.strictness(options)
+    assert of(strict, part="a", placement="uniform")["copies"] < of(strict, placement="linear")["copies"]
+    spread = [of(strict, placement=f"{n} most active")["load_std_pct"] for n in (16, 0)]
+    assert spread[0] < spread[1]
+    assert [row["layer"] for row in grace.concentration(options)] == [0, 1]
+    curve = [row for row in grace.ratios(options) if row["ranks"] == "2 x 2"]
+    assert [row["ratio"] for row in curve] == list(grace.RATIOS)
+    assert curve[0]["affinity_within_pct"] <= curve[-1]["affinity_within_pct"] <= 100
+    domains = grace.generalisation(options)
+    worst = of(domains, fitted_on="worst of other domains")["against_own_domain_pct"]
+    assert worst == max(row["against_own_domain_pct"] for row in domains if row["fitted_on"] in grace.DOMAINS)
