@@ -71,19 +71,10 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     state = make()
     state.expect_signatures(2, 8)
     before = state.settings
-    with pytest.raises(SwapRefused) as refusal:
+    with pytest.raises(SwapRefused, match=r"\A.+\Z"):  # one line
         state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
-    assert "\n" not in str(refusal.value)
     assert state.settings is before
     assert ask(state, "a", 1).state is State.LEASED
-
-
-def test_an_unknown_policy_is_refused_and_the_old_one_stays() -> None:
-    state = make()
-    for name, parameters in (("nearest", {}), ("random", {"x": 1}), ("locality-band", {"band": -1})):
-        with pytest.raises(SwapRefused):
-            state.set_policy(name, parameters)
-    assert state.status()["policy"] == "locality-band"
 
 
 def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> None:
