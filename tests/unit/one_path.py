@@ -90,8 +90,8 @@ good_prefill = answering(
 good_decode = answering("data: a", "data: b", "data: c")
 
 
-def error(code: int) -> ErrorResponse:
-    return ErrorResponse(error={"message": "no", "type": "test", "code": code})
+def error(code: int, message: str = "no") -> ErrorResponse:
+    return ErrorResponse(error={"message": message, "type": "test", "code": code})
 
 
 class Client:

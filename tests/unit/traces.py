@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from offline.simulation.requests import Experts, expert_bits
 from tools.trace import CalibrationTrace
@@ -86,3 +88,9 @@ def observed_experts(
     offsets = np.concatenate([[0], np.cumsum([len(r) for r in routes])])
     bits = np.concatenate([expert_bits(r, counts.shape[2]) for r in routes])
     return Experts(counts, prompt, bits, offsets, domains)
+
+
+def saved(trace: CalibrationTrace, folders: pytest.TempPathFactory) -> Path:
+    path = folders.mktemp("trace") / "trace.safetensors"
+    trace.save(path)
+    return path

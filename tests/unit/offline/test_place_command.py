@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_process import command, sentence
-from traces import synthetic_trace
+from traces import saved, synthetic_trace
 
 from eldr_serve.artifacts import ExpertPlacement
 from offline.fitting import fit_table
@@ -22,9 +22,7 @@ L, E = 4, 16
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    synthetic_trace(n=60, num_layers=L, num_experts=E).save(path)
-    return path
+    return saved(synthetic_trace(n=60, num_layers=L, num_experts=E), tmp_path_factory)
 
 
 def placed(trace: Path, out: Path, **options: Any) -> None:

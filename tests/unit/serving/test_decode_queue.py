@@ -10,8 +10,7 @@ from typing import Any
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from queued_policy import SLOTS, Slots
-from router_talk import leased, loads, make, say
+from router_talk import SLOTS, Slots, leased, loads, make, say
 from tables import counts_for, request, unit_table
 
 from eldr_serve.routing import Placement, State
