@@ -1,97 +1,30 @@
-"""The path of one request over fake deployments and a fake client of the router."""
+"""The path of one request over fake engines and a fake client of the router."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
+import json
 from typing import Any
 
 import numpy as np
+from fake_fleet import FakeFleet, answering, prefilled
 
 from eldr_serve.routing import Placement, PlacementRequest, State
-from eldr_serve.serving.compat import CompletionRequest, ErrorResponse
-from eldr_serve.serving.path import PathOptions, RequestPath
-from eldr_serve.serving.replicas import Engines, ReplicaDirectory
-from eldr_serve.serving.wire import SIGNATURE
+from eldr_serve.serving.path import Engines, PathOptions, RequestPath
+from eldr_serve.serving.wire import SIGNATURE, Asked, Generation
 from eldr_serve.signature import pack_counts
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
-
-
-class Stream:
-    """A DeploymentResponseGenerator: an async iterator that can be cancelled."""
-
-    def __init__(self, chunks: AsyncIterator[Any]) -> None:
-        self._chunks = chunks
-        self.cancelled = False
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Any:
-        return await anext(self._chunks)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Deployment:
-    """A DeploymentHandle whose prompts are answered by `answer(request)`, an async generator."""
-
-    def __init__(self, answer: Callable[[Any], AsyncIterator[Any]]) -> None:
-        self.answer = answer
-        self.requests: list[Any] = []
-        self.streams: list[Stream] = []
-        self.released: list[Any] = []
-        self.adapters: set[str] = set()  # that handles were made for
-
-    def options(self, *, multiplexed_model_id: str = "", **_: Any) -> Deployment:
-        self.adapters |= {multiplexed_model_id} - {""}
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def remote(self, request: Any = None, raw_info: Any = None) -> Any:
-        if request is None:
-            return asyncio.sleep(0)  # a check of its health
-        if not hasattr(request, "max_tokens"):
-            self.released.append(request)
-            return asyncio.sleep(0)
-        self.requests.append(request)
-        self.streams.append(Stream(self.answer(request)))
-        return self.streams[-1]
-
-
-def prefilled(**params: Any) -> Any:
-    """A prefill engine's answer."""
-    return SimpleNamespace(usage=SimpleNamespace(prompt_tokens=7), kv_transfer_params=params)
-
-
-def answering(*chunks: Any) -> Callable[[Any], AsyncIterator[Any]]:
-    """An engine that answers with these; an exception among them is raised, an event awaited."""
-
-    async def answer(request: Any) -> AsyncIterator[Any]:
-        for chunk in chunks:
-            if isinstance(chunk, Exception):
-                raise chunk
-            if isinstance(chunk, asyncio.Event):
-                await chunk.wait()
-            else:
-                yield chunk
-
-    return answer
-
-
 good_prefill = answering(
     prefilled(do_remote_prefill=True, remote_request_id="r", **{SIGNATURE: pack_counts(COUNTS)})
 )
-good_decode = answering("data: a", "data: b", "data: c")
+good_decode = answering(b"a", b"b", b"c")
 
 
-def error(code: int, message: str = "no") -> ErrorResponse:
-    return ErrorResponse(error={"message": message, "type": "test", "code": code})
+def generation(method: str = "completions", **fields: Any) -> Generation:
+    """What the ingress makes of a client's request."""
+    body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
+    return Generation(method, json.dumps(body).encode(), Asked.model_validate(body))
 
 
 class Client:
@@ -123,21 +56,20 @@ class Client:
 
 
 class World:
-    """The path over engines that answer by `prefill` and `decode`; each prompt was computed on p0."""
+    """The path over engines that answer by `prefill` and `decode`."""
 
     def __init__(self, prefill: Any = good_prefill, decode: Any = good_decode, **options: Any) -> None:
-        self.prefill, self.decode, self.client = Deployment(prefill), Deployment(decode), Client()
-        self.prefills: Any = ReplicaDirectory()
-        self.prefills.take_routed = lambda request_id: "p0"
-        engines = Engines(self.prefill, self.decode, self.prefills, ReplicaDirectory())
+        self.prefill = FakeFleet(prefill, "p0", "p1")
+        self.decode = FakeFleet(decode, "d0", "d1", "d2")
+        self.client: Any = Client()
+        fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
-        self.path = RequestPath(engines=engines, client=self.client, options=path_options)
+        self.path = RequestPath(engines=Engines(*fleets), client=self.client, options=path_options)
 
-    async def run(self, **fields: Any) -> list[Any]:
-        """The chunks of the answer; what it leaves to do is done."""
-        request = CompletionRequest(**{"model": "m", "prompt": "hello", "max_tokens": 5, **fields})
+    async def run(self, **fields: Any) -> bytes:
+        """The answer; what it leaves to do is done."""
         try:
-            return [chunk async for chunk in self.path.generate(request, "completions")]
+            return b"".join([chunk async for chunk in self.path.generate(generation(**fields))])
         finally:
             await asyncio.sleep(0.01)
             assert not self.client.held

@@ -4,70 +4,65 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from one_path import COUNTS, World, answering, error, good_decode, prefilled
+from fake_fleet import answering, prefilled, refusing
+from one_path import COUNTS, World, generation, good_decode
 from pydantic import ValidationError
-from ray.exceptions import ActorUnavailableError, RayActorError
 from router_talk import settled
 
+from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
-from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.stages import WINDOW, Stages
 from eldr_serve.serving.wire import (
-    ATTEMPT,
-    REPLICA,
     SIGNATURE,
+    Asked,
     needs_whole_engine,
-    prefill_request,
+    prefill_header,
+    prompt_head,
     prompt_key,
 )
 
-DEAD = answering(RayActorError())
+DEAD = answering(ChannelLost("it is dead"))
 
 
-def attempts(world: World) -> list[int]:
-    """How many prefill replicas each call passed over."""
-    return [r.kv_transfer_params[ATTEMPT] for r in world.prefill.requests]
-
-
-def first_on_d0(failure: Any) -> Any:
+def on_d0(failure: Any) -> Any:
     """A decode deployment whose replica d0 fails so, and the others answer."""
-    d0, others = answering(failure), answering("data: a")
-    return lambda request: (d0 if request.kv_transfer_params[REPLICA] == "d0" else others)(request)
+    d0, others = answering(failure), answering(b"a")
+    return lambda sent: (d0 if sent.replica == "d0" else others)(sent)
 
 
 async def test_prefill_then_place_then_decode() -> None:
     world = World()
-    assert await world.run() == ["data: a", "data: b", "data: c"]
+    assert await world.run() == b"abc"
     ((placement, counts),) = world.client.placed
     np.testing.assert_array_equal(counts, COUNTS)
     assert placement.prompt_tokens == 7
-    sent = world.decode.requests[0].kv_transfer_params
-    assert sent[REPLICA] == "d0"
-    assert sent["do_remote_prefill"]
-    assert SIGNATURE not in sent
-    assert world.prefill.requests[0].kv_transfer_params["do_remote_decode"]
+    (prefill,), (decode,) = world.prefill.requests, world.decode.requests
+    assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
+    assert prefill.kv["do_remote_decode"]
+    assert decode.kv["do_remote_prefill"]
+    assert SIGNATURE not in decode.kv
+    assert decode.header["token_ids"] == b"ids"  # tokenised once
+    assert prefill.body == decode.body
     assert not world.prefill.released
     assert set(world.path.stages.summary()) == {"prefill", "place", "first_chunk", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "times"), [({}, 1), ({"n": 2}, 0)])
 async def test_the_hand_over_is_timed_once_where_there_is_one(fields: dict[str, int], times: int) -> None:
-    async def slow_decode(request: Any) -> AsyncIterator[Any]:
+    async def slow_decode(sent: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0.05)
-        async for chunk in good_decode(request):
+        async for chunk in good_decode(sent):
             yield chunk
 
     told: list[float] = []
-    request = CompletionRequest(model="m", prompt="hello", max_tokens=5, **fields)
-    stream = World(decode=slow_decode).path.generate(request, "completions", handed_over=told.append)
-    assert len([chunk async for chunk in stream]) == 3
+    stream = World(decode=slow_decode).path.generate(generation(**fields), handed_over=told.append)
+    assert b"".join([chunk async for chunk in stream]) == b"abc"
     assert len(told) == times
     assert all(0.05 <= seconds < 1 for seconds in told)
 
@@ -75,21 +70,22 @@ async def test_the_hand_over_is_timed_once_where_there_is_one(fields: dict[str, 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {SIGNATURE: "AAAA"}])
 async def test_a_prefill_without_a_sound_signature_is_placed_all_the_same(params: dict[str, Any]) -> None:
     world = World(prefill=answering(prefilled(**params)))
-    assert len(await world.run()) == 3
+    assert await world.run() == b"abc"
     assert world.client.placed[0][1] is None
 
 
 async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
     answers = iter([DEAD, answering(prefilled())])
-    world = World(prefill=lambda request: next(answers)(request))
-    assert len(await world.run()) == 3
-    assert attempts(world) == [0, 1]
-    assert len({r.request_id for r in world.prefill.requests}) == 2
+    world = World(prefill=lambda sent: next(answers)(sent))
+    assert await world.run() == b"abc"
+    first, second = world.prefill.requests
+    assert first.replica != second.replica
+    assert first.header["id"] != second.header["id"]
     assert world.client.counted.count("prefill_retries") == 1
 
 
 async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
-    world = World(prefill=answering(error(503)), prefill_tries=2)
+    world = World(prefill=answering(refusing(503)), prefill_tries=2)
     with pytest.raises(Overloaded) as refusal:
         await world.run()
     assert refusal.value.retry_after_s >= 1
@@ -97,47 +93,53 @@ async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
     assert not world.client.placed
 
 
-async def test_a_request_that_is_wrong_is_not_tried_again() -> None:
-    world = World(prefill=answering(error(400)))
-    (answer,) = await world.run()
-    assert answer.error.code == 400
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
+    world = World(**{leg: answering(refusing(400, "wrong"))})
+    with pytest.raises(CallFailed, match="wrong") as refused:
+        await world.run()
+    assert refused.value.status == 400
     assert len(world.prefill.requests) == 1
-    assert not world.decode.requests
-    streamed = World(decode=answering('data: {"error": {"code": 400}}'))
-    assert len(await streamed.run()) == len(streamed.decode.requests) == len(streamed.prefill.released) == 1
+    assert len(world.decode.requests) == len(world.prefill.released) == (leg == "decode")
 
 
 @pytest.mark.parametrize(
-    ("failure", "passed_over", "released"),
+    ("failure", "alive", "released"),
     [
-        (RayActorError(), 0, 1),
-        (ActorUnavailableError("away", None), 0, 0),  # it may still read the blocks, until their lease ends
-        (error(500), 1, 1),
-        ('data: {"error": {"code": 500}}', 1, 1),
+        (ChannelLost("away"), False, 0),  # it may still read the blocks, until their lease ends
+        (refusing(500), True, 1),
     ],
-    ids=["dies", "away", "refuses", "error-event"],
+    ids=["lost", "fails"],
 )
 async def test_a_decode_that_fails_before_its_first_token_is_prefilled_again_and_placed_elsewhere(
-    failure: Any, passed_over: int, released: int
+    failure: Any, alive: bool, released: int
 ) -> None:
-    world = World(decode=first_on_d0(failure), queue_ttl_s=7.0)
-    assert await world.run() == ["data: a"]
+    world = World(decode=on_d0(failure), queue_ttl_s=7.0)
+    assert await world.run() == b"a"
     assert world.client.placed[1][0].exclude == ("d0",)
     assert world.client.waits == [7.0, 0.0]  # one that has failed somewhere does not wait
     first, second = world.prefill.requests
-    assert first.request_id != second.request_id
+    assert first.header["id"] != second.header["id"]
     # By its prefix cache the engine of the first prefill makes the second one cheap. But if a decode engine
     # lives and cannot serve, it may be the blocks that it could not read.
-    assert attempts(world) == [0, passed_over]
+    assert (first.replica != second.replica) == alive
     assert len(world.prefill.released) == released
 
 
+async def test_a_replica_without_a_channel_has_read_no_blocks() -> None:
+    world = World()
+    world.decode.lost = {"d0"}
+    assert await world.run() == b"abc"
+    first, _ = world.prefill.requests
+    assert world.prefill.released == [(first.replica, first.header["id"])]
+
+
 async def test_when_no_decode_works_the_blocks_of_every_prefill_are_released() -> None:
-    world = World(decode=DEAD, decode_tries=2)
+    world = World(decode=answering(refusing(500)), decode_tries=2)
     with pytest.raises(Overloaded):
         await world.run()
-    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}] * 2
-    assert {r.request_id for r in world.prefill.released} == {r.request_id for r in world.prefill.requests}
+    assert world.prefill.released == [(sent.replica, sent.header["id"]) for sent in world.prefill.requests]
+    assert len(world.prefill.released) == 2
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -152,36 +154,56 @@ async def test_prefill_tries_are_of_the_whole_request() -> None:
     calls = iter(range(99))
     every_other = (DEAD, answering(prefilled()))
     world = World(
-        prefill=lambda request: every_other[next(calls) % 2](request),
-        decode=DEAD, prefill_tries=3, decode_tries=9,
-    )  # fmt: skip
+        prefill=lambda sent: every_other[next(calls) % 2](sent), decode=DEAD, prefill_tries=3, decode_tries=9
+    )
     with pytest.raises(Overloaded, match="3 prefill attempts failed"):
         await world.run()
     assert len(world.prefill.requests) == 5
 
 
-async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
-    world = World(decode=answering("data: a", RayActorError()))
-    first, last = await world.run()
-    assert first == "data: a"
-    assert '"engine_lost"' in last
+@pytest.mark.parametrize("error", [ChannelLost("gone"), refusing(500)])
+async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -> None:
+    world = World(decode=answering(b"a", error))
+    answer = await world.run()
+    assert answer.startswith(b"adata: ")
+    assert b'"engine_lost"' in answer
     assert world.client.counted[-1] == "streams_lost"
+
+
+async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
+    more = asyncio.Event()
+    world = World(decode=answering(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
+    stream = world.path.generate(generation())
+    assert await anext(stream) == b"x"
+    more.set()
+    (sent,) = world.decode.requests
+    await settled(lambda: sent.cancelled)
+    with pytest.raises(SlowReader):
+        await anext(stream)
+    assert not world.client.held
 
 
 async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_told_to_come_again() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
     world = World(prefill_wait_s=0.2)
-    world.prefills.publish(["p0", "p1"])
-    world.prefills.budget = PrefillBudget(0.9)
-    world.prefills.budget.take({"p0": full, "p1": full})
-    with pytest.raises(Overloaded):
+    budget = world.prefill.directory.budget = PrefillBudget(0.9)
+    budget.take({"p0": full, "p1": full})
+    with pytest.raises(Overloaded, match="are full"):
         await world.run()
     assert not world.prefill.requests
     assert world.client.counted == ["refused_prefill_full"]
     late = asyncio.create_task(world.run())
     await asyncio.sleep(0.06)
-    world.prefills.budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
-    assert len(await late) == 3
+    budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
+    assert await late == b"abc"
+    assert [sent.replica for sent in world.prefill.requests] == ["p1"]
+
+
+async def test_without_any_prefill_replica_the_client_is_told_to_come_again() -> None:
+    world = World(prefill_wait_s=0.05)
+    world.prefill.lost = {"p0", "p1"}
+    with pytest.raises(Overloaded, match="no prefill replica can be reached"):
+        await world.run()
 
 
 async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> None:
@@ -192,7 +214,7 @@ async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> 
     world.client.place = no_room
     with pytest.raises(Overloaded):
         await world.run()
-    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+    assert len(world.prefill.released) == 1
     assert not world.decode.requests
 
 
@@ -203,32 +225,29 @@ def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> 
 
 
 async def test_progress_counts_tokens_not_chunks() -> None:
-    world = World(
-        decode=answering(
-            'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
-            ['data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'] * 3,
-            'data: {"choices":[{"index":0,"delta":{"content":"\\"role\\":"}}]}\n\n',
-            ['data: {"choices":[{"index":0,"text":""}]}\n\n', 'data: {"choices":[],"usage":{}}\n\n'],
-            "data: [DONE]\n\n",
-        )
-    )
-    assert len(await world.run()) == 5
-    assert world.client.tokens == [0, 3, 4, 5, 5]
-    whole = World(decode=answering(SimpleNamespace(usage=SimpleNamespace(completion_tokens=31))))
-    await whole.run()
-    assert whole.client.tokens == [31]
+    world = World(decode=answering((b"a", 0), (b"b", 3), (b"c", 1), (b"d", 0)))
+    assert await world.run() == b"abcd"
+    assert world.client.tokens[-1] == 4
 
 
 def test_equal_prompts_have_equal_keys() -> None:
-    def key(prompt: Any, **fields: Any) -> str:
-        return prompt_key(CompletionRequest(model="m", prompt=prompt, **fields))
+    def key(**fields: Any) -> str:
+        return prompt_key(Asked(**fields))
 
-    assert key("a", max_tokens=3) == key("a", max_tokens=4, temperature=1.0)
-    assert len({key("a"), key("b"), key([1, 2]), key([1, 3])}) == 4
-    said = [ChatCompletionRequest(model="m", messages=[{"role": "user", "content": c}]) for c in "aab"]
-    assert prompt_key(said[0]) == prompt_key(said[1]) != prompt_key(said[2])
-    odd = CompletionRequest.model_construct(prompt="a\ud800b", messages=None)
-    assert prompt_key(odd) == prompt_key(odd)
+    assert key(prompt="a", max_tokens=3) == key(prompt="a", max_tokens=4)
+    assert len({key(prompt=prompt) for prompt in ("a", "b", [1, 2], [1, 3])}) == 4
+    said = [key(messages=[{"role": "user", "content": c}]) for c in "aab"]
+    assert said[0] == said[1] != said[2]
+    assert key(prompt="a\ud800b") == key(prompt="a\ud800b")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"prompt": 5}, {"prompt": []}, {"prompt": ["a"]}, {"prompt": [1, 2]}, {"prompt": "a\ud800b"},
+     {"messages": 5}, {"messages": [5]}, {"messages": [{"role": 5, "content": "\udfff"}]}],
+)  # fmt: skip
+def test_a_prompt_of_any_form_has_a_head(fields: dict[str, Any]) -> None:
+    assert isinstance(prompt_head(Asked(**fields)), bytes)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -239,14 +258,16 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert getattr(world, leg).streams[-1].cancelled
-    assert [r.kv_transfer_params for r in world.prefill.released] == [{REPLICA: "p0"}]
+    assert getattr(world, leg).requests[-1].cancelled
+    (prefill,) = world.prefill.requests
+    assert world.prefill.released == [(prefill.replica, prefill.header["id"])]
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"n": 2}, "n>1"),
+        ({"n": "2"}, "n>1"),
         ({"prompt": ["a", "b"]}, "several-prompts"),
         ({"prompt": ["a"]}, "several-prompts"),
         ({"echo": True, "logprobs": 1}, "echo-logprobs"),
@@ -260,25 +281,18 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
 async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
     fields: dict[str, Any], reason: str | None
 ) -> None:
-    assert needs_whole_engine(CompletionRequest(**{"model": "m", "prompt": "hello", **fields})) == reason
+    assert needs_whole_engine("completions", generation(**fields).asked) == reason
     world = World()
     await world.run(**fields)
     assert len(world.prefill.requests) == (reason is None)
-    sent = world.decode.requests[0].kv_transfer_params
-    assert sent.keys() >= {REPLICA} | (set() if reason else {"do_remote_prefill"})
+    assert ("do_remote_prefill" in world.decode.requests[0].kv) == (reason is None)
 
 
-def test_a_prefill_call_carries_the_whole_request_and_names_its_blocks() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    chat = ChatCompletionRequest(
-        model="m", messages=messages, max_completion_tokens=50, stream=True, stop="x"
-    )
-    sent = prefill_request(chat, "id", 1)
-    assert (sent.max_completion_tokens, sent.stream, sent.stop) == (50, True, "x")
-    assert sent.kv_transfer_params["do_remote_decode"]
-    assert sent.kv_transfer_params[ATTEMPT] == 1
-    assert sent.request_id == "id"
-    assert chat.kv_transfer_params is None
+def test_a_prefill_call_names_its_blocks() -> None:
+    header = prefill_header("chat", "id", {"x": "y"})
+    assert header["kv"]["do_remote_decode"]
+    assert header["id"] == header["kv"]["eldr_request"] == "id"
+    assert header["headers"] == {"x": "y"}
 
 
 def test_percentiles_are_of_the_newest_requests_and_counts_of_all() -> None:

@@ -1,0 +1,130 @@
+"""A fleet of engine replicas without sockets: calls are the real ones, answered in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from eldr_serve.channel import Call, CallFailed, ChannelLost
+from eldr_serve.serving.engine_calls import describe
+from eldr_serve.serving.errors import Refused
+from eldr_serve.serving.replicas import ReplicaDirectory
+
+
+@dataclass(eq=False)
+class Sent:
+    """A call that an engine has got."""
+
+    replica: str
+    method: str
+    header: dict[str, Any]
+    body: bytes
+    cancelled: bool = False
+    running: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The client's request."""
+        return json.loads(self.body)
+
+    @property
+    def kv(self) -> dict[str, Any]:
+        """The transfer parameters."""
+        return self.header["kv"]
+
+    def say(self, cancel: bytes) -> None:
+        """In place of the channel: a call says but that it is cancelled."""
+        self.cancelled = True
+        if self.running is not None:
+            self.running.cancel()
+
+
+class FakeFleet:
+    """As Fleet. Each call is answered by `answer(sent)`, an async generator of bytes or (bytes, tokens).
+
+    What it raises ends the call: ChannelLost as such, all else as the engine's word.
+    """
+
+    def __init__(self, answer: Callable[[Sent], AsyncIterator[Any]], *names: str) -> None:
+        self.answer = answer
+        self.directory = ReplicaDirectory()
+        self.directory.publish(dict.fromkeys(names, {}))
+        self.sent: list[Sent] = []
+        self.released: list[tuple[str, str]] = []  # replica and prompt
+        self.lost: set[str] = set()  # replicas without a channel
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        return tuple(name for name in self.directory.live if name not in self.lost)
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        open_calls = Counter(s.replica for s in self.sent if s.running is not None and not s.running.done())
+        return {name: open_calls[name] for name in self.live}
+
+    @property
+    def requests(self) -> list[Sent]:
+        """Of calls that an engine works for."""
+        return [sent for sent in self.sent if sent.method != "release"]
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def call(self, replica: str, method: str, header: Any, body: bytes = b"") -> Call:
+        if replica not in self.live:
+            raise ChannelLost(f"there is no channel to {replica}")
+        sent = Sent(replica, method, dict(header), body)
+        self.sent.append(sent)
+        channel: Any = sent
+        call = Call(channel, len(self.sent))
+        if method == "release":
+            self.released.append((replica, header["id"]))
+            call.over(None)
+        else:
+            sent.running = asyncio.create_task(self._run(sent, call))
+            sent.running.add_done_callback(lambda task: call.over(None))  # if it was never begun
+        return call
+
+    async def _run(self, sent: Sent, call: Call) -> None:
+        try:
+            async with aclosing(self.answer(sent)) as chunks:
+                async for chunk in chunks:
+                    call.data(*(chunk if isinstance(chunk, tuple) else (chunk, 1)))
+            call.over(None)
+        except (ChannelLost, CallFailed) as error:
+            call.over(error)
+        except Exception as error:
+            call.over(CallFailed(*describe(error)))
+
+
+def prefilled(**params: Any) -> bytes:
+    """A prefill engine's answer."""
+    return msgspec.msgpack.encode({"tokens": 7, "token_ids": b"ids", "kv": params})
+
+
+def refusing(status: int, message: str = "no") -> Refused:
+    """What makes an engine say that the call has failed."""
+    return Refused(message, status=status)
+
+
+def answering(*chunks: Any) -> Callable[[Sent], AsyncIterator[Any]]:
+    """An engine that answers with these; an exception among them is raised, an event awaited."""
+
+    async def answer(sent: Sent) -> AsyncIterator[Any]:
+        for chunk in chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            if isinstance(chunk, asyncio.Event):
+                await chunk.wait()
+            else:
+                yield chunk
+
+    return answer
