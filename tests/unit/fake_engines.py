@@ -10,9 +10,10 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,23 +42,22 @@ _A_MOMENT_S = 0.001
 _TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled
 
 
+@dataclass(eq=False)
 class Engine:
     """One replica. Its `run` answers a call by `emit`, and says at each interval that it is there."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world = world
-        self.name = name
-        self.alive = True
+    world: World
+    name: str
+    alive: bool = True
 
 
+@dataclass(eq=False)
 class PrefillEngine(Engine):
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(world, name)
-        self.free = deque(range(_BLOCKS))
-        self.memory = [SOMEBODY_ELSES] * _BLOCKS
-        self.owned: dict[str, list[int]] = {}
-        self._computed: set[str] = set()
-        self._abandoned: set[str] = set()
+    free: deque[int] = field(default_factory=lambda: deque(range(_BLOCKS)))
+    memory: list[str] = field(default_factory=lambda: [SOMEBODY_ELSES] * _BLOCKS)
+    owned: dict[str, list[int]] = field(default_factory=dict)
+    _computed: set[str] = field(default_factory=set)
+    _abandoned: set[str] = field(default_factory=set)
 
     async def run(self, request: Any, emit: Callable[[Any], None]) -> None:
         name = request.kv_transfer_params[REQUEST]
@@ -97,10 +97,9 @@ class PrefillEngine(Engine):
             self.give_back(name)
 
 
+@dataclass(eq=False)
 class DecodeEngine(Engine):
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(world, name)
-        self.prefix_cache: dict[str, str] = {}
+    prefix_cache: dict[str, str] = field(default_factory=dict)
 
     async def run(self, request: Any, emit: Callable[[Any], None]) -> None:
         await self.world.reach("decode-sent", self)
@@ -141,61 +140,45 @@ class Call:
     """A DeploymentResponseGenerator. Serve chooses a replica, and another if it loses the first unheard."""
 
     def __init__(self, deployment: Deployment, request: Any) -> None:
-        self._deployment = deployment
-        self._pending = PendingRequest([request], {}, SimpleNamespace(internal_request_id=uuid.uuid4().hex))
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._running: asyncio.Task[None] | None = None
-        self._serving = asyncio.create_task(self._serve())
-        self._over = False
+        self._running = self._serving = asyncio.create_task(self._serve(deployment, request))
 
     def __aiter__(self) -> Call:
         return self
 
     async def __anext__(self) -> Any:
-        if self._over:
-            raise StopAsyncIteration
         answer = await self._answers.get()
         if isinstance(answer, Exception):
-            self._over = True
+            self._answers.put_nowait(StopAsyncIteration())  # whatever came, it was the last
             raise answer
         return answer
 
     def cancel(self) -> None:
-        asyncio.get_running_loop().call_later(_TO_CANCEL_S, lambda: (self._running or self._serving).cancel())
+        asyncio.get_running_loop().call_later(_TO_CANCEL_S, lambda: self._running.cancel())
 
-    async def _serve(self) -> None:
+    async def _serve(self, deployment: Deployment, request: Any) -> None:
+        pending = PendingRequest([request], {}, SimpleNamespace(internal_request_id=uuid.uuid4().hex))
+        world, end = deployment.world, None
         try:
-            while not await self._dispatch():
-                pass
+            while end is None:
+                engine = await deployment.choose(pending)
+                lost, heard = world.contact(engine), asyncio.Event()
+
+                def emit(answer: Any, lost: asyncio.Future[Exception] = lost, heard: Any = heard) -> None:
+                    if not lost.done():
+                        heard.set()
+                        self._answers.put_nowait(answer)
+
+                self._running = asyncio.create_task(engine.run(request, emit))
+                await asyncio.wait([self._running, lost], return_when=asyncio.FIRST_COMPLETED)
+                if lost.done():
+                    deployment.lose(engine, lost.result())
+                    end = lost.result() if heard.is_set() or world.accepts_at_once else None
+                else:
+                    end = RequestCancelledError() if self._running.cancelled() else StopAsyncIteration()
         except asyncio.CancelledError:
-            self._answers.put_nowait(RequestCancelledError("cancelled"))
-
-    async def _dispatch(self) -> bool:
-        """Whether the call has come to an end; if not, Serve sends it again."""
-        deployment = self._deployment
-        engine = await deployment.choose(self._pending)
-        lost = deployment.world.contact(engine)
-        heard = asyncio.Event()
-        if deployment.world.accepts_at_once:
-            heard.set()
-
-        def emit(answer: Any) -> None:
-            if not lost.done():
-                heard.set()
-                self._answers.put_nowait(answer)
-
-        self._running = asyncio.create_task(engine.run(self._pending.args[0], emit))
-        await asyncio.wait([self._running, lost], return_when=asyncio.FIRST_COMPLETED)
-        if lost.done():
-            error = lost.result()
-            deployment.lose(engine, error)
-            if heard.is_set():
-                self._answers.put_nowait(error)
-            return heard.is_set()
-        self._answers.put_nowait(
-            RequestCancelledError("cancelled") if self._running.cancelled() else StopAsyncIteration()
-        )
-        return True
+            end = RequestCancelledError()
+        self._answers.put_nowait(end)
 
 
 class Deployment:
@@ -207,7 +190,6 @@ class Deployment:
         self._kind = kind
         self._names = (f"{name[0]}{n}" for n in itertools.count())
         self.engines: dict[str, Any] = {}
-        self.calls: Counter[str] = Counter()
         self.router = router(self._id, DeploymentHandleSource.UNKNOWN)
         self.router.initialize_state(directory_name=f"{name}-{uuid.uuid4().hex}")
         for _ in range(replicas):
@@ -215,8 +197,7 @@ class Deployment:
 
     @property
     def directory(self) -> ReplicaDirectory:
-        found: ReplicaDirectory = self.router.directory
-        return found
+        return self.router.directory
 
     def start(self) -> None:
         name = next(self._names)
@@ -232,7 +213,6 @@ class Deployment:
         return self
 
     def remote(self, request: Any, raw_info: Any = None) -> Call:
-        self.calls[request.prompt] += 1
         return Call(self, request)
 
     async def _release(self, release: ReleaseKv) -> None:
@@ -280,9 +260,8 @@ class World:
     async def serving(self, **options: Any) -> AsyncIterator[World]:
         async with connected(self.actor, *self.decodes.engines, directory=self.decodes.directory) as client:
             self.client = client
-            engines: Any = Engines(
-                self.prefills, self.decodes, self.prefills.directory, self.decodes.directory
-            )
+            directories = self.prefills.directory, self.decodes.directory
+            engines = Engines(self.prefills, self.decodes, *directories)
             path_options = PathOptions(retry_backoff_s=0.001, **options)
             self.path = RequestPath(engines=engines, client=client, options=path_options)
             place = client.place

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from aiohttp import web
 
 KEY = "fake-key"
 REPLICAS = ("decode-a", "decode-b")
 _POLICIES = ("shortest-queue", "random", "locality-band")
 
 
-class FakeService(ThreadingHTTPServer):
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+class FakeService:
     """Counts and times what it is sent.
 
     Attributes:
@@ -24,11 +30,8 @@ class FakeService(ThreadingHTTPServer):
         reports_steps: whether its engines' steps are in the status.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = ""
         self.first_s, self.gap_s, self.fail_every = 0.05, 0.01, 0
         self.reports_steps = False
         self.policy: dict[str, Any] = {"name": "locality-band", "parameters": {"band": 0.2}}
@@ -37,119 +40,77 @@ class FakeService(ThreadingHTTPServer):
         self.arrived_s: list[float] = []
         self.in_flight = 0
         self.steps = 0
-        self.lock = threading.Lock()
 
-    def handle_error(self, *_: Any) -> None:
-        """A client that goes away is no error."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: FakeService
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        service = self.server
-        status = {
-            "policy": service.policy["name"], "parameters": service.policy["parameters"],
-            "workers": [{"replica": r, "in_flight": service.in_flight // 2} for r in REPLICAS],
-            "leases": service.in_flight, "counters": {"placed": len(service.bodies)},
-            "decode_totals": self._totals() if service.reports_steps else None,
-        }  # fmt: skip
-        if self.path == "/eldr/status":
-            self._answer(200, status)
-        else:
-            self._refuse(404, "no such path")
-
-    def do_PUT(self) -> None:
-        change = json.loads(self._body())
-        if self.headers.get("authorization") != f"Bearer {KEY}":
-            self._refuse(401, "the admin key is missing or wrong")
-        elif change["name"] not in _POLICIES:
-            self._refuse(400, f"unknown policy {change['name']!r}")
-        else:
-            self.server.policy = change
-            self.server.policies_set.append(change["name"])
-            self._answer(200, {})
-
-    def do_POST(self) -> None:
-        body = json.loads(self._body())
-        service = self.server
-        with service.lock:
-            service.bodies.append(body)
-            service.arrived_s.append(time.perf_counter())
-            number = len(service.bodies)
-            service.in_flight += 1
-            service.steps += body["max_tokens"]
-        try:
-            if service.fail_every and number % service.fail_every == 0:
-                self._refuse(503, "overloaded")
-            else:
-                self._stream(body["max_tokens"])
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the client went away
-        finally:
-            with service.lock:
-                service.in_flight -= 1
-
-    def _stream(self, tokens: int) -> None:
-        time.sleep(self.server.first_s)
-        self.send_response(200)
-        for name, value in {
-            "content-type": "text/event-stream", "transfer-encoding": "chunked",
-            "x-eldr-decode-worker": REPLICAS[0], "x-eldr-policy": self.server.policy["name"],
-            "x-eldr-handover-ms": "12.5",
-        }.items():  # fmt: skip
-            self.send_header(name, value)
-        self.end_headers()
-        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        for number in range(tokens):
-            if number:
-                time.sleep(self.server.gap_s)
-            self._event({"choices": [{"delta": {"content": "x"}}]})
-        self._event({"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": 3}})
-        self._chunk(b"data: [DONE]\n\n")
-        self._chunk(b"")
-
-    def _event(self, event: dict[str, Any]) -> None:
-        self._chunk(f"data: {json.dumps(event)}\n\n".encode())
-
-    def _chunk(self, data: bytes) -> None:
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.flush()
-
-    def _totals(self) -> dict[str, float]:
+    async def status(self, request: web.Request) -> web.Response:
         """Every step: 2 requests, 20 active experts, 10 ms."""
-        steps = self.server.steps
-        return {"steps": steps, "requests": 2 * steps, "active_experts": 20 * steps, "seconds": 0.01 * steps}
+        n = self.steps
+        totals = {"steps": n, "requests": 2 * n, "active_experts": 20 * n, "seconds": 0.01 * n}
+        status = {
+            "policy": self.policy["name"], "parameters": self.policy["parameters"],
+            "workers": [{"replica": r, "in_flight": self.in_flight // 2} for r in REPLICAS],
+            "leases": self.in_flight, "counters": {"placed": len(self.bodies)},
+            "decode_totals": totals if self.reports_steps else None,
+        }  # fmt: skip
+        return web.json_response(status)
 
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("content-length", 0)))
+    async def change(self, request: web.Request) -> web.Response:
+        change = await request.json()
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return _refusal(401, "the admin key is missing or wrong")
+        if change["name"] not in _POLICIES:
+            return _refusal(400, f"unknown policy {change['name']!r}")
+        self.policy = change
+        self.policies_set.append(change["name"])
+        return web.json_response({})
 
-    def _refuse(self, status: int, message: str) -> None:
-        self._answer(status, {"error": {"message": message}})
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.arrived_s.append(time.perf_counter())
+        self.steps += body["max_tokens"]
+        if self.fail_every and len(self.bodies) % self.fail_every == 0:
+            return _refusal(503, "overloaded")
+        self.in_flight += 1
+        try:
+            return await self._stream(request, body["max_tokens"])
+        finally:  # also where the client went away
+            self.in_flight -= 1
 
-    def _answer(self, status: int, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    async def _stream(self, request: web.Request, tokens: int) -> web.StreamResponse:
+        await asyncio.sleep(self.first_s)
+        told = {"decode-worker": REPLICAS[0], "policy": self.policy["name"], "handover-ms": "12.5"}
+        headers = {"content-type": "text/event-stream"} | {f"x-eldr-{k}": v for k, v in told.items()}
+        stream = web.StreamResponse(headers=headers)
+        await stream.prepare(request)
+        events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+        events += [{"choices": [{"delta": {"content": "x"}}]}] * tokens
+        events += [{"choices": [], "usage": {"completion_tokens": tokens, "prompt_tokens": 3}}]
+        for number, event in enumerate(events):
+            if 1 < number <= tokens:
+                await asyncio.sleep(self.gap_s)
+            await stream.write(f"data: {json.dumps(event)}\n\n".encode())
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
 
 
 @contextmanager
 def fake_service() -> Iterator[FakeService]:
     """Runs until the end of the block."""
-    service = FakeService()
-    threading.Thread(target=service.serve_forever, daemon=True).start()
+    service, app, loop = FakeService(), web.Application(), asyncio.new_event_loop()
+    app.router.add_get("/eldr/status", service.status)
+    app.router.add_put("/{path:.*}", service.change)
+    app.router.add_post("/{path:.*}", service.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=256).start()
+        service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
         yield service
     finally:
-        service.shutdown()
-        service.server_close()
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
-from one_path import Deployment, good_prefill
+from one_path import Deployment, answering, good_prefill
 from ray import serve
 from ray.serve.llm.ingress import make_fastapi_ingress
 from router_talk import FakeActor
@@ -35,30 +35,17 @@ def _ingress_class() -> Any:
     return cls
 
 
-async def answers(request: Any) -> AsyncIterator[Any]:
-    """A decode engine's whole answer."""
-    choice = {"index": 0, "text": "yes", "finish_reason": "length"}
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    yield CompletionResponse(model="m", choices=[choice], usage=usage)
-
-
-class Handle(Deployment):
-    """A DeploymentHandle that notes the adapters which handles were made for."""
-
-    def __init__(self, answer: Callable[[Any], AsyncIterator[Any]]) -> None:
-        super().__init__(answer)
-        self.names: set[str] = set()
-
-    def options(self, *, multiplexed_model_id: str = "", **_: Any) -> Handle:
-        self.names |= {multiplexed_model_id} - {""}
-        return self
+CHOICE = {"index": 0, "text": "yes", "finish_reason": "length"}
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+answers = answering(CompletionResponse(model="m", choices=[CHOICE], usage=USAGE))
 
 
 class App:
     """A running ingress and a client of it."""
 
-    def __init__(self, running: Any, client: httpx.AsyncClient, prefill: Handle, decode: Handle) -> None:
-        self.ingress, self.client, self.prefill, self.decode = running, client, prefill, decode
+    def __init__(self, running: Any, client: httpx.AsyncClient, *handles: Deployment) -> None:
+        self.ingress, self.client = running, client
+        self.prefill, self.decode = handles
 
     async def post(self, path: str, body: Any) -> httpx.Response:
         """The body is JSON text, or what is made JSON of."""
@@ -70,8 +57,7 @@ class App:
         return await self.client.put(path, headers={"authorization": f"Bearer {key}"} if key else {}, **body)
 
     async def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = (await self.client.get("/eldr/status")).json()
-        return found
+        return (await self.client.get("/eldr/status")).json()
 
 
 @asynccontextmanager
@@ -85,7 +71,7 @@ async def running_app(
 ) -> AsyncIterator[App]:
     """Options are those of IngressOptions."""
     actor = actor or FakeActor()
-    handles = Handle(prefill), Handle(decode)
+    handles = Deployment(prefill), Deployment(decode)
     name = f"test-{next(_names)}"
     running: Any = object.__new__(_ingress_class())
     context = SimpleNamespace(servable_object=running)

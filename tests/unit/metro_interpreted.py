@@ -1,4 +1,4 @@
-"""What test_metro_kernels runs in a process of its own: Triton must be imported with its interpreter on.
+"""What test_experts runs in a process of its own: Triton must be imported with its interpreter on.
 
 python metro_interpreted.py interpret | compile
 """
@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import torch
 import triton
+from tables import random_hosts
 from triton.backends.compiler import GPUTarget
 
 from eldr_serve.expert_placement import hosts_of
@@ -30,10 +31,7 @@ def interpret() -> None:
         (1, 40, 17, 0.1),
     ]
     for layers, experts, ranks, density in cases:
-        hosts = rng.uniform(size=(layers, experts, ranks)) < density
-        n, e = np.indices((layers, experts))
-        hosts[n, e, rng.integers(ranks, size=(layers, experts))] = True
-        check(hosts, rng)
+        check(random_hosts(rng, layers, experts, ranks, density=density), rng)
     load = rng.lognormal(size=(1, 128))
     check(hosts_of(eplb_placement(load, 144, groups=1, nodes=1, ranks=8), 128, 8), rng)
 

@@ -44,8 +44,10 @@ class Deployment:
         self.requests: list[Any] = []
         self.streams: list[Stream] = []
         self.released: list[Any] = []
+        self.adapters: set[str] = set()  # that handles were made for
 
-    def options(self, **_: Any) -> Deployment:
+    def options(self, *, multiplexed_model_id: str = "", **_: Any) -> Deployment:
+        self.adapters |= {multiplexed_model_id} - {""}
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -68,13 +70,16 @@ def prefilled(**params: Any) -> Any:
 
 
 def answering(*chunks: Any) -> Callable[[Any], AsyncIterator[Any]]:
-    """An engine that answers with these; an exception among them is raised."""
+    """An engine that answers with these; an exception among them is raised, an event awaited."""
 
     async def answer(request: Any) -> AsyncIterator[Any]:
         for chunk in chunks:
             if isinstance(chunk, Exception):
                 raise chunk
-            yield chunk
+            if isinstance(chunk, asyncio.Event):
+                await chunk.wait()
+            else:
+                yield chunk
 
     return answer
 
@@ -85,8 +90,8 @@ good_prefill = answering(
 good_decode = answering("data: a", "data: b", "data: c")
 
 
-def error(code: int) -> ErrorResponse:
-    return ErrorResponse(error={"message": "no", "type": "test", "code": code})
+def error(code: int, message: str = "no") -> ErrorResponse:
+    return ErrorResponse(error={"message": message, "type": "test", "code": code})
 
 
 class Client:
@@ -124,11 +129,9 @@ class World:
         self.prefill, self.decode, self.client = Deployment(prefill), Deployment(decode), Client()
         self.prefills: Any = ReplicaDirectory()
         self.prefills.take_routed = lambda request_id: "p0"
-        engines: Any = Engines(self.prefill, self.decode, self.prefills, ReplicaDirectory())
-        client: Any = self.client
-        self.path = RequestPath(
-            engines=engines, client=client, options=PathOptions(**{"retry_backoff_s": 0.0, **options})
-        )
+        engines = Engines(self.prefill, self.decode, self.prefills, ReplicaDirectory())
+        path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
+        self.path = RequestPath(engines=engines, client=self.client, options=path_options)
 
     async def run(self, **fields: Any) -> list[Any]:
         """The chunks of the answer; what it leaves to do is done."""

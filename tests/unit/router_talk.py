@@ -1,18 +1,19 @@
-"""A router's state, a client of it over a fake actor, and what tests say to both."""
+"""A router's state, a client of it over a fake actor, a queued policy, and what tests say to them."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from ray.exceptions import RayActorError
 from tables import counts_for, request, unit_table
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Placement, PlacementRequest, State
+from eldr_serve.routing import Decision, Loads, Placement, PlacementRequest, QueuedPolicy, State
 from eldr_serve.serving.messages import Exchange, Reply, Restore
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
@@ -147,3 +148,50 @@ async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
     assert not client.leases
     assert not client.placements
     assert not client.waits
+
+
+SLOTS = "router_talk:Slots"  # loads the policy
+
+
+class Slots(QueuedPolicy):
+    """First come, first served, on the first worker with a free slot. Remembers what it was told."""
+
+    class Parameters(QueuedPolicy.Parameters):
+        slots: int = 1
+        queue: bool = True
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self.waiting: list[PlacementRequest] = []  # at the last dispatch
+        self.running: dict[str, int] = {}  # request id -> worker
+        self.placed_as: dict[str, PlacementRequest] = {}  # the same requests
+        self.generated: dict[str, int] = {}
+        self.lengths: list[int] = []  # of requests that have ended
+
+    @property
+    def queues(self) -> bool:
+        return self.parameters.queue
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(loads.workers[0]), 1, None, "at-once")
+
+    def dispatch(
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        self.waiting = list(waiting)
+        slots = np.maximum(self.parameters.slots - loads.in_flight[loads.workers], 0)
+        free = np.repeat(loads.workers, slots).tolist()
+        return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self.running[request.request_id] = worker
+        self.placed_as[request.request_id] = request
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        self.generated |= generated_tokens
+
+    def on_finished(self, request_id: str) -> None:
+        if self.running.pop(request_id, None) is not None:
+            self.lengths.append(self.generated.pop(request_id, 0))

@@ -1,4 +1,4 @@
-"""Small tables, counts and requests for tests."""
+"""Small tables, counts, requests and hosts of experts for tests."""
 
 from __future__ import annotations
 
@@ -32,3 +32,10 @@ def request(
 ) -> PlacementRequest:
     counts = fields.pop("signature", None)
     return PlacementRequest(name, counts, prompt_tokens, max_new_tokens, **fields)
+
+
+def random_hosts(rng: np.random.Generator, *shape: int, density: float = 0.4) -> np.ndarray:
+    """bool[..., E, G], which ranks hold an expert: at least one each."""
+    hosts = rng.uniform(size=shape) < density
+    np.put_along_axis(hosts, rng.integers(shape[-1], size=shape[:-1])[..., None], True, axis=-1)
+    return hosts

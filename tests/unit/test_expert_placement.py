@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def placement(slots: Any = MAP, **changes: Any) -> ExpertPlacement:
     return ExpertPlacement(np.array(slots), **{**known, **changes})
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(seed=st.integers(0, 999), ranks=st.sampled_from([1, 2, 4]), spare=st.integers(0, 2))
 def test_what_is_saved_is_loaded(seed: int, ranks: int, spare: int, tmp_path: Path) -> None:
     load = np.random.default_rng(seed).exponential(size=(3, 8))
@@ -121,19 +123,14 @@ def test_missing_files_and_names_are_named(tmp_path: Path) -> None:
         placement().save(tmp_path / "p.pt")
 
 
-def test_a_save_that_fails_leaves_both_files_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "number"), [("fsync", 2), ("replace", 1)])
+def test_a_save_that_fails_leaves_all_files_as_they_were(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placement().save(tmp_path / "p.json")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    written: list[int] = []
-
-    def disk_is_full(descriptor: int) -> None:
-        written.append(descriptor)
-        if len(written) == 2:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", disk_is_full)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(os, call, Mock(side_effect=[None] * (number - 1) + [full]))
     with pytest.raises(OSError, match="No space"):
         placement([[3, 2, 1, 0]]).save(tmp_path / "p.json")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from shipped import ROOT
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "demo_model/README.md"]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

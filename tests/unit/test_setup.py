@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from shipped import ROOT
 
-ROOT = Path(__file__).parents[2]
 PIP_ERROR = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 
 

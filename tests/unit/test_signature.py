@@ -17,7 +17,7 @@ from eldr_serve.signature import TRANSFORMS, SignatureSpec, pack_counts, unpack_
 from offline.fitting import fit_signature
 from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
 
-COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 1000))
+COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 50_000))
 
 
 def spec(element: str = "count", seed: int = 0) -> SignatureSpec:
@@ -37,11 +37,6 @@ def test_encode_equals_a_loop(counts: np.ndarray, element: str) -> None:
         expected = [v / norm if norm else 0.0 for v in vector]
         np.testing.assert_allclose(row, expected, atol=1e-6)
         assert np.linalg.norm(row) == pytest.approx(1.0 if norm else 0.0, abs=1e-5)
-
-
-@given(COUNTS, st.integers(2, 50))
-def test_the_length_of_a_prompt_does_not_matter(counts: np.ndarray, times: int) -> None:
-    np.testing.assert_allclose(spec().encode(counts * times), spec().encode(counts), atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (5,), (2, 3, 5), ()])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+from offline.simulation.requests import Experts, expert_bits
 from tools.trace import CalibrationTrace
 
 
@@ -66,3 +69,28 @@ def favourites_trace(
         "tiny", 2, prefill, decode, tokens, tokens, names.tolist(), [f"r{n}" for n in range(len(names))],
         routes[:, steps:].reshape(-1, num_layers, 2), np.arange(len(names) + 1) * steps,
     )  # fmt: skip
+
+
+def random_routes(
+    rng: np.random.Generator, n: int, steps: tuple[int, int], *, layers: int, experts: int, top_k: int
+) -> list[np.ndarray]:
+    """n requests' [steps, layers, top_k], steps from the first to before the second."""
+    return [
+        np.stack([[rng.choice(experts, top_k, replace=False) for _ in range(layers)] for _ in range(many)])
+        for many in (rng.integers(*steps) for _ in range(n))
+    ]
+
+
+def observed_experts(
+    counts: np.ndarray, prompt: np.ndarray, routes: list[np.ndarray], domains: list[str]
+) -> Experts:
+    """What the simulator takes: prompts' counts [n, L, E], their tokens, decode routes, domains."""
+    offsets = np.concatenate([[0], np.cumsum([len(r) for r in routes])])
+    bits = np.concatenate([expert_bits(r, counts.shape[2]) for r in routes])
+    return Experts(counts, prompt, bits, offsets, domains)
+
+
+def saved(trace: CalibrationTrace, folders: pytest.TempPathFactory) -> Path:
+    path = folders.mktemp("trace") / "trace.safetensors"
+    trace.save(path)
+    return path

@@ -6,11 +6,10 @@ import importlib
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from in_process import command, python, sentence
 from shipped import ROOT
 
 from benchmarks.__main__ import MODULES, NAMES, SERVING
@@ -20,37 +19,25 @@ from benchmarks.harness import tables
 from benchmarks.harness.client import Answer, most_open, summary
 from benchmarks.harness.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from benchmarks.peers import _rows
-from tools.cli import BadInput, run
+from tools.cli import BadInput
 from tools.sse import StreamTiming
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_help_says_units_and_defaults(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_says_units_and_defaults(name: str) -> None:
     assert set(NAMES) >= SERVING
     module = importlib.import_module(f"benchmarks.{MODULES[name]}")
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as end:
-        run(getattr(module, name))
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--out" in shown
-    assert "default" in shown
+    done = command(getattr(module, name), "--help")
+    assert done.exit_code == 0
+    assert "--out" in done.stdout
+    assert "default" in done.stdout
     assert f"python -m benchmarks.{MODULES[name]}" in (module.__doc__ or "")
 
 
 @pytest.mark.parametrize("arguments", ["cache_memory", "capture_overhead --requests 0 --calls 3 --tokens 64"])
 def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    done = command(*f"benchmarks.{arguments} --out {out}".split())
+    done = python("-m", *f"benchmarks.{arguments} --out {out}".split())
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["name"] == arguments.split()[0]
@@ -60,9 +47,7 @@ def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: 
 
 
 def test_bad_input_is_one_sentence() -> None:
-    done = command("benchmarks.peers", "--systems", "nobody")
-    assert done.returncode == 2
-    assert "nobody" in done.stderr.strip().splitlines()[-1]
+    assert "nobody" in sentence(command("benchmarks.peers", systems="nobody"))
 
 
 def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:

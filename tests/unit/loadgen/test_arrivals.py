@@ -125,9 +125,8 @@ def test_a_bad_trace_is_refused_in_one_sentence_with_its_line(
     tmp_path: Path, name: str, content: str, line: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(BadInput, match=line) as refused:
+    with pytest.raises(BadInput, match=rf"\A.*{line}.*\Z"):
         read_trace(tmp_path / name)
-    assert "\n" not in str(refused.value)
 
 
 def test_equal_leading_blocks_are_equal_text_and_others_are_not(trace: list[TraceRequest]) -> None:

@@ -33,8 +33,6 @@ def test_records_become_a_trace_that_adds_up() -> None:
     trace = build_trace("m", records, top_k=1, routes=True)
     assert trace.ids == ["a", "b"]
     assert trace.decode_steps.tolist() == [4, 9]
-    assert trace.routes is not None
-    assert trace.route_offsets is not None
     second = trace.routes[trace.route_offsets[1] : trace.route_offsets[2]]
     np.testing.assert_array_equal((second == np.arange(5)).sum(axis=0), trace.decode_counts[1])
     with pytest.raises(BadInput, match="b"):

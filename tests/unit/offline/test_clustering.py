@@ -1,12 +1,10 @@
-"""Balanced K-means against enumeration and against the Hungarian algorithm."""
+"""Balanced K-means against the Hungarian algorithm."""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
@@ -22,26 +20,24 @@ def total(cost: np.ndarray, labels: np.ndarray) -> float:
     return float(cost[np.arange(len(cost)), labels].sum())
 
 
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**16), st.booleans())
-@settings(deadline=None)
-def test_assignment_equals_the_best_of_all(n: int, k: int, seed: int, ties: bool) -> None:
+@given(
+    st.integers(1, 60),
+    st.integers(1, 9),
+    st.integers(0, 2**16),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+)
+@example(900, 30, 0, 0, False, False)
+@settings(max_examples=120)
+def test_assignment_equals_the_hungarian_algorithm(
+    n: int, k: int, seed: int, slack: int, ties: bool, priced: bool
+) -> None:
     rng = np.random.default_rng(seed)
-    cost = rng.integers(0, 3, (n, k)).astype(float) if ties else rng.random((n, k))
-    capacity = -(-n // k)
-    labels, _ = balanced_assignment(cost, capacity)
-    choices = (np.array(choice) for choice in itertools.product(range(k), repeat=n))
-    best = min(total(cost, choice) for choice in choices if np.bincount(choice).max() <= capacity)
-    assert np.bincount(labels, minlength=k).max() <= capacity
-    assert total(cost, labels) == pytest.approx(best)
-
-
-@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 2**16), st.integers(0, 2), st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_assignment_equals_the_hungarian_algorithm(n: int, k: int, seed: int, slack: int, ties: bool) -> None:
-    rng = np.random.default_rng(seed)
-    cost = rng.integers(0, 4, (n, k)).astype(float) if ties else rng.normal(size=(n, k))
+    cost = rng.integers(0, 4, (n, k)).astype(float) if ties else rng.normal(size=(n, k)) ** 3
     capacity = -(-n // k) + slack
-    labels, prices = balanced_assignment(cost, capacity, rng.normal(size=k))
+    labels, prices = balanced_assignment(cost, capacity, rng.normal(size=k) if priced else None)
+    assert np.bincount(labels, minlength=k).max() <= capacity
     assert total(cost, labels) == pytest.approx(hungarian(cost, capacity))
     # The prices prove it: nobody would rather be elsewhere.
     paid = (cost + prices)[np.arange(n), labels]
@@ -70,7 +66,7 @@ def test_equal_blobs_are_found_and_only_plain_kmeans_follows_the_crowd() -> None
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_no_cluster_is_over_its_share(n: int, k: int, seed: int) -> None:
     points = np.random.default_rng(seed).normal(size=(n, 5))
     points[:: max(2, seed % 7)] = 0  # signatures of zeros happen
@@ -85,10 +81,7 @@ def test_no_cluster_is_over_its_share(n: int, k: int, seed: int) -> None:
     np.testing.assert_allclose(np.linalg.norm(clusters.centroids, axis=1), 1, atol=1e-4)
 
 
-def test_large_assignments_are_exact_and_bad_points_refused() -> None:
-    cost = np.random.default_rng(0).random((900, 30)) ** 3
-    labels, _ = balanced_assignment(cost, 30)
-    assert total(cost, labels) == pytest.approx(hungarian(cost, 30))
+def test_bad_points_are_refused() -> None:
     with pytest.raises(ValueError, match="7 points"):
         balanced_assignment(np.zeros((7, 2)), 3)
     for bad in (np.ones(4), np.array([[np.nan, 1.0]])):

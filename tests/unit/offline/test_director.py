@@ -31,7 +31,7 @@ def measured_s(tokens: np.ndarray, placement: np.ndarray, topology: Topology) ->
     return COST.rank_s(work).max(axis=-1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 9999), nodes=st.sampled_from([1, 2]), slots=st.sampled_from([2, 3]))
 def test_it_is_close_to_the_best_of_all_placements(seed: int, nodes: int, slots: int) -> None:
     topology = Topology(ranks=2, nodes=nodes)
@@ -47,7 +47,7 @@ def test_it_is_close_to_the_best_of_all_placements(seed: int, nodes: int, slots:
     assert (report.rank_s <= 1.25 * best + 1e-12).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 9999), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]), st.integers(2, 12))
 def test_every_expert_is_placed_within_capacity_and_mending_never_harms(
     seed: int, ranks: int, nodes: int, slots: int
@@ -92,7 +92,7 @@ def test_links_that_are_slow_keep_tokens_on_their_node_and_without_sources_loads
     assert report.gap < 0.02
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 9999), experts=st.integers(2, 12), columns=st.integers(2, 4))
 def test_rounding_keeps_experts_whole_and_slots_within_bounds(seed: int, experts: int, columns: int) -> None:
     rng = np.random.default_rng(seed)

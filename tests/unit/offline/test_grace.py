@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import random_hosts
 from traces import synthetic_trace
 
 from eldr_serve.expert_placement import Topology, hosts_of
@@ -36,7 +37,7 @@ from offline.placement.grouping import (
 from offline.placement.locality import local_rule, polling_weights, route_local, route_weighted, weighted_rule
 from offline.placement.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
 
-quick = settings(deadline=None, max_examples=20)
+quick = settings(max_examples=20)
 TOPOLOGY = Topology(ranks=4, nodes=2)
 
 
@@ -180,7 +181,7 @@ def test_spare_slots_take_the_busiest_expert_of_another_rank() -> None:
     assert filled[:, 3].tolist() == [True, False, False, True]
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 999), redundant=st.sampled_from([0, 4, 8, 24]), ratio=st.sampled_from([None, 0.5]))
 def test_grace_places_every_expert_in_equal_slots(seed: int, redundant: int, ratio: float | None) -> None:
     routes = random_routes(seed)
@@ -203,17 +204,11 @@ def test_polling_weights_are_equation_3() -> None:
     assert np.isfinite(polling_weights(np.zeros(4), hosts)).all()
 
 
-def random_hosts(rng: np.random.Generator, experts: int = 6, ranks: int = 4) -> np.ndarray:
-    hosts = rng.uniform(size=(experts, ranks)) < 0.4
-    hosts[np.arange(experts), rng.integers(ranks, size=experts)] = True
-    return hosts
-
-
 @quick
 @given(seed=st.integers(0, 9999))
 def test_every_pair_is_served_once_by_the_nearest_host(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    hosts, weights = random_hosts(rng), rng.uniform(0.1, 2, 4)
+    hosts, weights = random_hosts(rng, 6, 4), rng.uniform(0.1, 2, 4)
     experts, source = rng.integers(0, 6, (20, 3)), rng.integers(0, 4, 20)
     node = TOPOLOGY.node_of
     anywhere = route_weighted(experts, hosts, weights, np.random.default_rng(seed))
@@ -237,7 +232,6 @@ def test_replicas_are_polled_in_proportion_to_their_weights() -> None:
 
 def test_batches_are_steps_of_these_requests() -> None:
     trace = synthetic_trace(n=9)
-    assert trace.routes is not None
     steps = {r: {s.tobytes() for s in trace.decode_routes(np.array([r])).astype(np.int64)} for r in range(9)}
     batches = sample_batches(trace, np.array([2, 5]), 6, 10, seed=0)
     assert batches.shape == (10, 6, 4, 2)
@@ -256,7 +250,7 @@ def test_batches_are_steps_of_these_requests() -> None:
 @given(seed=st.integers(0, 9999))
 def test_an_evaluation_is_what_counting_gives(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    hosts = np.stack([random_hosts(rng) for _ in range(2)])
+    hosts = random_hosts(rng, 2, 6, 4)
     batches = random_routes(seed, experts=6, tokens=24)[None].reshape(3, 8, 2, 2)
     load = rng.exponential(size=(2, 6))
     cost = LayerCost(fixed_s=1, per_expert_s=2, per_token_s=3, near_byte_s=0.1, far_byte_s=0.2)

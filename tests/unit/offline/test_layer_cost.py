@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offline.placement.cost import LayerCost, LayerFit, LayerWork
@@ -15,7 +15,6 @@ COST = LayerCost(fixed_s=1e-4, per_expert_s=6e-5, per_token_s=8e-6, near_byte_s=
 seconds = st.floats(1e-7, 1e-3)
 
 
-@settings(deadline=None)
 @given(seconds, seconds, st.one_of(st.just(0.0), seconds), st.integers(0, 999))
 def test_a_fit_finds_the_cost_that_made_the_times_and_never_pays_for_work(
     fixed: float, per_expert: float, per_token: float, seed: int

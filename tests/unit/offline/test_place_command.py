@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from traces import synthetic_trace
+from in_process import command, sentence
+from traces import saved, synthetic_trace
 
 from eldr_serve.artifacts import ExpertPlacement
 from offline.fitting import fit_table
 from offline.place import METHODS, place
 from offline.placement.cost import LayerCost
-from tools.cli import bad_input_exits
 from tools.trace import CalibrationTrace
 
 L, E = 4, 16
@@ -23,9 +22,7 @@ L, E = 4, 16
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    synthetic_trace(n=60, num_layers=L, num_experts=E).save(path)
-    return path
+    return saved(synthetic_trace(n=60, num_layers=L, num_experts=E), tmp_path_factory)
 
 
 def placed(trace: Path, out: Path, **options: Any) -> None:
@@ -99,7 +96,7 @@ def test_cost_memory_and_vllm_s_form_are_added(
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "said"),
     [
         ({"method": "nobody"}, "unknown method 'nobody'; there are eplb, activation, grace, director"),
         ({"method": "director"}, "give their --cost"),
@@ -123,9 +120,7 @@ def test_cost_memory_and_vllm_s_form_are_added(
         ({"out": "p.pt"}, "must end in .json"),
     ],
 )
-def test_bad_input_gets_one_sentence(
-    options: dict[str, Any], sentence: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_gets_one_sentence(options: dict[str, Any], said: str, trace: Path, tmp_path: Path) -> None:
     CalibrationTrace.load(trace).subset(np.arange(60)).save(tmp_path / "bare.safetensors")
     fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
     (tmp_path / "cost.json").write_text('{"fixed_s": 1}')
@@ -133,10 +128,5 @@ def test_bad_input_gets_one_sentence(
     given = {"trace": trace, "method": "grace", "ranks": 4, "batch": 16, "out": "p.json"} | options
     for name in given.keys() & {"trace", "cost", "cluster_of", "out"}:
         given[name] = tmp_path / given[name]
-    with pytest.raises(typer.Exit) as exited:
-        bad_input_exits(place)(**given)
-    assert exited.value.exit_code == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert len(said.splitlines()) == 1
+    assert said in sentence(command(place, **given))
     assert set(tmp_path.iterdir()) == before

@@ -52,13 +52,6 @@ def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker
     assert float(FScore.present(len(loads))([tokens], margin)) == before - now
 
 
-def test_the_horizon_of_none_is_the_present() -> None:
-    margin = np.array([70.0])
-    tokens = np.arange(150)[:, None]
-    flat = FScore.discounted(0, 0.9, 8.0, 1.0)
-    assert flat(tokens, margin).tolist() == FScore.present(8)(tokens, margin).tolist()
-
-
 @given(scores(), st.data())
 def test_scores_are_those_of_the_definition(case: tuple[FScore, np.ndarray], data: st.DataObject) -> None:
     score, margins = case

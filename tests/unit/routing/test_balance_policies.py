@@ -19,6 +19,7 @@ from eldr_serve.routing import (
     StepCost,
     make_policy,
 )
+from eldr_serve.routing.horizon import Forecast
 
 RNG = np.random.default_rng(0)
 QUEUED = ["balance-route", "balance-route-horizon", "balance-band"]
@@ -226,10 +227,10 @@ def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
 
 
 def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
-    policy: Any = make_policy("balance-route-horizon", horizon=3)
-    policy.on_assigned(request("a", 100, 900), 1)
-    projected = policy._project(Loads.of([2, 2, 0], [700, 150, 0]))
+    forecast = Forecast(3, "survival", 4, 0.5)
+    forecast.on_assigned(request("a", 100, 900), 1)
+    projected = forecast.project(Loads.of([2, 2, 0], [700, 150, 0]))
     assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
-    policy.on_assigned(request("b", 50, 900), 0)
-    gone = policy._project(Loads.of([0, 1], [0, 100]))
+    forecast.on_assigned(request("b", 50, 900), 0)
+    gone = forecast.project(Loads.of([0, 1], [0, 100]))
     assert gone.tolist() == [[0, 1, 2, 3], [100, 101, 102, 103]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -106,8 +107,9 @@ def test_boosted_trees_are_fitted_beside_the_routing() -> None:
 
 
 def remaining(forecast: Forecast, age: int) -> int:
+    """Steps for which the load of its worker holds request r, whose prompt has 50 tokens."""
     forecast.on_progress({"r": age})
-    return int(forecast._running.remaining[0])
+    return np.count_nonzero(forecast.project(Loads.of([1], [50 + age]))[0]) - 1
 
 
 def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
@@ -158,20 +160,6 @@ def test_how_long_a_request_remains(
     assert getattr(says, "asked", 0) == asked
 
 
-class Broken(Says):
-    def __init__(self, answer: Any) -> None:
-        super().__init__(0, 0)
-        self.answer = answer
-
-    def predict(self, ages: np.ndarray, keys: Any, prompt_tokens: np.ndarray) -> Any:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
-        raise RuntimeError("never")
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -191,7 +179,10 @@ class Broken(Says):
 )
 def test_nonsense_never_stops_routing(answer: Any) -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=H)
-    policy.predictor = Broken(answer)
+    policy.predictor = Mock(spec=["learn", "predict"])
+    policy.predictor.learn.side_effect = RuntimeError("never")
+    how = "side_effect" if isinstance(answer, Exception) else "return_value"
+    policy.predictor.predict.configure_mock(**{how: answer})
     for n in range(30):  # survival learns meanwhile that all end after three tokens
         policy.on_assigned(request(f"old{n}", 10, 999), 0)
         policy.on_progress({f"old{n}": 3})

@@ -1,17 +1,207 @@
-"""Requests are placed as they were before policies, placer and client were built anew."""
+"""Seeded traffic over the router's state and the simulator is placed as it was recorded.
+
+    PYTHONPATH=tests/unit python tests/unit/routing/test_equal_decisions.py            records it anew
+
+The record is that of commit 2458aa0: what is built since decides as that did.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+from dataclasses import replace
+from typing import Any
 
-import decisions
+import numpy as np
 import pytest
+from router_talk import say
+from shipped import ROOT
+from tables import counts_for, request, unit_table
+from traces import observed_experts, random_routes
+
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.routing import Placement, PlacementRequest, State, StepCost, StepSums, make_policy
+from eldr_serve.serving.messages import Restore, Settings
+from eldr_serve.serving.router_state import RouterState
+from offline.simulation.cluster import Cluster, Decode, Prefill
+from offline.simulation.requests import Requests
+from offline.simulation.run import Change, simulate
+
+RECORD = ROOT / "tests/unit/recorded/decisions.json"
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "balance-band": ("balance-band", {"slots": 3}),
+    "balance-route": ("balance-route", {}),
+    "balance-route-horizon": ("balance-route-horizon", {"slots": 3}),
+    "domain": ("domain", {}),
+    "least-tokens": ("least-tokens", {}),
+    "locality-band": ("locality-band", {"band": 0.3}),
+    "locality-band, load bound": ("locality-band", {"max_load_ratio": 1.2}),
+    "marginal-cost": ("marginal-cost", {}),
+    "power-of-two": ("power-of-two", {}),
+    "random": ("random", {}),
+    "round-robin": ("round-robin", {}),
+    "shortest-queue": ("shortest-queue", {}),
+}
+L, E, TOP_K = 2, 8, 2
 
 
-@pytest.mark.parametrize("name", decisions.POLICIES)
+class Traffic:
+    """Two clients of one router: requests come, run on, end, wait; replicas and routers come and go."""
+
+    def __init__(self, policy: str, parameters: dict[str, Any], seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.loop = asyncio.new_event_loop()
+        self.now = 0.0
+        self.policy, self.parameters, self.seed = policy, parameters, seed
+        self.replicas = [f"r{w}" for w in range(4)]
+        self.held: dict[str, dict[str, Placement]] = {"a": {}, "b": {}}
+        self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
+        self.settings: Settings | None = None
+        self.placed: list[list[Any]] = []
+        self.start()
+
+    def start(self) -> None:
+        """A new router; its clients tell it what the old one knew."""
+        self.state = RouterState(
+            model_id="m", policy=self.policy, parameters=self.parameters,
+            table=unit_table(4).to_bytes(), seed=self.seed, clock=lambda: self.now,
+        )  # fmt: skip
+        self.state.expect_signatures(L, E)
+        for client, leases in self.held.items():
+            self.state.restore(Restore(client, tuple(self.replicas), self.settings, tuple(leases.values())))
+            self.exchange(client, tuple(self.waiting[client].values()))
+
+    def request(self, name: str) -> PlacementRequest:
+        rng = self.rng
+        counts = counts_for(int(rng.integers(4)), L, E) + rng.integers(0, 3, (L, E)).astype(np.uint32)
+        live = self.state.settings
+        similarity = None
+        if rng.random() < 0.9 and live.table is not None:
+            similarity = RoutingTable.from_bytes(live.table).similarity(counts)
+        return request(
+            name, int(rng.integers(5, 300)), int(rng.integers(1, 80)),
+            signature=counts.astype(np.uint16) if similarity is not None else None,
+            domain=[None, "domain1", "domain2", "elsewhere"][rng.integers(4)],
+            similarity=similarity, table_version=live.table_version,
+            signature_missing=similarity is None,
+            exclude=(self.replicas[0],) if rng.random() < 0.05 else (),
+            prompt_key=f"k{rng.integers(20)}", may_wait=bool(rng.random() < 0.8),
+        )  # fmt: skip
+
+    def exchange(self, client: str, placements: tuple[PlacementRequest, ...], **more: Any) -> None:
+        reply = say(self.state, *placements, client=client, **more)
+        assert reply.refused is None
+        for asked, answer in zip(placements, reply.placements, strict=True):
+            if answer.state is State.QUEUED:
+                self.waiting[client][asked.request_id] = asked
+            elif answer.state is State.LEASED:
+                self.take(client, answer)
+        for other in ("a", "b"):
+            for lease in self.loop.run_until_complete(self.state.outbox.take(other, 0.0)):
+                self.take(other, lease)
+
+    def take(self, client: str, lease: Placement) -> None:
+        self.waiting[client].pop(lease.request_id, None)
+        self.held[client][lease.request_id] = lease
+        self.placed.append([lease.request_id, lease.replica, lease.band, lease.reason, bool(lease.best)])
+
+    def run(self, steps: int) -> list[list[Any]]:
+        for step in range(steps):
+            self.now += float(self.rng.exponential(0.2))
+            client = "ab"[self.rng.integers(2)]
+            leases = self.held[client]
+            gone = [name for name in sorted(leases) if self.rng.random() < 0.12]
+            for name in gone:
+                del leases[name]
+            if self.waiting[client] and self.rng.random() < 0.1:
+                name = sorted(self.waiting[client])[0]
+                del self.waiting[client][name]
+                gone.append(name)
+            progress = {name: int(self.rng.integers(1, 60)) for name in sorted(leases)[:3]}
+            many = int(self.rng.integers(0, 4))
+            asked = tuple(self.request(f"{client}{step}-{n}") for n in range(many))
+            held = ()
+            if leases and self.rng.random() < 0.05:
+                name = sorted(leases)[0]
+                leases[name] = replace(leases[name], replica=self.replicas[-1])
+                held = (leases[name],)
+            self.exchange(client, asked, released=tuple(gone), progress=progress, held=held)
+            if step % 40 == 17:
+                self.state.observe_steps(self.steps())
+            if step % 60 == 31:  # a replica is replaced
+                self.replicas = [*self.replicas[1:], f"r{step}"]
+                self.state.update_workers(self.replicas)
+                self.exchange(client, ())
+            if step % 90 == 45:
+                self.settings = self.state.swap_table(unit_table(4, band=0.05 + step / 1000).to_bytes())
+                self.exchange(client, ())
+            if step % 110 == 70:
+                for policy, parameters in (("shortest-queue", {}), (self.policy, self.parameters)):
+                    self.settings = self.state.set_policy(policy, parameters)
+                    self.exchange(client, ())
+            if step % 130 == 99:
+                self.start()
+        return self.placed
+
+    def steps(self) -> StepSums:
+        requests = self.rng.integers(1, 12, 60)
+        kv, experts = requests * self.rng.integers(50, 90, 60), np.minimum(2 * requests, 16)
+        seconds = 0.004 + 0.0002 * requests + 1e-6 * kv + 0.0004 * experts
+        return StepSums.of(requests.tolist(), kv.tolist(), experts.tolist(), seconds.tolist())
+
+
+def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Workers and times of a run with prefill, a swap and a change of workers."""
+    rng = np.random.default_rng(seed)
+    kinds = 30
+    routes = random_routes(rng, kinds, (3, 30), layers=L, experts=E, top_k=TOP_K)
+    lengths = np.array([len(r) for r in routes])
+    counts = np.stack([counts_for(int(rng.integers(4)), L, E) for _ in range(kinds)])
+    prompt = rng.integers(10, 200, kinds)
+    counts = counts + rng.integers(0, 3, counts.shape).astype(np.uint32)
+    experts = observed_experts(counts, prompt, routes, [f"domain{n % 3}" for n in range(kinds)])
+    kind = rng.integers(0, kinds, 300)
+    requests = Requests(
+        np.cumsum(rng.exponential(0.15, 300)), prompt[kind], lengths[kind], kind=kind,
+        keys=[f"k{k}" for k in kind],
+    )  # fmt: skip
+    cost = StepCost(fixed_s=0.02, per_request_s=0.004, per_kv_token_s=1e-5, per_expert_s=0.003)
+    cluster = Cluster(
+        prefill=Prefill(workers=2, fixed_s=0.01, per_token_s=2e-4),
+        decode=Decode(workers=4, cost=cost),
+        queue_ttl_s=8.0,
+    )
+    outcome = simulate(
+        requests, make_policy(policy, **parameters).with_table(unit_table(4)), cluster, experts=experts,
+        changes=[
+            Change(9.0, workers=3), Change(15.0, workers=4), Change(20.0, table=unit_table(4, band=0.4)),
+        ],
+        seed=seed,
+    )  # fmt: skip
+    ended = outcome.last_s
+    return {"workers": " ".join(map(str, outcome.worker)), "sum of ends, s": float(np.nansum(ended))}
+
+
+def placed(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
+    """Replicas in the order of placing, and a digest of all that leases say."""
+    found = Traffic(policy, parameters, seed).run(400)
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return {"replicas": " ".join(replica for _, replica, *_ in found), "digest": digest}
+
+
+def decisions(name: str) -> dict[str, Any]:
+    """Of a name in POLICIES: what the router placed, and what the simulator did."""
+    return {"placed": placed(*POLICIES[name], seed=7), "simulated": simulated(*POLICIES[name], seed=3)}
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_same_requests_go_to_the_same_workers(name: str) -> None:
-    recorded = json.loads(decisions.RECORD.read_text())[name]
-    found = decisions.decisions(name)
+    recorded, found = json.loads(RECORD.read_text())[name], decisions(name)
     assert found["placed"] == recorded["placed"]
     assert found["simulated"]["workers"] == recorded["simulated"]["workers"]
     assert found["simulated"]["sum of ends, s"] == pytest.approx(recorded["simulated"]["sum of ends, s"])
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps({name: decisions(name) for name in POLICIES}, indent=1) + "\n")

@@ -109,9 +109,8 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
 def test_what_cannot_be_is_refused_in_one_sentence(
     stranger: str, name: str, parameters: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(PolicyError, match=re.escape(sentence)) as refused:
+    with pytest.raises(PolicyError, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # in one line
         make_policy(name, **parameters)
-    assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         RouterSettings(policy=name, parameters=parameters)
 
@@ -146,9 +145,8 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_a_wrong_parameter_is_refused_in_one_sentence(name: str, parameter: str, values: Any) -> None:
     for value in values:
-        with pytest.raises(PolicyError, match=rf"^{parameter} is ") as refused:
+        with pytest.raises(PolicyError, match=rf"\A{parameter} is .*\Z"):
             make_policy(name, **{parameter: value})
-        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", policy_names())

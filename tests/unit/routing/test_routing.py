@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from shipped import ROOT
 from tables import counts_for, request, unit_table
 
-from eldr_serve.routing import (
-    Decision,
-    Loads,
-    make_policy,
-    policy_names,
-    worker_similarity,
-)
+from eldr_serve.routing import Decision, Loads, make_policy, policy_names, worker_similarity
 
 RNG = np.random.default_rng(0)
 
@@ -32,12 +23,7 @@ def loads(*in_flight: int) -> Loads:
 
 def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
     asked = request(similarity=np.array(similarity, np.float32))
-    decision: Decision = policy.select(asked, loads(*in_flight), np.random.default_rng(0))
-    return decision
-
-
-def band(width: float, k: int = 3, **parameters: Any) -> Any:
-    return make_policy("locality-band", band=width, **parameters).with_table(unit_table(k))
+    return policy.select(asked, loads(*in_flight), np.random.default_rng(0))
 
 
 def test_load_policies() -> None:
@@ -66,32 +52,8 @@ def test_domain_goes_to_the_clusters_of_its_name() -> None:
     assert len({without.select(request(domain="x"), loads(n, 1, 1), RNG).worker for n in range(5)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("width", "similarity", "in_flight", "worker", "inside"),
-    [
-        (0.0, [0.5, 0.9, 0.8], [0, 99, 0], 1, 1),  # the nearest centroid, whatever its load
-        (2.0, [-1.0, 1.0, 0.0], [0, 1, 1], 0, 3),  # the widest band is shortest-queue
-        # A worker on the edge is inside; 0.75 and 0.5 are exact in binary.
-        (0.25, [0.5, 0.75, 0.25], [0, 1, 0], 0, 2),
-        (0.2499, [0.5, 0.75, 0.25], [0, 1, 0], 1, 1),
-        # Ties break by load, then similarity, then number.
-        (0.5, [0.75, 0.5, 0.75], [2, 1, 2], 1, 3),
-        (0.5, [0.5, 0.75, 0.5], [1, 1, 1], 1, 3),
-        (0.5, [0.75, 0.75, 0.75], [1, 1, 1], 0, 3),
-        (None, [0.5, 0.75, 0.0], [0, 1, 0], 0, 2),  # the table's own, 0.5
-    ],
-)
-def test_of_the_workers_within_the_band_the_least_loaded_is_taken(
-    width: float | None, similarity: list[float], in_flight: list[int], worker: int, inside: int
-) -> None:
-    policy = make_policy("locality-band", band=width).with_table(unit_table(3, band=0.5))
-    decision = choose(policy, similarity, *in_flight)
-    expected = np.float32(similarity[worker])
-    assert decision == Decision(worker, inside, pytest.approx(expected), "locality-band")
-
-
 def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
-    capped = band(0.1, max_load_ratio=1.5)
+    capped = make_policy("locality-band", band=0.1, max_load_ratio=1.5).with_table(unit_table(3))
     assert choose(capped, [1.0, 0.95, 0.0], 8, 2, 2).worker == 1
     decision = choose(capped, [1.0, 0.0, 0.0], 8, 3, 2)
     assert (decision.worker, decision.reason) == (2, "load-cap")
@@ -99,21 +61,33 @@ def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
 
 
 @given(
-    arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
+    arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)).map(np.ndarray.tolist),
     st.lists(st.integers(0, 9), min_size=5, max_size=5),
-    st.floats(0, 2),
+    st.none() | st.floats(0, 2),
 )
-def test_the_band_rule_equals_its_definition(
-    similarity: np.ndarray, in_flight: list[int], tau: float
+@example([0.5, 0.9, 0.8], [0, 99, 0], 0.0)  # the nearest centroid, whatever its load
+@example([-1.0, 1.0, 0.0], [0, 1, 1], 2.0)  # the widest band is shortest-queue
+# A worker on the edge is inside; 0.75 and 0.5 are exact in binary.
+@example([0.5, 0.75, 0.25], [0, 1, 0], 0.25)
+@example([0.5, 0.75, 0.25], [0, 1, 0], 0.2499)
+# Ties break by load, then similarity, then number.
+@example([0.75, 0.5, 0.75], [2, 1, 2], 0.5)
+@example([0.5, 0.75, 0.5], [1, 1, 1], 0.5)
+@example([0.75, 0.75, 0.75], [1, 1, 1], 0.5)
+@example([0.5, 0.75, 0.0], [0, 1, 0], None)  # the table's own, 0.5
+def test_of_the_workers_within_the_band_the_least_loaded_is_taken(
+    similarity: list[float], in_flight: list[int], width: float | None
 ) -> None:
-    decision = choose(band(tau, 5), similarity.tolist(), *in_flight)
-    if not similarity.any():
+    k = len(similarity)
+    policy = make_policy("locality-band", band=width).with_table(unit_table(k, band=0.5))
+    decision = choose(policy, similarity, *in_flight)
+    if not any(similarity):
         assert decision.reason == "no-signature"
         return
-    values = [float(s) for s in similarity]
-    inside = [w for w in range(5) if values[w] >= max(values) - tau]
-    assert decision.band == len(inside)
-    assert decision.worker == min(inside, key=lambda w: (in_flight[w], -values[w], w))
+    values = np.float32(similarity).tolist()
+    inside = [w for w in range(k) if values[w] >= max(values) - (0.5 if width is None else width)]
+    worker = min(inside, key=lambda w: (in_flight[w], -values[w], w))
+    assert decision == Decision(worker, len(inside), pytest.approx(values[worker]), "locality-band")
 
 
 @pytest.mark.parametrize(
@@ -155,15 +129,3 @@ def test_the_names_are_those_that_are_documented() -> None:
         "balance-band", "balance-route", "balance-route-horizon", "domain", "least-tokens", "locality-band",
         "marginal-cost", "power-of-two", "random", "round-robin", "shortest-queue",
     ]  # fmt: skip
-
-
-def test_routing_needs_neither_ray_nor_vllm_nor_torch_nor_sklearn() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('ray', 'vllm', 'torch', 'sklearn'):\n"
-        "    sys.modules[name] = None\n"
-        "import eldr_serve.routing as r\n"
-        "print(r.make_policy('locality-band').name)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "locality-band", done.stderr

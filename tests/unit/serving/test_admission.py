@@ -12,6 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from ingress_app import running_app
+from one_path import answering
+from router_talk import settled
+from starlette.requests import Request
+from starlette.responses import Response
 
 from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json, sound
 from eldr_serve.serving.compat import ChatCompletionRequest
@@ -74,16 +78,11 @@ async def test_places_are_counted_where_they_are_checked() -> None:
     """All requests are past the check before the first one reaches an engine."""
     held = asyncio.Event()
 
-    async def holds(request: Any) -> AsyncIterator[Any]:
-        await held.wait()
-        raise Overloaded("over")
-        yield
-
     async def slow(model: str | None) -> str:
         await asyncio.sleep(0.05)
         return "m"
 
-    async with running_app(prefill=holds, max_in_flight=2) as app:
+    async with running_app(prefill=answering(held, Overloaded("over")), max_in_flight=2) as app:
         app.ingress.model_of = slow
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
@@ -111,16 +110,9 @@ async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> N
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
-    reached = asyncio.Event()
-
-    async def hangs(request: Any) -> AsyncIterator[Any]:
-        reached.set()
-        await asyncio.sleep(60)
-        yield "never"
-
-    async with running_app(**{leg: hangs}) as app:
+    async with running_app(**{leg: answering(asyncio.Event())}) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO))
-        await reached.wait()
+        await settled(lambda: getattr(app, leg).requests)
         assert app.ingress.gate.in_flight == 1
         post.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -130,16 +122,10 @@ async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
 
 async def test_a_stream_keeps_its_place_until_its_end() -> None:
     more = asyncio.Event()
-
-    async def streams(request: Any) -> AsyncIterator[Any]:
-        yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-        await more.wait()
-        yield "data: [DONE]\n\n"
-
-    async with running_app(decode=streams) as app:
+    chunks = ('data: {"choices":[{"index":0,"text":"a"}]}\n\n', more, "data: [DONE]\n\n")
+    async with running_app(decode=answering(*chunks)) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO | {"stream": True}))
-        while not app.decode.requests:
-            await asyncio.sleep(0.01)
+        await settled(lambda: app.decode.requests)
         assert app.ingress.gate.in_flight == 1
         more.set()
         assert (await post).status_code == 200
@@ -175,7 +161,7 @@ async def test_invented_adapters_are_unknown_models_and_cost_no_handle() -> None
         for path in (COMPLETIONS, "/tokenize"):
             for number in range(3):
                 assert is_one_sentence(await app.post(path, HELLO | {"model": f"m:{number}"}), 404)
-        assert not app.decode.names
+        assert not app.decode.adapters
 
 
 async def test_the_openapi_document_is_served() -> None:
@@ -191,47 +177,41 @@ class Door:
     """Admission around an application that answers 200, and a client that sends `chunks`."""
 
     def __init__(self, *chunks: bytes, path: str = COMPLETIONS, method: str = "POST", **headers: str) -> None:
-        key = hashlib.sha256(b"key").hexdigest()
         options = IngressOptions(max_body_mib=0.001, body_timeout_s=0.2)
-        self.gate = Gate(options, key, lambda event: None)
-        self.chunks = list(chunks)
+        self.gate = Gate(options, hashlib.sha256(b"key").hexdigest(), lambda event: None)
+        self.chunks = chunks
         self.received = 0
         self.bodies: list[bytes] = []
-        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        self.scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+        self.head = (method, path, {name.replace("_", "-"): value for name, value in headers.items()})
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        body = (await receive())["body"]
-        if body == b"breaks":
-            raise ZeroDivisionError
-        self.bodies.append(body)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.bodies.append(await Request(scope, receive).body())
+        assert self.bodies != [b"breaks"]
+        await Response()(scope, receive, send)
 
-    async def _receive(self) -> dict[str, Any]:
-        self.received += 1
-        if not self.chunks:
-            await asyncio.Event().wait()
-        body = self.chunks.pop(0)
-        return {"type": "http.request", "body": body, "more_body": bool(self.chunks) or body == b"slow"}
+    async def _body(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunks:
+            self.received += 1
+            yield chunk
+            if chunk == b"slow":
+                await asyncio.Event().wait()
 
     async def status(self) -> int:
-        sent: list[dict[str, Any]] = []
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        try:
-            await Admission(self._app, lambda: self.gate)(self.scope, self._receive, send)
-        finally:
-            assert self.gate.in_flight == 0
-        return int(sent[0]["status"])
+        transport = httpx.ASGITransport(Admission(self._app, lambda: self.gate))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            method, path, headers = self.head
+            try:
+                request = client.request(method, path, headers=headers, content=self._body())
+                return (await request).status_code
+            finally:
+                assert self.gate.in_flight == 0
 
 
 async def test_a_body_arrives_whole_and_gives_its_place_back_though_the_application_breaks() -> None:
     door = Door(b"ab", b"", b"cd")
     assert await door.status() == 200
     assert door.bodies == [b"abcd"]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(AssertionError, match="breaks"):
         await Door(b"breaks").status()
 
 
@@ -243,7 +223,7 @@ OPERATE = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/po
     [
         ([b"x"], {"content_length": "2000"}, 413, 0),
         ([b"x" * 500] * 100, {}, 413, 3),
-        ([b"slow"], {}, 408, 2),
+        ([b"slow"], {}, 408, 1),
         *[([b"x"], o | key, 401, 0) for o in OPERATE for key in ({}, {"authorization": "Bearer wrong"})],
         # A table may be larger than a request, but not of any size.
         ([b"x" * 2000], OPERATE[0] | {"authorization": "Bearer key"}, 200, 1),

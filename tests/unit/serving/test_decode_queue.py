@@ -10,8 +10,7 @@ from typing import Any
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from queued_policy import SLOTS, Slots
-from router_talk import leased, loads, make, say
+from router_talk import SLOTS, Slots, leased, loads, make, say
 from tables import counts_for, request, unit_table
 
 from eldr_serve.routing import Placement, State
@@ -31,8 +30,7 @@ def queued(reply: Reply) -> set[str]:
 
 
 def policy(state: RouterState) -> Slots:
-    found: Any = state.placer.policy
-    return found
+    return state.placer.policy
 
 
 def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
@@ -102,12 +100,15 @@ def test_a_swap_makes_scores_of_queued_requests_void() -> None:
     assert not fetch(state)["b"].best
 
 
-def test_what_a_lost_client_had_queued_is_counted() -> None:
+def test_what_a_lost_client_had_is_dropped_after_its_timeout_and_what_was_queued_is_counted() -> None:
     now = [0.0]
-    state = router(workers=1, clock=lambda: now[0])
+    state = router(workers=1, client_timeout_s=30.0, clock=lambda: now[0])
     say(state, "a", "b")
-    now[0] = 40.0
+    now[0] = 29.0
+    assert state.drop_silent_clients() == 0
+    now[0] = 31.0
     assert state.drop_silent_clients() == state.counters["queued_of_lost_clients"] == 1
+    assert loads(state) == {"r0": (0, 0)}
 
 
 def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:

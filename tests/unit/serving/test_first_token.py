@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_path import answering
+from one_path import answering, error
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -25,10 +25,6 @@ from eldr_serve.signature import pack_counts
 
 # Ray's destructor is a coroutine, which Serve awaits.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
-
-
-def error(message: str, code: int = 500) -> ErrorResponse:
-    return ErrorResponse(error={"message": message, "type": "test", "code": code})
 
 
 class Serving:
@@ -111,7 +107,7 @@ async def test_one_token_is_made_whatever_was_asked_for() -> None:
         ({"temperature": -1}, {}, 400),
         ({"top_p": 7}, {}, 400),
         ({"min_tokens": 10}, {}, 400),
-        ({}, error("no such model", 404), 404),
+        ({}, error(404), 404),
     ],
 )
 async def test_what_decode_would_refuse_costs_no_prefill(
@@ -173,7 +169,7 @@ NO_COUNTS = r"'m' \(vLLM .*without an expert signature.*scheduler_cls"
         (None, NO_COUNTS),
         ({"do_remote_prefill": True}, NO_COUNTS),
         ({SIGNATURE: "?"}, NO_COUNTS),
-        (error("no room"), "'m' failed its first prompt: no room"),
+        (error(500, "no room"), "'m' failed its first prompt: no room"),
     ],
 )
 async def test_a_prefill_engine_that_counts_no_experts_does_not_start(

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ingress_app import running_app
-from router_talk import FakeActor, ask, leased, loads, make, release, say
+from router_talk import ask, leased, loads, make, release, say
 from tables import request
 
 from eldr_serve.routing import (
@@ -98,12 +97,3 @@ def test_the_largest_counts_that_are_taken_work() -> None:
     most = 2**31 - 1
     policy = BalanceRoute(slots=most, lookahead=most, threshold=most, max_overtakes=most, overcommit=most)
     assert len(policy.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)) == 5
-
-
-async def test_operators_are_told_in_one_sentence_and_nothing_changes() -> None:
-    async with running_app(actor=FakeActor(policy="random")) as app:
-        wrong = {"name": "balance-route", "parameters": {"slots": 2**62}}
-        answer = await app.put("/eldr/policy", json=wrong)
-        assert answer.status_code == 400
-        assert "slots is 4611686018427387904" in answer.json()["error"]["message"]
-        assert (await app.status())["policy"] == "random"

@@ -20,19 +20,31 @@ TOKEN = 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 streams = answering(TOKEN, "data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), (KEY, 400)])
-async def test_changes_need_the_key(key: str | None, status: int) -> None:
+HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
+
+
+@pytest.mark.parametrize(
+    ("admin_key", "key", "status", "sentence"),
+    [
+        (KEY, None, 401, ""),
+        (KEY, "wrong", 401, ""),
+        (KEY, KEY, 400, "slots is 4611686018427387904"),
+        (None, KEY, 403, ""),
+    ],
+)
+async def test_changes_need_the_key_and_what_cannot_be_changes_nothing(
+    admin_key: str | None, key: str | None, status: int, sentence: str
+) -> None:
     actor = FakeActor()
-    async with running_app(actor=actor) as app:
-        answer = await app.put("/eldr/table", key, content=b"no table")
-        assert answer.status_code == answer.json()["error"]["code"] == status
-        assert "\n" not in answer.json()["error"]["message"]
-        assert actor.state.counters["table_swaps"] == 0
-
-
-async def test_without_a_key_nothing_can_be_changed() -> None:
-    async with running_app(admin_key=None) as app:
-        assert (await app.put("/eldr/policy", json={"name": "random"})).status_code == 403
+    before = actor.state.settings
+    async with running_app(actor=actor, admin_key=admin_key) as app:
+        for path, body in (("table", {"content": b"no table"}), ("policy", {"json": HUGE_SLOTS})):
+            answer = await app.put(f"/eldr/{path}", key, **body)
+            assert answer.status_code == answer.json()["error"]["code"] == status
+            assert "\n" not in answer.json()["error"]["message"]
+        assert sentence in answer.json()["error"]["message"]
+        assert actor.state.settings is before
+        assert (await app.status())["policy"] == "locality-band"
 
 
 async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:

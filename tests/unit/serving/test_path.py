@@ -12,11 +12,13 @@ import pytest
 from one_path import COUNTS, World, answering, error, good_decode, prefilled
 from pydantic import ValidationError
 from ray.exceptions import ActorUnavailableError, RayActorError
+from router_talk import settled
 
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
 from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.stages import WINDOW, Stages
 from eldr_serve.serving.wire import (
     ATTEMPT,
     REPLICA,
@@ -225,20 +227,15 @@ def test_equal_prompts_have_equal_keys() -> None:
     assert len({key("a"), key("b"), key([1, 2]), key([1, 3])}) == 4
     said = [ChatCompletionRequest(model="m", messages=[{"role": "user", "content": c}]) for c in "aab"]
     assert prompt_key(said[0]) == prompt_key(said[1]) != prompt_key(said[2])
+    odd = CompletionRequest.model_construct(prompt="a\ud800b", messages=None)
+    assert prompt_key(odd) == prompt_key(odd)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
-    reached = asyncio.Event()
-
-    async def hangs(request: Any) -> AsyncIterator[Any]:
-        reached.set()
-        await asyncio.sleep(60)
-        yield "never"
-
-    world = World(**{leg: hangs})
+    world = World(**{leg: answering(asyncio.Event())})
     task = asyncio.create_task(world.run())
-    await reached.wait()
+    await settled(lambda: getattr(world, leg).requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -282,3 +279,16 @@ def test_a_prefill_call_carries_the_whole_request_and_names_its_blocks() -> None
     assert sent.kv_transfer_params[ATTEMPT] == 1
     assert sent.request_id == "id"
     assert chat.kv_transfer_params is None
+
+
+def test_percentiles_are_of_the_newest_requests_and_counts_of_all() -> None:
+    stages = Stages()
+    assert stages.summary() == {}
+    for _ in range(10):
+        stages.record(place=9.0)
+    for _ in range(WINDOW):
+        stages.record(place=0.002, handover=0.01)
+    found = stages.summary()
+    assert found["place"]["count"] == WINDOW + 10
+    assert found["place"]["p99_ms"] == pytest.approx(2.0)
+    assert found["handover"]["mean_ms"] == pytest.approx(10.0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import unit_table
+from tables import request, unit_table
 
-from eldr_serve.routing import Placement, PlacementRequest, State
+from eldr_serve.routing import Placement, State
 from eldr_serve.serving.messages import Exchange, Settings
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_client import RouterClient
@@ -26,7 +27,7 @@ EDGES = {
 @pytest.mark.parametrize("before", State)
 @pytest.mark.parametrize("after", State)
 def test_a_request_goes_along_the_edges_and_no_others(before: State, after: State) -> None:
-    placement = Placement(PlacementRequest("a", None, 10, 20), before)
+    placement = Placement(request("a"), before)
     if after in EDGES[before]:
         placement.become(after)
         assert placement.state is after
@@ -36,59 +37,42 @@ def test_a_request_goes_along_the_edges_and_no_others(before: State, after: Stat
 
 
 class Desk:
-    """A client whose link says nothing by itself: the test speaks for the router."""
+    """A client whose link says nothing by itself: the test speaks for the router, in these steps."""
+
+    ANSWERS: ClassVar = {"lease": State.LEASED, "queue": State.QUEUED, "rescore": State.SENT}
+    STEPS = ("send", "fail", *ANSWERS, "swap", "lose", "cancel", "release")
 
     def __init__(self) -> None:
+        """It has been asked for a worker."""
         directory = ReplicaDirectory()
         directory.publish(["r0", "r1"])
         self.client = RouterClient(lambda: None, directory)
-        self.task: asyncio.Task[Placement] | None = None
+        self.task = asyncio.create_task(self.client.place(request("a"), None, wait_s=30.0))
         self.message: Exchange | None = None
 
-    async def ask(self, wait_s: float = 30.0) -> None:
-        self.task = asyncio.create_task(
-            self.client.place(PlacementRequest("a", None, 10, 20), None, wait_s=wait_s)
-        )
+    async def do(self, *steps: str) -> None:
         await asyncio.sleep(0)
-
-    async def send(self) -> None:
-        self.message = self.client.message("epoch")
-
-    async def fail(self) -> None:
-        if self.message is not None:
-            self.client.undelivered(self.message)
-
-    def _answer(self, state: State) -> None:
-        asked = PlacementRequest("a", None, 10, 20)
-        self.client.answered((Placement(asked, state, replica="r1", policy="p"),))
-
-    async def lease(self) -> None:
-        self._answer(State.LEASED)
-        await asyncio.sleep(0)
-
-    async def queue(self) -> None:
-        self._answer(State.QUEUED)
-
-    async def rescore(self) -> None:
-        self._answer(State.SENT)
-        await asyncio.sleep(0)
-
-    async def swap(self) -> None:
-        self.client.settings_changed(Settings(1, "random", {}, unit_table(2).to_bytes(), 1))
-
-    async def lose(self) -> None:
-        self.client.link.away = True
-        self.client.lost()
-        await asyncio.sleep(0)
-        self.client.link.away = False
-
-    async def cancel(self) -> None:
-        assert self.task is not None
-        self.task.cancel()
-        await asyncio.sleep(0)
-
-    async def release(self) -> None:
-        self.client.release("a")
+        for step in steps:
+            match step:
+                case "send":
+                    self.message = self.client.message("epoch")
+                case "fail" if self.message is not None:
+                    self.client.undelivered(self.message)
+                case "swap":
+                    self.client.settings_changed(Settings(1, "random", {}, unit_table(2).to_bytes(), 1))
+                case "lose":
+                    self.client.link.away = True
+                    self.client.lost()
+                case "cancel":
+                    self.task.cancel()
+                case "release":
+                    self.client.release("a")
+                case answer if answer in self.ANSWERS:
+                    told = Placement(request("a"), self.ANSWERS[answer], replica="r1", policy="p")
+                    self.client.answered((told,))
+            if step not in ("send", "fail", "queue", "swap", "release"):
+                await asyncio.sleep(0)
+            self.client.link.away = False
 
     @property
     def state(self) -> State:
@@ -122,31 +106,20 @@ PATHS: dict[str, tuple[list[str], State]] = {
 async def test_each_edge(path: str) -> None:
     steps, end = PATHS[path]
     desk = Desk()
-    await desk.ask()
-    for step in steps:
-        await getattr(desk, step)()
+    await desk.do(*steps)
     assert desk.state is end
     if end is State.DONE:
         assert "a" in desk.client.message("epoch").released
     if end is State.LEASED:
-        assert desk.task is not None
         assert (await desk.task).replica in ("r0", "r1")
 
 
-_STEPS = ["send", "fail", "lease", "queue", "rescore", "swap", "lose", "cancel", "release"]
-
-
 @settings(max_examples=150)
-@given(st.lists(st.sampled_from(_STEPS), max_size=12))
+@given(st.lists(st.sampled_from(Desk.STEPS), max_size=12))
 def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(steps: list[str]) -> None:
     async def run() -> None:
         desk = Desk()
-        await desk.ask()
-        for step in steps:
-            await getattr(desk, step)()
-        await desk.lose()
-        await desk.lose()
-        assert desk.task is not None
+        await desk.do(*steps, "lose", "lose")
         leased = (await asyncio.gather(desk.task, return_exceptions=True))[0]
         assert isinstance(leased, Placement | asyncio.CancelledError)
         assert (desk.state is State.LEASED) == ("a" in desk.client.placements)
@@ -161,7 +134,7 @@ def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(step
 
 
 def test_an_answer_carries_no_array() -> None:
-    asked = PlacementRequest("a", unit_table(2).centroids, 10, 20, similarity=unit_table(2).centroids[0])
+    asked = request("a", signature=unit_table(2).centroids, similarity=unit_table(2).centroids[0])
     answer = Placement(asked, State.LEASED, replica="r0").answer()
     assert answer.request.signature is None
     assert answer.request.similarity is None

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from eldr_serve.serving.budget import PrefillBudget
-from eldr_serve.serving.compat import CompletionRequest
 from eldr_serve.serving.request_router import DecodeRequestRouter, PrefillRequestRouter
-from eldr_serve.serving.wire import REPLICA, prompt_key
+from eldr_serve.serving.wire import REPLICA
 
 REPLICAS: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in ("a", "b")]
-
-
-class NoClient:
-    """A RouterClient that cannot place anything."""
-
-    def start(self) -> None:
-        pass
-
-    async def place(self, *_: Any) -> Any:
-        raise OverflowError
 
 
 def router(kind: Any) -> Any:
@@ -30,7 +20,7 @@ def router(kind: Any) -> Any:
     made.initialize_state(directory_name=f"test-{kind.__name__}")
     made.directory.budget = PrefillBudget()
     if kind is DecodeRequestRouter:
-        made._client = NoClient()
+        made._client = Mock(place=AsyncMock(side_effect=OverflowError))  # which cannot place anything
     return made
 
 
@@ -75,8 +65,3 @@ async def test_an_addressed_call_goes_where_it_is_addressed(kind: Any) -> None:
         assert replica.replica_id.unique_id == name
     assert await routing.choose_replicas([], call(request)) == []
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
-
-
-def test_a_prompt_of_any_text_has_a_key() -> None:
-    odd = CompletionRequest.model_construct(prompt="a\ud800b", messages=None)
-    assert prompt_key(odd) == prompt_key(odd)

@@ -8,9 +8,8 @@ import threading
 from typing import Any
 
 import pytest
-from queued_policy import SLOTS
 from ray.exceptions import ActorDiedError, RayActorError
-from router_talk import FakeActor, all_is_over, connected, settled
+from router_talk import SLOTS, FakeActor, all_is_over, connected, settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.routing import Placement, State

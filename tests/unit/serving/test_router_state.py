@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -70,19 +71,10 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     state = make()
     state.expect_signatures(2, 8)
     before = state.settings
-    with pytest.raises(SwapRefused) as refusal:
+    with pytest.raises(SwapRefused, match=r"\A.+\Z"):  # one line
         state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
-    assert "\n" not in str(refusal.value)
     assert state.settings is before
     assert ask(state, "a", 1).state is State.LEASED
-
-
-def test_an_unknown_policy_is_refused_and_the_old_one_stays() -> None:
-    state = make()
-    for name, parameters in (("nearest", {}), ("random", {"x": 1}), ("locality-band", {"band": -1})):
-        with pytest.raises(SwapRefused):
-            state.set_policy(name, parameters)
-    assert state.status()["policy"] == "locality-band"
 
 
 def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> None:
@@ -106,17 +98,6 @@ def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() 
     new.set_policy("least-tokens", {})
     new.restore(Restore("late", (), old.settings, ()))
     assert new.status()["policy"] == "least-tokens"
-
-
-def test_leases_of_a_client_that_is_gone_are_dropped_after_its_timeout() -> None:
-    now = [0.0]
-    state = make(client_timeout_s=30.0, clock=lambda: now[0])
-    ask(state, "a", 1)
-    now[0] = 29.0
-    assert state.drop_silent_clients() == 0
-    now[0] = 31.0
-    assert state.drop_silent_clients() == 1
-    assert set(loads(state).values()) == {(0, 0)}
 
 
 def test_all_steps_are_in_the_totals_however_old() -> None:
@@ -148,23 +129,10 @@ def test_the_policy_follows_what_steps_cost() -> None:
     assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
 
 
-class _Metric:
-    """Stands in for those of ray.util.metrics."""
-
-    def __init__(self, name: str, *_: Any, **__: Any) -> None:
-        self.name, self.total = name, 0
-
-    def inc(self, value: int, tags: dict[str, str]) -> None:
-        self.total += value
-
-    def observe(self, value: float, tags: dict[str, str]) -> None: ...
-
-    set = observe
-
-
 def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
     for kind in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(decode_router, kind, _Metric)
+        monkeypatch.setattr(decode_router, kind, lambda name, *_, **__: made.setdefault(name, Mock()))
     state, metrics = make(policy="balance-route-horizon"), decode_router._Metrics()
     assert state.status()["counters"]["predictor_failures"] == 0
     state.placer.policy.predictor = None  # which fails in whatever it is asked
@@ -176,5 +144,5 @@ def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch
     assert state.status()["counters"]["predictor_failures"] == failures
     for _ in range(2):
         metrics.load(state)
-    assert metrics._failures.name == "eldr_predictor_failures_total"
-    assert metrics._failures.total == failures
+    tags = {"policy": "shortest-queue"}
+    made["eldr_predictor_failures_total"].inc.assert_called_once_with(failures, tags)

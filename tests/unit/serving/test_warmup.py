@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
-from ingress_app import Handle, answers
-from one_path import answering, good_prefill, prefilled
+from ingress_app import answers
+from one_path import Deployment, answering, good_prefill, prefilled
 from router_talk import settled
 
 from eldr_serve.serving import warmup
@@ -22,26 +22,23 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
 ) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     uncounted = answering(prefilled(do_remote_prefill=True))
-    prefill, decode, calls = Handle(uncounted), Handle(answers), []
-
-    async def call(*said: Any) -> None:
-        calls.append(said)
-
+    prefill, decode, client = Deployment(uncounted), Deployment(answers), Mock(call=AsyncMock())
     directories = ReplicaDirectory(), ReplicaDirectory()
     directories[0].publish(["p0"])
     directories[1].publish(["d0", "d1"])
     engines: Any = Engines(prefill, decode, *directories)
-    warm = Warmup(engines=engines, client=SimpleNamespace(call=call), model_id="m")
+    warm = Warmup(engines=engines, client=client, model_id="m")
     running = asyncio.create_task(warm.run())
     await settled(lambda: len(prefill.released) >= 2)
-    assert (warm.ready, warm.pairs, decode.requests, calls) == (False, 0, [], [])
+    assert (warm.ready, warm.pairs, decode.requests) == (False, 0, [])
+    client.call.assert_not_called()
     assert prefill.released[0].kv_transfer_params == {REPLICA: "p0"}
     assert "p0 sends no expert signatures" in caplog.text
     prefill.answer = good_prefill
     await settled(lambda: warm.ready)
     running.cancel()
     assert warm.pairs == 2
-    assert calls == [("expect_signatures", 3, 4)] * 2
+    assert client.call.await_args_list == [call("expect_signatures", 3, 4)] * 2
     for name in ("d0", "d1"):
         sent = [r for r in decode.requests if r.kv_transfer_params[REPLICA] == name]
         assert [(r.n, r.logprobs, r.temperature) for r in sent] == [(1, 0, 1.0), (2, 0, 1.0)]

