@@ -33,7 +33,12 @@ class LastWorker(Policy):
         return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
 """
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
-ENGINE_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,8 +67,10 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     arguments = document["applications"][0]["args"]
     arguments["path"] = {"queue_ttl_s": POOL_TTL_S}
     for role in ("prefill_config", "decode_config"):
-        # Serve replaces a dead replica when it next asks for its health.
-        arguments[role]["deployment_config"]["health_check_period_s"] = 1
+        arguments[role]["deployment_config"] |= {
+            "health_check_period_s": 1,  # Serve replaces a dead replica when it next asks for its health
+            "graceful_shutdown_timeout_s": 3,  # at the end one is just starting, and hears nothing
+        }
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {
