@@ -50,6 +50,8 @@ def pool(work: Path) -> Iterator[EnginePool]:
     """One engine with the widened model."""
     with EnginePool(widened(WIDE, work), 1) as pool:
         yield pool
+        for process in pool._pool._processes.values():
+            process.kill()  # an engine that ends by itself takes 5 s; the first test waits for two
 
 
 def arguments(prompts: Path, work: Path, out: Path, **more: object) -> list[str]:

@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 def fake_service() -> Iterator[FakeService]:
     """Runs until the end of the block."""
     service = FakeService()
-    threading.Thread(target=service.serve_forever, args=(0.02,), daemon=True).start()  # s until it ends
+    threading.Thread(target=service.serve_forever, daemon=True).start()
     try:
         yield service
     finally:
