@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from service import POOL_TTL_S, ROOT, Demo, Service, submit_job, wait_for
+from service import POOL_TTL_S, ROOT, Background, Demo, Service, submit_job, wait_for
 
 PROMPTS = ROOT / "demo_model" / "prompts"
 PORT = 8231
@@ -34,7 +33,12 @@ class LastWorker(Policy):
         return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
 """
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
-ENGINE_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,11 +60,17 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
-    """The demo with five seconds of load under each policy, to its report; its service stays."""
+def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """The demo with five seconds of load under each policy, from its first moment."""
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
-    document["applications"][0]["args"]["path"] = {"queue_ttl_s": POOL_TTL_S}
+    arguments = document["applications"][0]["args"]
+    arguments["path"] = {"queue_ttl_s": POOL_TTL_S}
+    for role in ("prefill_config", "decode_config"):
+        arguments[role]["deployment_config"] |= {
+            "health_check_period_s": 1,  # Serve replaces a dead replica when it next asks for its health
+            "graceful_shutdown_timeout_s": 3,  # at the end one is just starting, and hears nothing
+        }
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {
@@ -81,14 +91,46 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
         )  # fmt: skip
     running = Demo(process, said, out, f"http://127.0.0.1:{PORT}")
     try:
-        wait_for(
-            lambda: "until Ctrl-C" in said.read_text() or process.poll() is not None, "the demo's report", 600
-        )
-        assert process.poll() is None, said.read_text()[-5000:]
         yield running
     finally:
         running.stop()
     assert process.returncode == 0, said.read_text()[-5000:]
+
+
+@pytest.fixture(scope="session")
+def single_engine_run(starting_demo: Demo, prompts: list[str]) -> Iterator[Background]:
+    """A plain engine beside the demo's calibration, which takes one of two cores."""
+    starting_demo.wait_for_line("calibrating")
+    answers = starting_demo.out / "answers.json"
+    model = starting_demo.out / "model_64"
+    job = {"model": str(model), "prompts": prompts, "max_tokens": 24, "out": str(answers)}
+    command = [sys.executable, str(Path(__file__).with_name("single_engine.py")), json.dumps(job)]
+    with Background(command, starting_demo.out / "single_engine.txt", ENGINE_ENV) as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def calibration_job(starting_demo: Demo) -> Iterator[Background]:
+    """offline.calibrate, submitted as a Ray job, as a user would, beside the demo's loads."""
+    starting_demo.wait_for_line("fitting")
+    out = starting_demo.out / "job_trace.safetensors"
+    command = [
+        sys.executable, "-m", "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",
+        "--prompts", "demo_model/prompts", "--out", str(out), "--limit", "40", "--max-tokens", "12",
+        "--routes",
+    ]  # fmt: skip
+    with submit_job(starting_demo.dashboard, command, starting_demo.out / "job.txt") as job:
+        yield job
+
+
+@pytest.fixture(scope="session")
+def demo(request: pytest.FixtureRequest, starting_demo: Demo) -> Demo:
+    """The demo to its report; its service stays. What else is asked for runs meanwhile."""
+    for asked, beside in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
+        if any(asked in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue(beside)
+    starting_demo.wait_for_line("until Ctrl-C")
+    return starting_demo
 
 
 @pytest.fixture(scope="session")
@@ -102,9 +144,7 @@ def ray_cluster(demo: Demo) -> Iterator[str]:
     import ray
 
     ray.init(address="auto", log_to_driver=False, logging_level="warning", namespace="serve")
-    found = re.search(r"dashboard: (http://\S+)", demo.said.read_text())
-    assert found is not None
-    yield found[1]
+    yield demo.dashboard
     ray.shutdown()
 
 
@@ -115,42 +155,18 @@ def service(demo: Demo, ray_cluster: str) -> Service:
 
 
 @pytest.fixture(scope="session")
-def single_engine(demo: Demo, prompts: list[str]) -> dict[str, list[str]]:
+def single_engine(demo: Demo, single_engine_run: Background) -> dict[str, list[str]]:
     """What one plain engine answers, greedily, in fp32, one prompt at a time; with the demo's model."""
-    answers = demo.out / "answers.json"
-    model = demo.out / "model_64"
-    job = {"model": str(model), "prompts": prompts, "max_tokens": 24, "out": str(answers)}
-    subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("single_engine.py"))],
-        input=json.dumps(job), text=True, check=True, timeout=300, capture_output=True,
-        env=os.environ | ENGINE_ENV,
-    )  # fmt: skip
-    found: dict[str, list[str]] = json.loads(answers.read_text())
+    single_engine_run.finished()
+    found: dict[str, list[str]] = json.loads((demo.out / "answers.json").read_text())
     return found
 
 
 @pytest.fixture(scope="session")
-def trace_file(service: Service, ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A calibration trace from offline.calibrate, submitted as a Ray job, as a user would."""
-    out = tmp_path_factory.mktemp("trace") / "trace.safetensors"
-    command = [
-        sys.executable,
-        "-m",
-        "offline.calibrate",
-        "--deployment",
-        "deployments/cpu_demo.yaml",
-        "--prompts",
-        "demo_model/prompts",
-        "--out",
-        str(out),
-        "--limit",
-        "40",
-        "--max-tokens",
-        "12",
-        "--routes",
-    ]
-    submit_job(ray_cluster, command)
-    return out
+def trace_file(demo: Demo, calibration_job: Background) -> Path:
+    """The trace of `calibration_job`."""
+    calibration_job.finished()
+    return demo.out / "job_trace.safetensors"
 
 
 @pytest.fixture(scope="session")

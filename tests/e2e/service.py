@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,11 +32,50 @@ class Demo:
     out: Path
     url: str
 
+    @property
+    def dashboard(self) -> str:
+        """Address of its Ray cluster's dashboard."""
+        found = re.search(r"dashboard: (http://\S+)", self.said.read_text())
+        assert found is not None
+        return found[1]
+
+    def wait_for_line(self, words: str) -> None:
+        """Until the demo has said `words`."""
+        wait_for(
+            lambda: words in self.said.read_text() or self.process.poll() is not None,
+            f"the demo says {words!r}",
+            600,
+        )
+        assert self.process.poll() is None, self.said.read_text()[-5000:]
+
     def stop(self) -> None:
         """As Ctrl-C does it."""
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
+
+
+class Background:
+    """A command that runs beside the tests; a context, which it does not outlive."""
+
+    def __init__(self, command: list[str], output: Path, env: dict[str, str]) -> None:
+        self._output = output
+        with output.open("w") as file:
+            self._process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | env
+            )
+
+    def finished(self) -> None:
+        """Wait for its end, which must be a good one."""
+        self._process.wait(400)
+        assert self._process.returncode == 0, self._output.read_text()[-5000:]
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass
@@ -103,16 +143,8 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
     pytest.fail(f"not within {timeout_s} s: {what}")
 
 
-def submit_job(dashboard: str, command: list[str]) -> str:
-    """`ray job submit` and wait; returns its output."""
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", dashboard, "--", *command],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": dashboard},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+def submit_job(dashboard: str, command: list[str], output: Path) -> Background:
+    """`ray job submit`, which waits for the job's end."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    submit = [ray, "job", "submit", "--address", dashboard, "--", *command]
+    return Background(submit, output, {"RAY_ADDRESS": dashboard})

@@ -8,7 +8,7 @@ import sys
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
 
-    job = json.load(sys.stdin)
+    job = json.loads(sys.argv[1])
     llm = LLM(
         model=job["model"],
         dtype="float32",

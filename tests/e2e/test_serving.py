@@ -34,7 +34,10 @@ def test_refit_swaps_a_table_for_the_live_replicas(table_file: Path, service: Se
     assert not status["table"]["refit_advised"]
 
 
-def test_engines_run_in_one_process_each_on_all_cores(service: Service) -> None:
+def test_engines_run_in_one_process_each_on_all_cores(
+    service: Service, trace_file: Path, single_engine: dict[str, list[str]]
+) -> None:
+    """With those of the two fixtures gone, which have engines of their own."""
     mine = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("VLLM::")]
     assert len(mine) == 3
     assert {p.info["name"] for p in mine} == {"VLLM::EngineCore"}

@@ -6,20 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from scripts import ROOT
 
+from benchmarks.harness import replay_command
 from benchmarks.harness.engine_pool import EnginePool
 from benchmarks.harness.replay import widened
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival
+from benchmarks.simulator_validation import simulator_validation
 from offline.simulation.calibration import fit_steps
-from tools.cli import BadInput
+from tools.cli import BadInput, run
 
 SHORT = 100  # characters
+WIDE = 1024  # neurons an expert
+# The capture, too, runs its engine in its own process, and so imports vLLM once.
+IN_PROCESS = ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,16 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def replayed(name: str, prompts: Path, work: Path, out: Path, **more: object) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def pool(work: Path) -> Iterator[EnginePool]:
+    """One engine with the widened model."""
+    with EnginePool(widened(WIDE, work), 1) as pool:
+        yield pool
+        for process in pool._pool._processes.values():
+            process.kill()  # an engine that ends by itself takes 5 s; the first test waits for two
+
+
+def arguments(prompts: Path, work: Path, out: Path, **more: object) -> list[str]:
     options = {
         "prompts": prompts,
         "workers": 2,
@@ -47,23 +62,23 @@ def replayed(name: str, prompts: Path, work: Path, out: Path, **more: object) ->
         "per-worker": 4,
         "batch": 2,
         "output-tokens": 8,
-        "intermediate": 1024,
+        "intermediate": WIDE,
         "requests": 24,
         "work": work,
         "out": out,
     } | more
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", *f"benchmarks.{name}".split(), *arguments],
-        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | ENGINE_ENV,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
 def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path, tmp_path: Path) -> None:
-    result = replayed("replays band_width", prompts, work, tmp_path / "band.json", engines=2)
+    out = tmp_path / "band.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.replays", "band_width",
+         *arguments(prompts, work, out, engines=2)],
+        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
     assert result["inputs"]["step_cost"]["per_expert_s"] > 0
     arms = [row["arm"] for row in result["rows"]]
     assert arms == ["round-robin", "band 0.0", "band 0.1", "band 0.2", "band 0.3"]
@@ -74,16 +89,17 @@ def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path,
     assert (tmp_path / "band.png").stat().st_size > 5000
 
 
-def test_an_engine_that_dies_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_an_engine_that_dies_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.syspath_prepend(tmp_path)  # which a spawned process inherits
     with pytest.raises(BadInput, match="engine died"), EnginePool(tmp_path / "no model", 1) as pool:
         pool.probe_s()
 
 
-def test_the_clock_runs_slower_as_the_core_does(work: Path) -> None:
+def test_the_clock_runs_slower_as_the_core_does(pool: EnginePool) -> None:
     arrivals = [Arrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
-    with EnginePool(widened(1024, work), 1) as pool:
-        assert pool.probe_s() > 0
-        (as_now, steps), (slower, _) = (pool.replay(arrivals, probe_s).result() for probe_s in (1.0, 1e-3))
+    assert pool.probe_s() > 0
+    (as_now, steps), (slower, _) = (pool.replay(arrivals, probe_s).result() for probe_s in (1.0, 1e-3))
     assert set(as_now) == set(slower) == {"0", "1", "2", "3"}
     assert all(len(times) == 20 and (np.diff(times) > 0).all() for times in as_now.values())
     # A core that is a thousand times slower for the one than for the other: a step is 1000**0.75 times.
@@ -91,12 +107,22 @@ def test_the_clock_runs_slower_as_the_core_does(work: Path) -> None:
     assert len(steps.slowdown) == len(steps.seconds) >= 19
 
 
-def test_the_engine_samples_the_captured_text_again(prompts: Path, work: Path, tmp_path: Path) -> None:
+def test_the_engine_samples_the_captured_text_again(
+    prompts: Path, work: Path, pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that simulator and engine have the same routes, and differ in time alone."""
     steps = tmp_path / "steps.jsonl"
     # So many at once that a slow spell of the machine hardly changes who shares a step with whom.
     options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
-    result = replayed("simulator_validation", prompts, work, tmp_path / "validation.json", **options)
+    out = tmp_path / "validation.json"
+    monkeypatch.setattr(replay_command, "EnginePool", lambda model, engines: nullcontext(pool))
+    monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
+    for name, value in IN_PROCESS.items():  # for the capture, where the first test has not made it
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        run(simulator_validation)
+    assert end.value.code == 0
+    result = json.loads(out.read_text())
     assert len(result["rows"]) == 8
     for row in result["rows"]:
         # Other mates in a step now and then, as its time is another; the text and its experts are the same.

@@ -17,6 +17,7 @@ import typer
 from fake_service import KEY, FakeService, fake_service
 from shipped import ROOT
 
+from eldr_serve import client
 from loadgen.compare import compare
 from loadgen.figures import policy_rows
 from loadgen.trial import JOURNAL, RESTORE, Trial, order, parse_policy, read_trials
@@ -30,6 +31,7 @@ OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
     monkeypatch.setenv("ELDR_ADMIN_KEY", KEY)
+    monkeypatch.setattr(client, "_STILL_S", 0.1)  # the fake's steps are counted at once
     with fake_service() as running:
         yield running
 
@@ -123,7 +125,8 @@ def test_a_burn_in_is_load_before_the_first_trial_and_in_no_figure(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
-    compare(**options(service, out, burn_in_seconds=2))
+    short = options(service, out, trial_seconds=1, warm_up_seconds=0)
+    compare(**short | {"burn_in_seconds": 2})
     assert "burn-in: 2 s" in capsys.readouterr().out
     salts = [body["cache_salt"] for body in service.bodies]
     assert len(set(salts)) == 3
@@ -131,7 +134,7 @@ def test_a_burn_in_is_load_before_the_first_trial_and_in_no_figure(
     assert burnt_in > 10
     assert sum(len(trial.requests) for trial in read_trials(out)) == len(salts) - burnt_in
     with pytest.raises(BadInput, match=r"another .*burn_in"):
-        compare(**options(service, out))
+        compare(**short)
 
 
 @pytest.mark.slow
