@@ -4,10 +4,11 @@
     python -m benchmarks.peers --vllm-router-venv router-venv
 
 Systems:
-    eldr           this package: Serve ingress, prefill, place, decode
+    eldr           this package on its short way: HAProxy, ingress, channels to the engines
     ray-pd         Ray Serve LLM's build_pd_openai_app: decode replica first, which calls prefill
     no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
-    vllm-router    the Rust router in front of the same two servers
+    eldr-proxy     the same, through Ray Serve's own proxy
+    vllm-router    the Rust router in front of the same servers; with `--router-policies` one system a policy
     ...-polled     the same, servers load our connector module, so that NIXL does not spin a core an engine
 
 One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Trials are
@@ -25,6 +26,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,30 +47,33 @@ from benchmarks.harness.client import (
 from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.harness.engines import our_arguments, process, ray_pd_arguments, vllm_servers, wait_http
 from benchmarks.harness.prompts import bodies
+from eldr_serve.serving.ray_settings import QUIET, SHORT_WAY
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.results import publish
 from tools.stats import median_ci
 
-RAY_SYSTEMS = ("eldr", "ray-pd")
+RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
+ROUTER_POLICIES = ("random", "round_robin", "power_of_two", "consistent_hash", "cache_aware")
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
 
 @contextmanager
 def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[_Send]:
-    with local_ray(http_port=port):
+    with local_ray(http_port=port, environment=SHORT_WAY | QUIET if system == "eldr" else {}):
         from ray import serve
         from ray.serve.llm import build_pd_openai_app
 
         from eldr_serve.serving.app import build_app
 
-        build = build_app(arguments) if system == "eldr" else build_pd_openai_app(ray_pd_arguments(arguments))
+        ours = system.startswith("eldr")
+        build = build_app(arguments) if ours else build_pd_openai_app(ray_pd_arguments(arguments))
         serve.run(build, name=system, route_prefix="/")
         url = f"http://127.0.0.1:{port}"
-        if system == "eldr":
-            wait_ready(url, 120)
+        if ours:
+            wait_ready(url, 240)
         yield lambda http, body: complete(http, url, body)
 
 
@@ -79,25 +84,31 @@ def _servers(
     """The systems that share plain vLLM servers, all of them over the same two engines."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        polled = systems[0].endswith("-polled")
+        polled = "-polled" in systems[0]
         urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
         found: dict[str, _Send] = {}
-        for system in systems:
+        for number, system in enumerate(systems):
             if system.startswith("no-router"):
                 found[system] = lambda http, body: _by_hand(http, urls, body)
                 continue
             assert venv is not None
+            policy = system.partition("/")[2] or "round_robin"
+            front = f"http://127.0.0.1:{port + 60 + number}"
             command = [
-                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port),
-                "--vllm-pd-disaggregation", "--policy", "round_robin", "--prometheus-port", str(port + 50),
+                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
+                "--vllm-pd-disaggregation", "--policy", policy, "--prometheus-port", str(port + 80 + number),
                 *[part for url in urls["prefill"] for part in ("--prefill", url)],
                 *[part for url in urls["decode"] for part in ("--decode", url)],
             ]  # fmt: skip
-            log = logs / "vllm_router.log"
+            log = logs / f"vllm_router_{number}.log"
             router = stack.enter_context(process(command, env={}, log=log))
-            wait_http(f"http://127.0.0.1:{port}/health", router, log, 60)
-            found[system] = lambda http, body: complete(http, f"http://127.0.0.1:{port}", body)
+            wait_http(f"{front}/health", router, log, 60)
+            found[system] = partial(_complete, front)
         yield found
+
+
+def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
+    return complete(http, url, body)
 
 
 async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> Answer:
@@ -167,6 +178,9 @@ def peers(
     vllm_router_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
     ] = None,
+    router_policies: Annotated[
+        str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
+    ] = "round_robin",
     record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
     seed: options.Seed = 0,
@@ -175,7 +189,7 @@ def peers(
     """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
     unwind_on_sigterm()
     allow_open_files(8192)
-    chosen = _chosen(systems, vllm_router_venv)
+    chosen = _chosen(systems, vllm_router_venv, router_policies)
     arguments = our_arguments(deployment, model, decode_replicas)
     work = bodies(prompts, count=512, max_tokens=max_tokens, seed=seed)
     loads = [int(load) for load in in_flight.split(",")]
@@ -194,7 +208,7 @@ def peers(
 
     groups = [[s] for s in chosen if s in RAY_SYSTEMS]
     for polled in (False, True):
-        groups.append([s for s in chosen if s in SERVER_SYSTEMS and s.endswith("-polled") == polled])
+        groups.append([s for s in chosen if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
     for _ in range(rounds):
         for group in order.sample([g for g in groups if g], k=sum(map(bool, groups))):
             if group[0] in RAY_SYSTEMS:
@@ -214,15 +228,17 @@ def peers(
     )  # fmt: skip
 
 
-def _chosen(systems: str, venv: Path | None) -> list[str]:
+def _chosen(systems: str, venv: Path | None, policies: str) -> list[str]:
     known = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
     possible = [s for s in known if venv is not None or not s.startswith("vllm-router")]
-    chosen = systems.split(",") if systems else possible
-    for system in chosen:
+    chosen: list[str] = []
+    for system in systems.split(",") if systems else possible:
         if system not in known:
             raise BadInput(f"there is no system {system!r}; there are {', '.join(known)}")
         if system not in possible:
             raise BadInput(f"{system} needs --vllm-router-venv")
+        several = system.startswith("vllm-router") and policies != "round_robin"
+        chosen += [f"{system}/{policy}" for policy in policies.split(",")] if several else [system]
     return chosen
 
 

@@ -46,7 +46,7 @@ class Caller:
         from eldr_serve.serving.router_settings import RouterSettings
 
         replicas = ReplicaDirectory()
-        replicas.publish(f"replica-{number:04d}" for number in range(workers))
+        replicas.publish({f"replica-{number:04d}": {} for number in range(workers)})
         spec = RouterSettings(model_id="m", policy="locality-band", table=table)
         self._client = RouterClient(lambda: connect(name, spec), replicas, timeout_s=10.0)
         self._table = RoutingTable.from_bytes(table)

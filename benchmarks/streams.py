@@ -2,10 +2,13 @@
 
     python -m benchmarks.streams
 
-HTTP, Ray Serve's proxy, our ingress, request routers, router actor and Serve's streaming are real; the
-engines only wait. So this is the serving layer's own limit. Read failures (goal: none at 2,000 open
-streams) and tokens_per_s: where it stays below offered_tokens_per_s, the layer is the bottleneck.
-Mode `throughput` is Ray Serve's own setting for it: one event loop a process, gRPC between replicas.
+HTTP, the way to the ingress, our ingress, router actor and channels are real; the engines only wait. So this
+is the serving layer's own limit. Read failures (goal: none at 2,000 open streams), tokens_per_s (where it
+stays below offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time
+of all processes but the client's, without what they take when idle (idle_pct, of a core).
+
+Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of the ingress's own port, `direct` that
+port itself; with `-quiet`, Ray's idle cost is lowered (eldr_serve/serving/ray_settings.py).
 """
 
 from __future__ import annotations
@@ -13,24 +16,39 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from typing import Annotated, Any
 
 import httpx
+import psutil
 import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.harness.cluster import local_ray, wait_ready
+from eldr_serve.serving.ray_settings import QUIET, SHORT_WAY
 from tools.cli import BadInput, run
 from tools.results import publish
 
-MODES = {
-    "default": {},
-    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
-    # Without direct ingress: that needs a proxy of another kind in front.
-    "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"},
+_WAYS: dict[str, dict[str, str]] = {
+    "proxy": {},
+    "haproxy": SHORT_WAY,
+    "direct": {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "1"},
 }
+_DIRECT_PORT = 30000  # the first of those that Serve gives to ingress replicas
+_IDLE_S = 10.0
+
+
+def _cpu_s() -> float:
+    """CPU time so far of all processes that this one has started, s."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 async def _load(url: str, model: str, streams: int, tokens: int, ramp_s: float) -> list[Answer]:
@@ -45,12 +63,12 @@ async def _load(url: str, model: str, streams: int, tokens: int, ramp_s: float) 
 
 
 def _measure(
-    mode: str, counts: list[int], tokens: int, gap_s: float, ramp_s: float, prefill_s: float,
+    way: str, counts: list[int], tokens: int, gap_s: float, ramp_s: float, prefill_s: float,
     decode_replicas: int, port: int, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row a count. In a process of its own: Ray Serve reads its mode when it is imported."""
     allow_open_files(65536)
-    os.environ |= MODES[mode]
+    os.environ |= _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
     with local_ray(http_port=port):
         from ray import serve
@@ -61,18 +79,26 @@ def _measure(
             decode_replicas=decode_replicas, prefill_s=prefill_s, gap_s=gap_s, seed=seed
         )
         serve.run(application, name="bench-streams", route_prefix="/")
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{_DIRECT_PORT if way.startswith('direct') else port}"
         wait_ready(url)
         asyncio.run(_load(url, MODEL, 20, 2, 0.5))
+        before_s = _cpu_s()
+        time.sleep(_IDLE_S)
+        idle = (_cpu_s() - before_s) / _IDLE_S
         for count in counts:
+            before_s, start = _cpu_s(), time.perf_counter()
             answers = asyncio.run(_load(url, MODEL, count, tokens, ramp_s))
+            spent_s = _cpu_s() - before_s - idle * (time.perf_counter() - start)
+            got = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_s
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
             rows.append(
-                {"serve": mode, "streams": count, "most_open": most_open(answers)}
+                {"way": way, "streams": count, "most_open": most_open(answers)}
                 | summary(answers)
                 | {
                     "offered_tokens_per_s": count * tokens / offered_s,
+                    "server_us_per_token": 1e6 * spent_s / max(got, 1),
+                    "idle_pct": 100 * idle,
                     "leases_left": status["ingress"]["leases"],
                     "errors": errors(answers),
                 }
@@ -82,9 +108,10 @@ def _measure(
 
 def streams(
     counts: Annotated[str, typer.Option(help="Concurrent streams, one row each.")] = "500,1000,2000",
-    modes: Annotated[
-        str, typer.Option(help="Ray Serve modes, one after the other: default, throughput.")
-    ] = "default,throughput",
+    ways: Annotated[
+        str, typer.Option(help="Ways to the ingress: proxy, haproxy, direct, each also with -quiet.")
+    ] = "proxy,haproxy,haproxy-quiet,direct-quiet",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens a stream.")] = 20,
     gap_ms: Annotated[float, typer.Option(min=0, help="Between two tokens of a stream, ms.")] = 1000.0,
     ramp_s: Annotated[float, typer.Option(min=0, help="Time in which all streams are opened, s.")] = 10.0,
@@ -96,23 +123,25 @@ def streams(
 ) -> None:
     """Open many streams at once and report failures, TTFT and throughput."""
     rows: list[dict[str, Any]] = []
-    for mode in modes.split(","):
-        if mode not in MODES:
-            raise BadInput(f"there is no mode {mode!r}; there are {', '.join(MODES)}")
+    chosen = ways.split(",")
+    for way in chosen:
+        if way.removesuffix("-quiet") not in _WAYS:
+            raise BadInput(f"there is no way {way!r}; there are {', '.join(_WAYS)}")
+    for way in chosen * rounds:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as process:
             rows += process.submit(
-                _measure, mode, [int(count) for count in counts.split(",")], tokens, gap_ms / 1000, ramp_s,
+                _measure, way, [int(count) for count in counts.split(",")], tokens, gap_ms / 1000, ramp_s,
                 prefill_ms / 1000, decode_replicas, port, seed,
             ).result()  # fmt: skip
     publish(
         "streams", rows,
         inputs={
             "tokens": tokens, "gap_ms": gap_ms, "ramp_s": ramp_s, "prefill_ms": prefill_ms,
-            "decode_replicas": decode_replicas, "modes": {m: MODES[m] for m in modes.split(",")},
+            "decode_replicas": decode_replicas, "rounds": rounds, "quiet": QUIET,
         },
         seed=seed, out=out,
-        notes="one ingress replica, one proxy; fake engines; the client shares the cores. "
+        notes="one ingress replica; fake engines; the client shares the cores. "
         "TTFT includes the fake prefill; TPOT includes the gap",
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,11 +27,19 @@ def unwind_on_sigterm() -> None:
 
 
 @contextmanager
-def local_ray(*, http_port: int | None = None, metrics_port: int | None = None) -> Iterator[None]:
-    """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted."""
+def local_ray(
+    *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
+) -> Iterator[None]:
+    """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted.
+
+    Args:
+        environment: of Ray's processes.
+    """
     # Before ray is imported: a cluster that needs no token and reports to nobody. Ray runs its workers at
     # niceness 15; beside a load generator at 0, on few cores, that would be most of what is measured.
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    before = dict(os.environ)
+    os.environ |= environment
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     import ray
     from ray import serve
@@ -51,6 +59,11 @@ def local_ray(*, http_port: int | None = None, metrics_port: int | None = None) 
         if http_port is not None:
             serve.shutdown()
         ray.shutdown()
+        for name in environment:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:

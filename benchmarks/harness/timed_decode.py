@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any
 
+from eldr_serve.channel import Answer
 from eldr_serve.serving.compat import engine_client
 from eldr_serve.serving.servers import DecodeServer
 from eldr_serve.serving.stages import Stages
@@ -28,23 +29,15 @@ class TimedDecodeServer(DecodeServer):
         self._generate = client.generate
         client.generate = self._stamped
 
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """As DecodeServer.completions."""
-        start = time.monotonic()
-        _called_at.set(start)
-        return self._timed(start, await super().completions(request, raw_request_info))
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """As DecodeServer.answer."""
+        _called_at.set(time.monotonic())
+        timed: Any = _Timed(answer, self._stages)
+        await super().answer(method, header, body, timed)
 
     async def stages(self) -> dict[str, dict[str, float]]:
         """See Stages.summary."""
         return self._stages.summary()
-
-    async def _timed(self, start: float, stream: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        waiting = True
-        async for chunk in stream:
-            if waiting:
-                self._stages.record(engine=time.monotonic() - start)
-                waiting = False
-            yield chunk
 
     async def _stamped(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         waiting = True
@@ -57,3 +50,18 @@ class TimedDecodeServer(DecodeServer):
                     step=at.first_token_ts - at.scheduled_ts,
                 )
             yield output
+
+
+class _Timed:
+    """An Answer that records when its first part is sent."""
+
+    def __init__(self, answer: Answer, stages: Stages) -> None:
+        self._answer = answer
+        self._stages = stages
+        self._waiting = True
+
+    def send(self, payload: bytes, tokens: int = 0) -> None:
+        if self._waiting:
+            self._stages.record(engine=time.monotonic() - _called_at.get())
+            self._waiting = False
+        self._answer.send(payload, tokens)

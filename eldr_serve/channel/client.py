@@ -59,6 +59,7 @@ class Call:
         self._over = False
         self._error: Exception | None = None
         self._news = asyncio.Event()
+        self.on_overflow: Callable[[], None] = lambda: None  # told once, when the call is cancelled for that
 
     async def read(self) -> Chunk | None:
         """All that has come and is unread, or, if there is nothing, what comes next; None at the end.
@@ -103,6 +104,7 @@ class Call:
             self._error = SlowReader(f"{self._unread_bytes} bytes of a stream are unread")
             self._unread = []
             self.cancel()
+            self.on_overflow()
             return
         self._unread.append(payload)
         self._unread_bytes += len(payload)

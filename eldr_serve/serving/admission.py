@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import math
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -155,7 +155,7 @@ def _replay(body: bytes) -> Receive:
     return replayed
 
 
-async def _while_there(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
+async def _while_there(receive: Receive, answer: Awaitable[None]) -> None:
     """Answer, unless the client goes before that is done: then the work for it is cancelled."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_gone(receive))

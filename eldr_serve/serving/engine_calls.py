@@ -77,7 +77,7 @@ def parse_request(method: str, header: dict[str, Any], body: bytes) -> Any:
     request = request.model_copy(
         update={name: value for name, value in ours.items() if name in known and value}
     )
-    return _sound_messages(request) if method == "chat" else request
+    return _sound_messages(request) if "messages" in known else request
 
 
 def _sound_messages(request: Any) -> Any:
@@ -170,8 +170,8 @@ def _send_whole(made: Any, answer: Answer) -> None:
     body = made.model_dump_json().encode()
     if error is not None:
         raise EngineRefused(int(error.code), body)
-    usage = getattr(made, "usage", None)
-    answer.send(body, int(usage.completion_tokens or 0) if hasattr(usage, "completion_tokens") else 0)
+    tokens = getattr(getattr(made, "usage", None), "completion_tokens", None)
+    answer.send(body, int(tokens or 0))
 
 
 def _refuse_streamed(chunk: str) -> None:

@@ -47,7 +47,11 @@ class EngineRefused(RuntimeError):  # noqa: N818
     """
 
     def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
+        try:
+            message = json.loads(body)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = body[:500].decode(errors="replace")
+        super().__init__(f"{message}")
         self.status = status
         self.body = body
 

@@ -44,7 +44,11 @@ class Fleet:
     def start(self) -> None:
         """Follow the directory from now on."""
         loop = asyncio.get_running_loop()
-        self.directory.watch(lambda: loop.call_soon_threadsafe(self._follow))
+
+        def changed() -> None:  # in any thread
+            loop.call_soon_threadsafe(self._follow)
+
+        self.directory.watch(changed)
 
     async def stop(self) -> None:
         """Close all channels."""

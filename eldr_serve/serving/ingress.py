@@ -73,7 +73,7 @@ class EldrIngress:
         admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; None refuses them all.
     """
 
-    async def __init__(
+    def __init__(
         self,
         *,
         prefill: DeploymentHandle,
@@ -134,12 +134,22 @@ class EldrIngress:
         count, most = sequences(asked), self.gate.options.max_sequences
         if count > most:
             raise BadRequest(f"{count} answers are asked for (prompts x n), the most allowed are {most}")
+        self._client.start()
         generation = Generation(
             method, body, asked, _headers_for_engines(request), request.headers.get(DOMAIN_HEADER)
         )
         leases: list[Placement] = []
         handovers: list[float] = []
-        run = self._path.generate(generation, placed=leases.append, handed_over=handovers.append)
+        streaming: list[asyncio.Task[Any]] = []
+
+        def cut_off() -> None:
+            self._client.count("slow_clients")
+            for task in streaming:
+                task.cancel()
+
+        run = self._path.generate(
+            generation, placed=leases.append, handed_over=handovers.append, cut_off=cut_off
+        )
         try:
             first = await anext(run)
         except BaseException:
@@ -155,7 +165,7 @@ class EldrIngress:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
             headers["x-eldr-handover-ms"] = f"{1000 * handovers[-1]:.3f}"
         if asked.stream:
-            return _Streamed(first, run, headers)
+            return _Streamed(first, run, headers, streaming)
         whole = b"".join([first, *[chunk async for chunk in run]])
         return Response(whole, 200, headers, "application/json")
 
@@ -235,14 +245,27 @@ class EldrIngress:
 
 
 class _Streamed(Response):
-    """Bytes from an engine as they come; when the client has gone, its engines are left at once."""
+    """Bytes from an engine as they come; when the client has gone, its engines are left at once.
 
-    def __init__(self, first: bytes, run: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    Args:
+        tasks: gets the task that sends them.
+    """
+
+    def __init__(
+        self,
+        first: bytes,
+        run: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        tasks: list[asyncio.Task[Any]],
+    ) -> None:
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._first, self._run = first, run
+        self._first, self._run, self._tasks = first, run, tasks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.append(task)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})

@@ -108,6 +108,7 @@ class _Run:
     """One request on its way, and what has failed it so far."""
 
     request: Generation
+    cut_off: Callable[[], None]
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefills: int = 0  # calls, whatever came of them
     failed_prefills: int = 0
@@ -145,18 +146,20 @@ class RequestPath:
         *,
         placed: Callable[[Placement], None] = lambda lease: None,
         handed_over: Callable[[float], None] = lambda seconds: None,
+        cut_off: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield what the decode engine answers: bytes of a stream as they come, or of one response.
 
         Args:
             placed: told of each lease as it is made.
             handed_over: told the time from the end of prefill to the first answer of decode, s.
+            cut_off: called when too much waits for whoever iterates over this; nothing more will come.
 
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        run = _Run(request)
+        run = _Run(request, cut_off)
         split = needs_whole_engine(request.method, request.asked) is None
         for _ in range(self._options.decode_tries):
             if run.failed:
@@ -314,6 +317,7 @@ class RequestPath:
         unread = prefilled
         try:
             call = self._engines.decode.call(lease.replica, "generate", header, request.body)
+            call.on_overflow = run.cut_off
             while (chunk := await call.read()) is not None:
                 begun, unread = True, None
                 tokens += chunk.tokens
@@ -348,7 +352,7 @@ class RequestPath:
         self._client.count("streams_lost")
         message = "the decode engine was lost while it generated; send the request again"
         body = {"error": {"message": message, "type": "engine_lost", "code": 503}}
-        return f"data: {json.dumps(body)}\n\n".encode()
+        return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()
 
     def _release_kv(self, request_id: str, replica: str, *, reader: Call | None = None) -> None:
         """Free a prompt's blocks without waiting: this also runs while a request is being cancelled.

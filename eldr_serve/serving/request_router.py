@@ -72,12 +72,14 @@ class DecodeRequestRouter(DirectoryRouter):
     def initialize_state(
         self,
         *,
-        router_name: str,
         directory_name: str = "decode",
+        router_name: str = "",
         router_spec: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().initialize_state(directory_name=directory_name, **kwargs)
+        if not router_name:
+            raise ValueError("request_router_kwargs must name the DecodeRouter actor: router_name")
         spec = RouterSettings.model_validate(router_spec or {})
         self._client = RouterClient(lambda: connect(router_name, spec), self.directory)
         self._loop: asyncio.AbstractEventLoop | None = None

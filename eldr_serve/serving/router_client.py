@@ -128,16 +128,6 @@ class RouterClient:
             placement.generated_tokens = self._progress[request_id] = generated_tokens
             self._own.progress(request_id, generated_tokens)
 
-    def served_by(self, request_id: str, replica: str) -> None:
-        """Correct a lease if another replica than the leased one really serves the request."""
-        placement = self.placements.get(request_id)
-        if placement is not None and placement.replica != replica:
-            self.count("served_elsewhere")
-            placement.replica, placement.slot, placement.best = replica, -1, False
-            placement.reason = "served-elsewhere"
-            self._own.take(placement)
-            self._hold(request_id)
-
     def release(self, request_id: str) -> None:
         """The request no longer runs on its worker, nor waits for one; calling it again does nothing.
 

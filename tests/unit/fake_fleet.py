@@ -17,6 +17,8 @@ from eldr_serve.serving.engine_calls import describe
 from eldr_serve.serving.errors import Refused
 from eldr_serve.serving.replicas import ReplicaDirectory
 
+_TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled
+
 
 @dataclass(eq=False)
 class Sent:
@@ -43,7 +45,7 @@ class Sent:
         """In place of the channel: a call says but that it is cancelled."""
         self.cancelled = True
         if self.running is not None:
-            self.running.cancel()
+            asyncio.get_running_loop().call_later(_TO_CANCEL_S, self.running.cancel)
 
 
 class FakeFleet:
@@ -55,7 +57,7 @@ class FakeFleet:
     def __init__(self, answer: Callable[[Sent], AsyncIterator[Any]], *names: str) -> None:
         self.answer = answer
         self.directory = ReplicaDirectory()
-        self.directory.publish(dict.fromkeys(names, {}))
+        self.directory.publish({name: {} for name in names})
         self.sent: list[Sent] = []
         self.released: list[tuple[str, str]] = []  # replica and prompt
         self.lost: set[str] = set()  # replicas without a channel

@@ -7,45 +7,48 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
-from one_path import Deployment, answering, good_prefill
+from fake_fleet import FakeFleet, Sent, answering
+from one_path import good_prefill
 from ray import serve
-from ray.serve.llm.ingress import make_fastapi_ingress
 from router_talk import FakeActor
 
 from eldr_serve.serving import ingress
 from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.compat import CompletionResponse
+from eldr_serve.serving.engine_calls import parse_request
+from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 
 KEY = "key"
 _names = itertools.count()
+_OPENAPI = openapi_document()
 
-
-@cache
-def _ingress_class() -> Any:
-    cls = make_fastapi_ingress(ingress.EldrIngress, endpoint_map=ingress.ENDPOINTS, app=ingress.application())
-    cls.__del__ = lambda self: None  # Serve's is asynchronous, and awaited by Serve alone
-    return cls
-
-
-CHOICE = {"index": 0, "text": "yes", "finish_reason": "length"}
-USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-answers = answering(CompletionResponse(model="m", choices=[CHOICE], usage=USAGE))
+answers = answering(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
 
 
 class App:
-    """A running ingress and a client of it."""
+    """A running ingress and a client of it. Its engines look at a request as vLLM does, then answer."""
 
-    def __init__(self, running: Any, client: httpx.AsyncClient, *handles: Deployment) -> None:
-        self.ingress, self.client = running, client
-        self.prefill, self.decode = handles
+    def __init__(self, prefill: Any, decode: Any) -> None:
+        self.prefill, self.decode = (FakeFleet(self._validated(a), "r0", "r1") for a in (prefill, decode))
+        self.worked_for: list[Sent] = []  # calls of valid requests
+        self.ingress: Any = None
+        self.http = ingress.application()
+        self.client: Any = None
+
+    def _validated(self, answer: Callable[[Sent], AsyncIterator[Any]]) -> Any:
+        async def validated(sent: Sent) -> AsyncIterator[Any]:
+            parse_request(sent.header.get("method", sent.method), sent.header, sent.body)
+            self.worked_for.append(sent)
+            async for chunk in answer(sent):
+                yield chunk
+
+        return validated
 
     async def post(self, path: str, body: Any) -> httpx.Response:
         """The body is JSON text, or what is made JSON of."""
@@ -71,28 +74,28 @@ async def running_app(
 ) -> AsyncIterator[App]:
     """Options are those of IngressOptions."""
     actor = actor or FakeActor()
-    handles = Deployment(prefill), Deployment(decode)
-    name = f"test-{next(_names)}"
-    running: Any = object.__new__(_ingress_class())
-    context = SimpleNamespace(servable_object=running)
+    app = App(prefill, decode)
+    fleets = iter((app.prefill, app.decode))
+    healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
     with (
         patch.object(ingress, "connect", lambda *_: actor),
-        patch.object(serve, "get_replica_context", lambda: context),
+        patch.object(ingress, "Fleet", lambda directory: next(fleets)),
+        patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),
     ):
-        await running.__init__(
-            {"m": handles[1]},
-            {"m": {"id": "m", "object": "model", "owned_by": "", "permission": [], "metadata": {}}},
-            prefill=handles[0],
-            application=name,
+        app.ingress = ingress.EldrIngress(
+            prefill=healthy,
+            decode=healthy,
+            model_card={"id": "m", "object": "model"},
+            openapi=_OPENAPI,
+            application=f"test-{next(_names)}",
             router=RouterSettings(model_id="m"),
             options=IngressOptions(**options),
             path_options=PathOptions(retry_backoff_s=0.0),
             admin_key_sha256=hashlib.sha256(admin_key.encode()).hexdigest() if admin_key else None,
         )
-        ingress.directory(ingress.decode_directory(name)).publish(["r0", "r1"])
-        transport = httpx.ASGITransport(running.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+        transport = httpx.ASGITransport(app.http, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as app.client:
             try:
-                yield App(running, client, *handles)
+                yield app
             finally:
-                await running._client.stop()
+                await app.ingress.stop()

@@ -49,6 +49,14 @@ def test_an_import_loads_no_engine(code: str) -> None:
     assert in_a_process(f"{code}; import sys; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
 
 
+def test_an_ingress_needs_no_engine() -> None:
+    code = "import sys, eldr_serve.serving.ingress, eldr_serve.serving.request_router"
+    assert (
+        in_a_process(f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])")
+        == "[]\n"
+    )
+
+
 def test_help_of_all_subcommands_loads_none_of_them() -> None:
     done = in_a_process(
         "import sys, eldr_serve.command as c\nsys.argv[1:] = ['--help']\n"

@@ -42,6 +42,8 @@ class Engine:
                 for part in header["parts"]:
                     answer.send(part + body, 1)
                     await asyncio.sleep(0)
+            elif method == "running":
+                answer.send(" ".join(self.running).encode())
             elif method == "refuse":
                 raise ValueError("this is wrong")
             elif method == "flood":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
-from eldr_serve.serving.request_router import prompt_head
+from eldr_serve.serving.wire import Asked, prompt_head
 
 REPLICAS = [f"p{n}" for n in range(8)]
 IDLE = dict.fromkeys(REPLICAS, 0)

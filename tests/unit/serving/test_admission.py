@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_fleet import answering
 from ingress_app import running_app
-from one_path import answering
 from router_talk import settled
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json, sound
-from eldr_serve.serving.compat import ChatCompletionRequest
+from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json
+from eldr_serve.serving.engine_calls import parse_request
 from eldr_serve.serving.errors import Overloaded
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -70,20 +70,14 @@ async def test_what_no_engine_could_serve_gets_400_and_gives_its_place_back(path
     async with running_app() as app:
         assert is_one_sentence(await app.post(path, body), 400)
         assert app.ingress.gate.in_flight == 0
-        assert not app.prefill.requests + app.decode.requests
+        assert not app.worked_for
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
 
 
 async def test_places_are_counted_where_they_are_checked() -> None:
     """All requests are past the check before the first one reaches an engine."""
     held = asyncio.Event()
-
-    async def slow(model: str | None) -> str:
-        await asyncio.sleep(0.05)
-        return "m"
-
     async with running_app(prefill=answering(held, Overloaded("over")), max_in_flight=2) as app:
-        app.ingress.model_of = slow
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
         assert sorted(task.result().status_code for task in done) == [429] * 3
@@ -122,7 +116,7 @@ async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
 
 async def test_a_stream_keeps_its_place_until_its_end() -> None:
     more = asyncio.Event()
-    chunks = ('data: {"choices":[{"index":0,"text":"a"}]}\n\n', more, "data: [DONE]\n\n")
+    chunks = (b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', more, b"data: [DONE]\n\n")
     async with running_app(decode=answering(*chunks)) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO | {"stream": True}))
         await settled(lambda: app.decode.requests)
@@ -156,12 +150,12 @@ async def test_a_field_of_another_endpoint_is_left_alone() -> None:
             assert (await app.post(COMPLETIONS, HELLO | {"messages": odd})).status_code == 200
 
 
-async def test_invented_adapters_are_unknown_models_and_cost_no_handle() -> None:
+async def test_invented_adapters_are_unknown_models_and_cost_no_call() -> None:
     async with running_app() as app:
         for path in (COMPLETIONS, "/tokenize"):
             for number in range(3):
                 assert is_one_sentence(await app.post(path, HELLO | {"model": f"m:{number}"}), 404)
-        assert not app.decode.adapters
+        assert not app.prefill.sent + app.decode.sent
 
 
 async def test_the_openapi_document_is_served() -> None:
@@ -248,6 +242,12 @@ def test_json_by_the_standard_is_taken_as_it_is() -> None:
 
 
 def test_parts_of_messages_are_lists_afterwards() -> None:
-    body = chat([{"type": "text", "text": "x"}])
-    request = sound(body, ChatCompletionRequest.model_validate)
-    assert request.messages[0]["content"] == [{"type": "text", "text": "x"}]
+    body = json.dumps(chat([{"type": "text", "text": "x"}])).encode()
+    assert parse_request("chat", {}, body).messages[0]["content"] == [{"type": "text", "text": "x"}]
+
+
+def test_clients_name_no_engine_to_read_from() -> None:
+    body = json.dumps(HELLO | {"kv_transfer_params": {"remote_host": "x"}, "request_id": "theirs"}).encode()
+    request = parse_request("completions", {"id": "ours", "kv": {"a": 1}}, body)
+    assert (request.kv_transfer_params, request.request_id) == ({"a": 1}, "ours")
+    assert parse_request("completions", {}, body).kv_transfer_params is None

@@ -5,26 +5,32 @@ By one an engine that counts no experts never becomes ready, and says why.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from one_path import answering, error
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.serving.compat import CompletionRequest, ErrorResponse
-from eldr_serve.serving.errors import ConfigurationError
-from eldr_serve.serving.first_token import first_token
-from eldr_serve.serving.servers import PrefillServer, _client_errors_answered
-from eldr_serve.serving.wire import REQUEST, SIGNATURE, prefill_request
+from eldr_serve.serving.engine_calls import describe, generate, prefill_once
+from eldr_serve.serving.errors import ConfigurationError, error_body
+from eldr_serve.serving.servers import PrefillServer
+from eldr_serve.serving.wire import REQUEST, SIGNATURE, decode_header, prefill_header
 from eldr_serve.signature import pack_counts
 
 # Ray's destructor is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
+
+
+def error(code: int, message: str = "no") -> Any:
+    """vLLM's answer that is an error."""
+    body = error_body(message, code).decode()
+    return SimpleNamespace(error=SimpleNamespace(code=code), model_dump_json=lambda: body)
 
 
 class Serving:
@@ -62,7 +68,7 @@ class Serving:
 
     async def create_completion(self, request: Any, raw_request: Any) -> Any:
         self.seen.append(request)
-        if isinstance(self.response, ErrorResponse):
+        if hasattr(self.response, "error"):
             return self.response
         assert request.stream
         params = request.to_sampling_params(9, {})  # raises for a temperature below 0
@@ -77,17 +83,20 @@ class Serving:
 
 
 async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
+    """What a prefill call's serving object saw, and its output or what the caller is told."""
     serving = Serving(response)
-    request = prefill_request(CompletionRequest(**{"model": "m", "prompt": "hello", **fields}), "id", 0)
+    body = json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
     engine = SimpleNamespace(_oai_serving_completion=serving)
-    answers = first_token(engine, "completions", request, None)
-    (answer,) = [answer async for answer in _client_errors_answered(answers)]
+    try:
+        found: Any = await prefill_once(engine, prefill_header("completions", "id"), body)
+    except Exception as failure:
+        found = describe(failure)
     assert not serving.begun
-    return serving, answer
+    return serving, found
 
 
 async def test_one_token_is_made_whatever_was_asked_for() -> None:
-    serving, answer = await prefill(
+    serving, output = await prefill(
         {"handed": "over"}, max_tokens=50, min_tokens=5, temperature=0.7, seed=1, stop=["x"], logprobs=3,
         stream=False,
     )  # fmt: skip
@@ -95,8 +104,8 @@ async def test_one_token_is_made_whatever_was_asked_for() -> None:
     assert (request_id, params.max_tokens, params.min_tokens, params.temperature) == ("id", 1, 0, 0.0)
     assert (params.seed, params.stop, params.logprobs, params.ignore_eos) == (None, [], None, True)
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
-    assert answer.usage.prompt_tokens == 3
-    assert answer.kv_transfer_params == {"handed": "over"}
+    assert output.prompt_token_ids == [1, 2, 3]
+    assert output.kv_transfer_params == {"handed": "over"}
     assert serving.seen[0].max_tokens == 50  # as decode will see it
 
 
@@ -113,21 +122,108 @@ async def test_one_token_is_made_whatever_was_asked_for() -> None:
 async def test_what_decode_would_refuse_costs_no_prefill(
     fields: dict[str, Any], response: Any, status: int
 ) -> None:
-    serving, answer = await prefill(response, **fields)
-    assert isinstance(answer, ErrorResponse)
-    assert answer.error.code == status
+    serving, (told, body) = await prefill(response, **fields)
+    assert told == json.loads(body)["error"]["code"] == status
     assert not serving.generated
 
 
-async def test_faults_of_the_engine_stay_faults_and_a_begun_answer_is_not_changed() -> None:
-    def answers(*chunks: Any) -> Any:
-        return _client_errors_answered(answering(*chunks)(None))
+@pytest.mark.parametrize(
+    ("failure", "status"), [(TypeError("a list"), 400), (ValueError("x"), 400), (RuntimeError("x"), 500)]
+)
+def test_what_vllm_calls_a_clients_error_is_one_and_all_else_the_engines(
+    failure: Exception, status: int
+) -> None:
+    told, body = describe(failure)
+    assert told == status
+    assert str(failure) in json.loads(body)["error"]["message"]
 
-    (answer,) = [answer async for answer in answers(TypeError("a list"))]
-    assert (answer.error.code, answer.error.message) == (400, "a list")
-    for chunks in ([RuntimeError("x")], ["chunk", ValueError("x")]):
-        with pytest.raises(type(chunks[-1])):
-            [answer async for answer in answers(*chunks)]
+
+# -- the decode call -----------------------------------------------------------------------------------
+
+CHUNKS = ['data: {"choices":[{"index":0,"text":"a"}]}\n\n', "data: [DONE]\n\n"]
+
+
+class Generating:
+    """vLLM's serving object, which answers a stream by these chunks and all else by `whole`."""
+
+    engine_client = None
+    parser_cls = object()
+
+    def __init__(self, chunks: list[str], whole: Any = None) -> None:
+        self.chunks, self.whole, self.seen = chunks, whole, []
+
+    async def create_completion(self, request: Any, raw_request: Any) -> Any:
+        self.seen.append(request)
+        return self._stream() if request.stream else self.whole
+
+    create_chat_completion = create_completion
+
+    async def _stream(self) -> AsyncIterator[str]:
+        for chunk in self.chunks:
+            yield chunk
+
+
+async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[bytes, int]]:
+    sent: list[tuple[bytes, int]] = []
+    engine = SimpleNamespace(_oai_serving_completion=serving, _oai_serving_chat=serving)
+    ids = np.array([5, 6], np.uint32).tobytes()
+    header = decode_header(method, "id", {"do_remote_prefill": True, SIGNATURE: "x"}, ids)
+    answer: Any = SimpleNamespace(send=lambda payload, tokens=0: sent.append((payload, tokens)))
+    await generate(engine, header, json.dumps({"model": "m"} | fields).encode(), answer)
+    return sent
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_decode_call_is_given_the_prompts_tokens_where_its_text_is_not_needed() -> None:
+    serving = Generating(CHUNKS)
+    assert await decode(serving, "completions", prompt="hello", stream=True) == [
+        (CHUNKS[0].encode(), 1), (CHUNKS[1].encode(), 0)
+    ]  # fmt: skip
+    for fields in ({"echo": True}, {"suffix": "x"}):
+        await decode(serving, "completions", prompt="hello", stream=True, **fields)
+    assert [request.prompt for request in serving.seen] == [[5, 6], "hello", "hello"]
+    assert serving.seen[0].kv_transfer_params == {"do_remote_prefill": True}
+    serving.seen.clear()
+    for fields in ({}, {"echo": True}, {"return_prompt_text": True}):
+        await decode(serving, "chat", stream=True, **CHAT, **fields)
+    given = [request.kv_transfer_params.get("prompt_token_ids") for request in serving.seen]
+    assert given == [[5, 6], None, None]
+
+
+async def test_a_stream_that_begins_with_an_error_has_failed_and_one_that_ends_so_has_not() -> None:
+    failed = 'data: {"error": {"message": "no", "code": 404}}\n\n'
+    with pytest.raises(Exception, match="no") as refused:
+        await decode(Generating([failed, CHUNKS[1]]), "completions", prompt="x", stream=True)
+    assert describe(refused.value)[0] == 404
+    sent = await decode(Generating([CHUNKS[0], failed]), "completions", prompt="x", stream=True)
+    assert [payload for payload, _ in sent] == [CHUNKS[0].encode(), failed.encode()]
+
+
+async def test_a_whole_answer_is_counted_by_its_usage_and_an_error_is_refused_in_vllms_words() -> None:
+    whole = SimpleNamespace(usage=SimpleNamespace(completion_tokens=31), model_dump_json=lambda: "{}")
+    assert await decode(Generating([], whole), "completions", prompt="x") == [(b"{}", 31)]
+    with pytest.raises(Exception, match="no") as refused:
+        await decode(Generating([], error(404)), "completions", prompt="x")
+    assert describe(refused.value) == (404, error_body("no", 404))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "tokens"),
+    [
+        ('data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n', 0),
+        ('data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n', 1),
+        ('data: {"choices":[{"index":0,"delta":{"content":"\\"role\\":"}}]}\n\n', 1),
+        ('data: {"choices":[{"index":0,"text":""}]}\n\n', 1),
+        ('data: {"choices":[],"usage":{}}\n\n', 0),
+        ("data: [DONE]\n\n", 0),
+    ],
+)
+async def test_tokens_are_counted_in_vllms_own_chunks(chunk: str, tokens: int) -> None:
+    assert await decode(Generating([chunk]), "completions", prompt="x", stream=True) == [
+        (chunk.encode(), tokens)
+    ]
 
 
 # -- the first prompt of an engine that starts ---------------------------------------------------------
@@ -148,7 +244,9 @@ async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving
 
     monkeypatch.setattr(LLMServer, "start", start_engine)
     server = object.__new__(PrefillServer)
-    await server.__init__(SimpleNamespace(model_id="m", multiplex_config=lambda: None))  # as Serve does
+    config = SimpleNamespace(model_id="m", multiplex_config=lambda: None, deployment_config={})
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
+        await server.__init__(config)  # as Serve does
     return serving, abandoned
 
 

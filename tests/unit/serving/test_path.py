@@ -167,6 +167,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -
     answer = await world.run()
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
+    assert answer.endswith(b"data: [DONE]\n\n")
     assert world.client.counted[-1] == "streams_lost"
 
 

@@ -4,64 +4,94 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+from ray.serve.request_router import ReplicaID, RequestRouter
 
-from eldr_serve.serving.budget import PrefillBudget
-from eldr_serve.serving.request_router import DecodeRequestRouter, PrefillRequestRouter
+from eldr_serve.serving.replicas import directory
+from eldr_serve.serving.request_router import DecodeRequestRouter, DirectoryRouter
 from eldr_serve.serving.wire import REPLICA
 
-REPLICAS: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in ("a", "b")]
+ID = DeploymentID("d")
 
 
-def router(kind: Any) -> Any:
-    made = kind.__new__(kind)
-    made.initialize_state(directory_name=f"test-{kind.__name__}")
-    made.directory.budget = PrefillBudget()
-    if kind is DecodeRequestRouter:
-        made._client = Mock(place=AsyncMock(side_effect=OverflowError))  # which cannot place anything
+def replica(name: str, **fields: Any) -> Any:
+    return SimpleNamespace(replica_id=ReplicaID(name, ID), routing_stats={}, replica_metadata={}, **fields)
+
+
+REPLICAS = [replica("a"), replica("b")]
+
+
+def router(kind: Any, **kwargs: Any) -> Any:
+    made = kind(ID, DeploymentHandleSource.UNKNOWN)
+    made.initialize_state(directory_name=f"test-{kind.__name__}", **kwargs)
     return made
+
+
+def leasing(place: Any) -> Any:
+    """A DecodeRequestRouter whose client places so."""
+    client = Mock(place=AsyncMock(side_effect=place))
+    with patch("eldr_serve.serving.request_router.RouterClient", return_value=client):
+        return router(DecodeRequestRouter, router_name="r")
 
 
 def call(request: Any, number: int = 0) -> Any:
     return SimpleNamespace(args=[request], metadata=SimpleNamespace(internal_request_id=str(number)))
 
 
-@pytest.mark.parametrize("kind", [DecodeRequestRouter, PrefillRequestRouter])
+async def chosen(routing: Any, request: Any, number: int = 0) -> str:
+    ((found,),) = await routing.choose_replicas(REPLICAS, call(request, number))
+    return found.replica_id.unique_id
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": "a\ud800b"},
-        {"prompt": 5, "kv_transfer_params": "boom"},
+        {"kv_transfer_params": "boom"},
         {"kv_transfer_params": ["boom"]},
-        {"kv_transfer_params": {"eldr_attempt": "boom"}},
-        {"kv_transfer_params": {"eldr_attempt": None}},
         {"kv_transfer_params": {"remote_num_tokens": "boom"}},
         {"kv_transfer_params": {"remote_num_tokens": 10**30}, "max_tokens": 10**30},
         {"kv_transfer_params": {"eldr_signature": 5}, "max_tokens": "boom"},
         {"kv_transfer_params": {REPLICA: ["b"]}},
-        {"messages": 5},
-        {"messages": [{"role": 5, "content": "\udfff"}]},
         {"request_id": 5},
     ],
 )
-async def test_every_call_gets_a_replica(kind: Any, fields: dict[str, Any]) -> None:
-    routing = router(kind)
-    chosen = []
-    for number in range(2):
-        ((replica,),) = await routing.choose_replicas(REPLICAS, call(SimpleNamespace(**fields), number))
-        chosen.append(replica.replica_id.unique_id)
-    assert set(chosen) <= {"a", "b"}
-    assert sum(routing._in_flight.values()) == 2
+async def test_every_call_gets_a_replica_and_those_are_spread(fields: dict[str, Any]) -> None:
+    routing = leasing(OverflowError)  # which cannot place anything
+    found = [await chosen(routing, SimpleNamespace(**fields), number) for number in range(2)]
+    assert set(found) == {"a", "b"}
 
 
-@pytest.mark.parametrize("kind", [DecodeRequestRouter, PrefillRequestRouter])
-async def test_an_addressed_call_goes_where_it_is_addressed(kind: Any) -> None:
-    routing = router(kind)
+async def test_an_addressed_call_goes_where_it_is_addressed() -> None:
+    routing = leasing(OverflowError)
     for name in ("b", "a", "b"):
-        request = SimpleNamespace(kv_transfer_params={REPLICA: name})
-        ((replica,),) = await routing.choose_replicas(REPLICAS, call(request))
-        assert replica.replica_id.unique_id == name
-    assert await routing.choose_replicas([], call(request)) == []
+        assert await chosen(routing, SimpleNamespace(kv_transfer_params={REPLICA: name})) == name
+    assert await routing.choose_replicas([], call(None)) == []
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
+
+
+async def test_a_call_that_is_sent_once_more_reads_no_blocks() -> None:
+    """Serve lost its replica unheard: the first one may have read them, which frees them for others."""
+    routing = leasing(lambda request, counts: SimpleNamespace(replica="b"))
+    request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})
+    assert await chosen(routing, request, 1) == "b"
+    with patch.object(RequestRouter, "on_replica_actor_unavailable"):
+        routing.on_replica_actor_unavailable(ReplicaID("b", ID))
+    await chosen(routing, request, 1)
+    assert request.kv_transfer_params is None
+
+
+def test_the_ingress_of_a_process_learns_which_replicas_live_and_how_to_reach_them() -> None:
+    routing = router(DirectoryRouter)
+    found = directory("test-DirectoryRouter")
+    changes = []
+    found.watch(lambda: changes.append(found.live))
+    b = replica("b")
+    b.replica_metadata = {"where": 1}
+    with patch.object(RequestRouter, "update_replicas"), patch.object(RequestRouter, "on_replica_actor_died"):
+        routing.update_replicas([b, replica("a")])
+        routing.on_replica_actor_died(ReplicaID("a", ID))
+    assert changes == [(), ("a", "b"), ("b",)]
+    assert found.metadata == {"b": {"where": 1}}

@@ -101,20 +101,6 @@ async def test_with_no_decode_replica_at_all_the_client_is_told_to_come_again() 
             await client.place(request("a"), None)
 
 
-async def test_a_lease_served_elsewhere_is_corrected() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1") as client:
-        lease = await client.place(request("a"), counts_for(1))
-        assert lease.replica == "r1"
-        client.served_by("a", "r0")
-        await settled(lambda: actor.running["a"].replica == "r0")
-        # One that ends before the correction could be sent is counted all the same.
-        await client.place(request("b"), counts_for(1))
-        client.served_by("b", "r0" if client.placements["b"].replica == "r1" else "r1")
-        client.release("b")
-        await settled(lambda: actor.state.counters["served_elsewhere"] == 2)
-
-
 async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:
     actor, loop_runs, free = FakeActor(), threading.Event(), []
 

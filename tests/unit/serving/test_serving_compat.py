@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
-from ray.serve.llm.ingress import OpenAiIngress
 
 from eldr_serve.serving import compat
 
@@ -17,10 +16,9 @@ def test_the_installed_ray_is_as_checked() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "replaced"),
     [
-        (OpenAiIngress, "_get_response", lambda self, body: None),
         (compat.VLLMEngineConfig, "get_initialization_kwargs", None),
         (LLMConfig, "__private_attributes__", {}),
-        (LLMServer, "_run_request", lambda self, request: None),
+        (LLMServer, "_start_engine", lambda self: None),
     ],
 )
 def test_another_ray_is_refused(

@@ -1,0 +1,98 @@
+"""Ends of a channel in processes of their own, which are killed and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from test_channel import SECRET, Engine, until
+
+from eldr_serve.channel import Channel, ChannelLost, Chunk
+
+_ENGINE = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from test_channel import Engine
+
+async def main():
+    engine = Engine()
+    print(await engine.server.start("127.0.0.1"), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+_INGRESS = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from eldr_serve.channel import Channel
+
+async def main():
+    channel = await Channel.connect("127.0.0.1", {port}, {secret!r})
+    calls = [channel.call("wait", {{}}) for _ in range(3)]
+    print("called", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def process(code: str, **values: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """The process and the first line that it says."""
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code.format(path=sys.path, **values), stdout=asyncio.subprocess.PIPE
+    )
+    assert started.stdout is not None
+    try:
+        yield started, (await started.stdout.readline()).decode().strip()
+    finally:
+        with suppress(ProcessLookupError):
+            started.kill()
+        await started.wait()
+
+
+@pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.5)])
+async def test_an_engine_that_is_killed_or_stopped_loses_its_calls(how: int, within_s: float) -> None:
+    async with process(_ENGINE) as (engine, port):
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
+        call = channel.call("wait", {})
+        assert await call.read()
+        engine.send_signal(how)
+        async with asyncio.timeout(10 * within_s):  # the bound is on an idle machine
+            with pytest.raises(ChannelLost):
+                await call.read()
+        assert not channel.open
+
+
+async def test_the_calls_of_an_ingress_that_is_killed_end() -> None:
+    engine = Engine()
+    port = await engine.server.start("127.0.0.1")
+    async with process(_INGRESS, port=port, secret=SECRET) as (ingress, _):
+        await until(lambda: len(engine.running) == 3)
+        ingress.send_signal(signal.SIGKILL)
+        await until(lambda: not engine.running)
+    await engine.server.stop()
+
+
+async def test_a_stopped_engine_that_goes_on_has_ended_what_was_lost() -> None:
+    """The ingress closed the channel meanwhile: the engine's calls are cancelled when it wakes."""
+    async with process(_ENGINE) as (engine, port):
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
+        call = channel.call("wait", {})
+        assert await call.read()
+        engine.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(ChannelLost, match="silent"):
+            await call.read()
+        assert time.monotonic() - started > 1  # it was given time to be late
+        engine.send_signal(signal.SIGCONT)
+        again = await Channel.connect("127.0.0.1", int(port), SECRET)
+        await asyncio.sleep(0.2)
+        assert await again.call("running", {}).read() == Chunk(b"running", 0)  # the lost one is not
+        again.close("the test ends")
