@@ -47,7 +47,7 @@ from benchmarks.harness.client import (
 from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.harness.engines import our_arguments, process, ray_pd_arguments, vllm_servers, wait_http
 from benchmarks.harness.prompts import bodies
-from eldr_serve.serving.ray_settings import QUIET, SHORT_WAY
+from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.results import publish
@@ -62,16 +62,18 @@ _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
 @contextmanager
 def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[_Send]:
-    with local_ray(http_port=port, environment=SHORT_WAY | QUIET if system == "eldr" else {}):
+    with local_ray(http_port=port, environment=QUIET if system == "eldr" else {}):
         from ray import serve
         from ray.serve.llm import build_pd_openai_app
 
         from eldr_serve.serving.app import build_app
 
         ours = system.startswith("eldr")
+        if system == "eldr":
+            arguments = arguments | {"ingress": {"port": port + 1}}
         build = build_app(arguments) if ours else build_pd_openai_app(ray_pd_arguments(arguments))
         serve.run(build, name=system, route_prefix="/")
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
         if ours:
             wait_ready(url, 240)
         yield lambda http, body: complete(http, url, body)

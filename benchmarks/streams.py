@@ -7,8 +7,9 @@ is the serving layer's own limit. Read failures (goal: none at 2,000 open stream
 stays below offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time
 of all processes but the client's, without what they take when idle (idle_pct, of a core).
 
-Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of the ingress's own port, `direct` that
-port itself; with `-quiet`, Ray's idle cost is lowered (eldr_serve/serving/ray_settings.py).
+Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own`
+the ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
+(eldr_serve/serving/ray_settings.py).
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ import typer
 from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.harness.cluster import local_ray, wait_ready
-from eldr_serve.serving.ray_settings import QUIET, SHORT_WAY
+from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.results import publish
 
 _WAYS: dict[str, dict[str, str]] = {
     "proxy": {},
-    "haproxy": SHORT_WAY,
-    "direct": {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "1"},
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
+    "own": {},
 }
-_DIRECT_PORT = 30000  # the first of those that Serve gives to ingress replicas
 _IDLE_S = 10.0
 
 
@@ -77,10 +77,11 @@ def _measure(
         from benchmarks.harness.fakes import MODEL, fake_application
 
         application = fake_application(
-            decode_replicas=decode_replicas, prefill_s=prefill_s, gap_s=gap_s, seed=seed
-        )
+            decode_replicas=decode_replicas, prefill_s=prefill_s, gap_s=gap_s, seed=seed,
+            own_port=port + 1 if way.startswith("own") else None,
+        )  # fmt: skip
         serve.run(application, name="bench-streams", route_prefix="/")
-        url = f"http://127.0.0.1:{_DIRECT_PORT if way.startswith('direct') else port}"
+        url = f"http://127.0.0.1:{port + 1 if way.startswith('own') else port}"
         wait_ready(url)
         asyncio.run(_load(url, MODEL, 20, 2, 0.5))
         before_s = _cpu_s()
@@ -111,8 +112,8 @@ def _measure(
 def streams(
     counts: Annotated[str, typer.Option(help="Concurrent streams, one row each.")] = "500,1000,2000",
     ways: Annotated[
-        str, typer.Option(help="Ways to the ingress: proxy, haproxy, direct, each also with -quiet.")
-    ] = "proxy,haproxy,haproxy-quiet,direct-quiet",
+        str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
+    ] = "proxy,haproxy,own,own-quiet",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens a stream.")] = 20,
     gap_ms: Annotated[float, typer.Option(min=0, help="Between two tokens of a stream, ms.")] = 1000.0,

@@ -26,8 +26,9 @@ import yaml
 from rich.console import Console
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.client import Client
+from eldr_serve.client import Client, ServiceError
 from eldr_serve.files import write_whole
+from eldr_serve.serving.ray_settings import QUIET
 from loadgen.figures import method, policy_rows
 from loadgen.report import distributions, load_over_time, page
 from loadgen.trial import Shape, Trial, drive
@@ -84,11 +85,14 @@ def _command(module: str, *arguments: object, log: Path) -> None:
 
 @contextmanager
 def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> Iterator[Client]:
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise BadInput(f"something listens at port {port} already; give another --port")
+    for wanted in (port, port + 1):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", wanted)) == 0:
+                raise BadInput(f"something listens at port {wanted} already; give another --port")
     # Before ray is imported: a cluster of this demo alone, which needs no token and reports to nobody.
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     import ray
     from ray import serve
 
@@ -96,6 +100,7 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
     for role in ("prefill_config", "decode_config"):
         arguments[role]["model_loading_config"]["model_source"] = str(model)
     arguments["admin_key"] = KEY
+    arguments["ingress"] = arguments.get("ingress", {}) | {"port": port}
     for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     service = Client(f"http://127.0.0.1:{port}", KEY)
@@ -112,7 +117,7 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
                     object_store_memory=400_000_000,
                     include_dashboard=dashboard,
                 )
-                serve.start(http_options={"host": "127.0.0.1", "port": port})
+                serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
                 tell("importing Ray Serve LLM and vLLM")
                 application = builder.result()(arguments)
             target = serve.RunTarget(application, name="eldr", route_prefix="/")
@@ -122,8 +127,8 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
                     raise BadInput(f"the application did not start: {state.message}")
                 tell(_replicas_up(state.deployments))
                 time.sleep(_POLL_S)
-            while not (ingress := service.status()["ingress"])["ready"]:
-                tell(f"{ingress['warm_pairs']} pairs of engines have exchanged KV trials")
+            while not (ingress := _ingress_status(service)).get("ready"):
+                tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV trials")
                 time.sleep(0.5)
         if dashboard:
             console.print(f"Ray's dashboard: http://{context.dashboard_url}", soft_wrap=True)
@@ -132,6 +137,15 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
         with _step("stopping everything"):
             serve.shutdown()
             ray.shutdown()
+
+
+def _ingress_status(service: Client) -> dict[str, Any]:
+    """Empty while the ingress does not listen yet."""
+    try:
+        found: dict[str, Any] = service.status()["ingress"]
+    except ServiceError:
+        return {}
+    return found
 
 
 def _builder() -> Callable[[dict[str, Any]], Any]:
@@ -191,7 +205,7 @@ def demo(
     seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 15,
     rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
     calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 100,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and clustering.")] = 0,
     keep: Annotated[

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -70,8 +70,9 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
     """Until our application there has every pair of engines warm; BadInput after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        status = httpx.get(f"{url}/eldr/status", timeout=30)
-        if status.status_code == 200 and status.json()["ingress"]["ready"]:
-            return
+        with suppress(httpx.TransportError):  # it does not listen yet
+            status = httpx.get(f"{url}/eldr/status", timeout=30)
+            if status.status_code == 200 and status.json()["ingress"]["ready"]:
+                return
         time.sleep(0.5)
     raise BadInput(f"the application was not ready within {seconds:.0f} s")

@@ -121,8 +121,14 @@ class _Stream:
         return self._left > 0
 
 
-def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, seed: int) -> Application:
-    """Our ingress, router actor and channels over engines that compute nothing."""
+def fake_application(
+    *, decode_replicas: int, prefill_s: float, gap_s: float, seed: int, own_port: int | None = None
+) -> Application:
+    """Our ingress, router actor and channels over engines that compute nothing.
+
+    Args:
+        own_port: see IngressOptions.port.
+    """
     name = "bench-streams"
 
     def deployed(engine: type[FakeEngine], directory_name: str, replicas: int) -> Any:
@@ -139,7 +145,7 @@ def fake_application(*, decode_replicas: int, prefill_s: float, gap_s: float, se
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
-    limits = IngressOptions()
+    limits = IngressOptions(port=own_port)
     ingress = serve.deployment(
         serve.ingress(http_application)(EldrIngress),
         name="EldrIngress",

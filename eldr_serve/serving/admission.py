@@ -33,6 +33,14 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
 
     _renamed = renamed(prewarm=None, router_timeout_s=None)
 
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="port at which each ingress replica answers HTTP itself, past Serve's proxy; replicas of "
+        "one node share it; none: Serve's proxy alone",
+    )
+    host: str = Field(default="127.0.0.1", description="where it listens; 0.0.0.0: everywhere")
     max_in_flight: int = Field(
         default=4096, ge=1, description="requests in one ingress replica; more get 429 before prefill"
     )

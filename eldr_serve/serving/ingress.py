@@ -37,6 +37,7 @@ from eldr_serve.serving.admission import (
 from eldr_serve.serving.decode_router import actor_name, connect
 from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused, sentence
 from eldr_serve.serving.fleet import Fleet
+from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
 from eldr_serve.serving.replicas import directory
 from eldr_serve.serving.router_client import RouterClient
@@ -101,6 +102,7 @@ class EldrIngress:
             engines=engines, handles=[prefill, decode], client=self._client, model_id=router.model_id
         )
         self._started: asyncio.Task[None] | None = None
+        self._http: HttpServer | None = None
 
     async def check_health(self) -> None:
         """Called by Serve from the start on; the first call starts the background work."""
@@ -115,7 +117,14 @@ class EldrIngress:
         except (RayError, TimeoutError) as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
+        if self.gate.options.port is not None:
+            self._http = HttpServer(application(), self.gate.options.host, self.gate.options.port)
         await self._warmup.run()
+
+    async def __del__(self) -> None:
+        """Serve's hook before it ends the replica: answers end first."""
+        if self._http is not None:
+            await self._http.drain()
 
     async def stop(self) -> None:
         """End the background work and all channels."""

@@ -218,7 +218,7 @@ class RouterClient:
 
     def _withdraw(self, request_id: str) -> None:
         self._released.append(request_id)
-        self.link.wake()
+        self.link.wake_soon()
 
     # -- what the link asks and tells (see router_link.Desk) -----------------------------------------
 
@@ -287,7 +287,7 @@ class RouterClient:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._progress or self._events)
+        return bool(self._released or self._progress or self._events)
 
     @property
     def waits(self) -> bool:

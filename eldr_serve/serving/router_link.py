@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 5.0
 _PROGRESS_S = 0.25
+_RIDE_S = 0.02  # a call costs the actor more than the news is worth
 _RECONNECT_S = 0.25
 _POLL_S = 5.0
 
@@ -107,6 +108,14 @@ class RouterLink:
     def wake(self) -> None:
         """There is something to tell."""
         self._news.set()
+
+    def wake_soon(self) -> None:
+        """There is something to tell with the next call, if one goes soon, or else by itself."""
+        asyncio.get_running_loop().call_later(_RIDE_S, self._wake_for_news)
+
+    def _wake_for_news(self) -> None:
+        if self._desk.has_news:
+            self._news.set()
 
     def poll(self) -> None:
         """There is something to fetch out of the decode queue."""

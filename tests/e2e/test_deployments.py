@@ -38,8 +38,7 @@ def arguments(name: str) -> dict[str, Any]:
 
 def engines(app: Any) -> tuple[Any, Any]:
     bound = app._bound_deployment.init_kwargs
-    (decode,) = bound["llm_deployments"].values()
-    return bound["prefill"]._bound_deployment, decode._bound_deployment
+    return bound["prefill"]._bound_deployment, bound["decode"]._bound_deployment
 
 
 def test_no_deployment_is_untested() -> None:

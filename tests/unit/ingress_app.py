@@ -31,6 +31,11 @@ _OPENAPI = openapi_document()
 answers = answering(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
 
 
+class _Ingress(ingress.EldrIngress):
+    def __del__(self) -> None:
+        """Serve's is asynchronous, and awaited by Serve alone."""
+
+
 class App:
     """A running ingress and a client of it. Its engines look at a request as vLLM does, then answer."""
 
@@ -82,7 +87,7 @@ async def running_app(
         patch.object(ingress, "Fleet", lambda directory: next(fleets)),
         patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),
     ):
-        app.ingress = ingress.EldrIngress(
+        app.ingress = _Ingress(
             prefill=healthy,
             decode=healthy,
             model_card={"id": "m", "object": "model"},
