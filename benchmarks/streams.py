@@ -39,6 +39,7 @@ _WAYS: dict[str, dict[str, str]] = {
     "own": {},
 }
 _IDLE_S = 10.0
+_TIMEOUT_S = 120.0  # a stream that takes longer has failed
 
 
 def _cpu_s() -> float:
@@ -53,7 +54,7 @@ def _cpu_s() -> float:
 
 async def _load(url: str, model: str, streams: int, tokens: int, ramp_s: float) -> list[Answer]:
     body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens}
-    async with session() as http:
+    async with session(_TIMEOUT_S) as http:
 
         async def one(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / streams)

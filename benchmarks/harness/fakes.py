@@ -83,6 +83,7 @@ class FakeDecode(FakeEngine):
     async def __init__(self, gap_s: float) -> None:  # type: ignore[misc]
         self._gap_steps = max(1, round(gap_s / _STEP_S))
         self._due: defaultdict[int, list[_Stream]] = defaultdict(list)  # by step
+        self._number = 0  # of the newest step
         self._steps = asyncio.get_running_loop().create_task(self._step())
         await super().__init__()
 
@@ -90,20 +91,17 @@ class FakeDecode(FakeEngine):
         """The stream of a decode call."""
         chunk = f'data: {{"id":"{header["id"]}","choices":[{{"index":0,"text":" token"}}]}}\n\n'.encode()
         stream = _Stream(answer, chunk, msgspec.json.decode(body).get("max_tokens") or 1)
-        self._due[self._now() + 1].append(stream)
+        self._due[self._number + 1].append(stream)
         await stream.ended.wait()
 
-    def _now(self) -> int:
-        return int(time.monotonic() / _STEP_S)
-
     async def _step(self) -> None:
-        number = self._now()
+        start = time.monotonic()
         while True:
-            number += 1
-            await asyncio.sleep(number * _STEP_S - time.monotonic())
-            for stream in self._due.pop(number, ()):
+            await asyncio.sleep(start + (self._number + 1) * _STEP_S - time.monotonic())
+            self._number += 1
+            for stream in self._due.pop(self._number, ()):
                 if stream.step():
-                    self._due[number + self._gap_steps].append(stream)
+                    self._due[self._number + self._gap_steps].append(stream)
 
 
 class _Stream:
