@@ -140,6 +140,7 @@ class Channel(Peer):
         Args:
             changed: called when the channel is not `open` any more.
         """
+        channel: Channel | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, channel = await asyncio.get_running_loop().create_connection(
@@ -147,6 +148,8 @@ class Channel(Peer):
                 )
                 await channel.welcome
         except (OSError, TimeoutError) as error:
+            if channel is not None:
+                channel.close("it does not answer")
             raise ChannelLost(f"no channel to {host}:{port}: {error or 'it does not answer'}") from error
         return channel
 

@@ -144,9 +144,11 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
     profile = profiles(there, where, workers)
     length = np.linalg.norm(profile, axis=1)
     similarity = np.divide(profile @ deviation, length, out=np.zeros(workers), where=length > 0)
-    price = policy.added_cost(newcomer, load) * (1 + strength * (similarity.max() - similarity))
+    added = policy.added_cost(newcomer, load)
+    price = added * (1 + strength * (similarity.max() - similarity))
     chosen = policy.select(newcomer, load, rng).worker
-    assert price[chosen] <= price.min() * 1.01 + strength * 1e-3 * COST.fixed_s  # cells are kept in 8 bits
+    # Cells are kept in 8 bits: a similarity is off by up to 1e-3, and its worker's price with it.
+    assert price[chosen] <= price.min() * 1.01 + strength * 1e-3 * added[chosen]
 
 
 def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None:
