@@ -249,7 +249,7 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind
         async def one(name: str) -> None:
             counts = counts_for(rng.randrange(2))
             try:
-                lease = await client.place(request(name), counts, wait_s=rng.choice([0.02, 1.0]))
+                lease = await client.place(request(name), counts, wait_s=rng.choice([0.005, 1.0]))
                 assert client.placements[name] is lease
                 await asyncio.sleep(rng.expovariate(40))
                 ends[name] = "granted"
