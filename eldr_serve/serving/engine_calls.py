@@ -29,6 +29,8 @@ from eldr_serve.serving.plain_stream import PlainStream, is_plain
 
 logger = logging.getLogger(__name__)
 
+_MAX_PATTERN_TOKENS = 1024
+
 _REQUESTS: dict[str, TypeAdapter[Any]] = {
     method: TypeAdapter(request)
     for method, request in {
@@ -77,6 +79,10 @@ def parse_request(method: str, header: dict[str, Any], body: bytes) -> Any:
     request = request.model_copy(
         update={name: value for name, value in ours.items() if name in known and value}
     )
+    detection = getattr(request, "repetition_detection", None)
+    if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
+        # vLLM's scheduler tries each size at each token, before all other requests go on.
+        raise Refused(f"repetition_detection.max_pattern_size is at most {_MAX_PATTERN_TOKENS}", status=400)
     return _sound_messages(request) if "messages" in known else request
 
 
