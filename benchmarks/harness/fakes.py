@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,21 +32,21 @@ _PROMPT_TOKENS = 300
 _STEP_S = 0.03
 
 
-class FakeEngine:
+class FakeEngine(ABC):
     """An engine's replica: its channel, and nothing behind it."""
 
     async def __init__(self) -> None:  # type: ignore[misc]
         self._address, self._channel = await open_channel(self.answer, MAX_CALLS)
 
+    @abstractmethod
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call."""
-        raise NotImplementedError
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """As EngineServer's."""
         return {METADATA: asdict(self._address)}
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> None:  # noqa: B027 - that is all there is to it
         """Always well."""
 
 

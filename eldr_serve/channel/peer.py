@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from typing import cast
 
 from eldr_serve.channel.frames import PING_S, BrokenFrame, Frames, Kind, frame
@@ -13,7 +14,7 @@ logger = logging.getLogger(__name__)
 _PING = frame(Kind.PING)
 
 
-class Peer(asyncio.Protocol):
+class Peer(asyncio.Protocol, ABC):
     """One end of a connection.
 
     Args:
@@ -33,13 +34,13 @@ class Peer(asyncio.Protocol):
 
     # -- for the two ends ------------------------------------------------------------------------
 
+    @abstractmethod
     def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
         """A frame has come; BrokenFrame if it makes no sense."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self, reason: str) -> None:
         """The connection is over."""
-        raise NotImplementedError
 
     def say(self, *parts: bytes) -> None:
         """Send these bytes with whatever else is said in this turn of the loop."""

@@ -69,6 +69,6 @@ def sentence(error: BaseException) -> str:
 
 def error_body(message: str, status: int) -> bytes:
     """An OpenAI-like error, JSON."""
-    kind = "overloaded" if status in (429, 503) else "invalid_request_error"
-    kind = "internal_error" if status == 500 else kind
+    kinds = {429: "overloaded", 503: "overloaded", 500: "internal_error"}
+    kind = kinds.get(status, "invalid_request_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()

@@ -139,7 +139,7 @@ class EldrIngress:
     async def generate(self, method: str, request: Request) -> Response:
         """Chat and text completions."""
         body = await request.body()
-        asked = self._asked(parse_json(body))
+        asked = self._asked(body)
         count, most = sequences(asked), self.gate.options.max_sequences
         if count > most:
             raise BadRequest(f"{count} answers are asked for (prompts x n), the most allowed are {most}")
@@ -181,7 +181,7 @@ class EldrIngress:
     async def other(self, method: str, request: Request) -> Response:
         """An endpoint that generates nothing: any decode engine's answer, as it is."""
         body = await request.body()
-        self._asked(parse_json(body))
+        self._asked(body)
         in_flight = self._decode.in_flight
         if not in_flight:
             raise Overloaded("no decode replica can be reached")
@@ -193,7 +193,8 @@ class EldrIngress:
             call.cancel()
         return Response(chunk.payload if chunk else b"", media_type="application/json")
 
-    def _asked(self, fields: Any) -> Asked:
+    def _asked(self, body: bytes) -> Asked:
+        fields = parse_json(body)
         if not isinstance(fields, dict):
             raise BadRequest("the body must be a JSON object")
         try:

@@ -116,6 +116,14 @@ class _Run:
     failed: list[str] = field(default_factory=list)  # decode replicas
 
 
+async def prefill_answer(call: Call) -> Any:
+    """What a prefill call says of the prompt (see engine_calls.prefill); ChannelLost if it says nothing."""
+    chunk = await call.read()
+    if chunk is None:
+        raise ChannelLost("it answered nothing")
+    return msgspec.msgpack.decode(chunk.payload)
+
+
 class _DecodeFailed(Exception):  # noqa: N818
     """A decode call ended before its first token. `alive`: its replica is there and said so itself."""
 
@@ -248,10 +256,7 @@ class RequestPath:
         try:
             header = prefill_header(request.method, request_id, request.headers)
             call = fleet.call(replica, "prefill", header, request.body)
-            chunk = await call.read()
-            if chunk is None:
-                raise ChannelLost("it answered nothing")
-            found = msgspec.msgpack.decode(chunk.payload)
+            found = await prefill_answer(call)
             self._client.count("prefills")
             self.stages.record(prefill=time.monotonic() - called_at)
             return Prefilled(

@@ -13,6 +13,8 @@ from typing import Any
 
 import pydantic_core
 
+from eldr_serve.serving.wire import several_prompts
+
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
 
@@ -24,12 +26,10 @@ def is_plain(serving: Any, request: Any) -> bool:
         serving: vLLM's OpenAI serving object.
         request: ChatCompletionRequest or CompletionRequest.
     """
-    options, prompt = request.stream_options, getattr(request, "prompt", None)
-    one_answer = (request.n or 1) == 1 and (
-        not isinstance(prompt, list) or (bool(prompt) and isinstance(prompt[0], int))
-    )
+    options = request.stream_options
     return (
-        one_answer
+        (request.n or 1) == 1
+        and not several_prompts(getattr(request, "prompt", None))
         and (request.logprobs is None or request.logprobs is False)  # a completion's 0 asks for some
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)

@@ -10,13 +10,12 @@ import asyncio
 import logging
 import uuid
 
-import msgspec
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import CallFailed, ChannelLost
-from eldr_serve.serving.path import Engines
+from eldr_serve.serving.path import Engines, prefill_answer
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.wire import decode_header, prefill_header, signature_of, warm_up_body
 
@@ -76,10 +75,7 @@ class Warmup:
         request_id = f"warm-{uuid.uuid4().hex}"
         body = warm_up_body(self._model_id)
         header = prefill_header("completions", f"{request_id}-p")
-        chunk = await self._engines.prefill.call(prefill, "prefill", header, body).read()
-        if chunk is None:
-            raise ChannelLost("it answered nothing")
-        found = msgspec.msgpack.decode(chunk.payload)
+        found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
         counts = signature_of(found["kv"])
         if counts is None:
             logger.warning("prefill replica %s sends no expert signatures, its pairs stay cold", prefill)

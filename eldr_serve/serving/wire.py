@@ -66,7 +66,7 @@ def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
 
 def sequences(asked: Asked) -> int:
     """How many answers are asked for: prompts x n; vLLM does not read `best_of`."""
-    prompts = len(asked.prompt) if _several(asked.prompt) else 1
+    prompts = len(asked.prompt) if several_prompts(asked.prompt) else 1
     if isinstance(asked.prompt_embeds, list):
         prompts += len(asked.prompt_embeds)
     return max(prompts, 1) * max(asked.n or 1, 1)
@@ -87,7 +87,7 @@ def needs_whole_engine(method: str, asked: Asked) -> str | None:
     if asked.prompt_logprobs is not None:
         return "prompt-logprobs"
     if method == "completions":
-        if _several(asked.prompt):
+        if several_prompts(asked.prompt):
             return "several-prompts"
         if asked.prompt is None:
             return "prompt-embeddings"
@@ -96,7 +96,8 @@ def needs_whole_engine(method: str, asked: Asked) -> str | None:
     return None
 
 
-def _several(prompt: Any) -> bool:
+def several_prompts(prompt: Any) -> bool:
+    """Whether it is a list of prompts, be there but one, and not one of tokens."""
     return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))
 
 
