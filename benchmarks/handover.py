@@ -4,12 +4,12 @@
 
 Real engines behind the real ingress, at one request in flight (idle) and at several (load):
 
-    place       router: score, one call to the actor
+    place       router: score, one call over its channel
     engine      decode replica: from the call's arrival to its first chunk. Of it
       admit       until the engine core has the request
       wait        KV pull, and until the first step is scheduled
       step        the first decode step
-    transport   the rest: Serve chooses the replica, sends the call, and sends the first chunk back
+    transport   the rest: the call's way over the channel, and the first chunk's back
 
 The ingress times the hand-over and `place` itself (/eldr/status), a timed subclass of our decode server
 the engine's part. NIXL's own transfer time comes from Ray's metrics, which keep a histogram's buckets
@@ -89,7 +89,7 @@ def handover(
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
-    port: Annotated[int, typer.Option(help="HTTP port; the next one is for metrics.")] = 8320,
+    port: Annotated[int, typer.Option(help="First of three HTTP ports.")] = 8320,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -97,14 +97,15 @@ def handover(
     allow_open_files(8192)
     work = bodies(prompts, count=1024, max_tokens=max_tokens, seed=seed)
     rows = []
-    with local_ray(http_port=port, metrics_port=port + 1):
+    with local_ray(http_port=port + 2, metrics_port=port + 1):
         from ray import serve
 
         from benchmarks.harness.timed_decode import TimedDecodeServer
         from eldr_serve.serving.app import build_app
 
         with patch("eldr_serve.serving.app.DecodeServer", TimedDecodeServer):
-            application = build_app(our_arguments(deployment, model, decode_replicas=1))
+            arguments = our_arguments(deployment, model, decode_replicas=1)
+            application = build_app(arguments | {"ingress": {"port": port}})
         serve.run(application, name="eldr", route_prefix="/")
         url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
         wait_ready(url, 180)

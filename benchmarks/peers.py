@@ -4,7 +4,7 @@
     python -m benchmarks.peers --vllm-router-venv router-venv
 
 Systems:
-    eldr           this package on its short way: HAProxy, ingress, channels to the engines
+    eldr           this package: the ingress's own port, channels to the engines
     ray-pd         Ray Serve LLM's build_pd_openai_app: decode replica first, which calls prefill
     no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
     eldr-proxy     the same, through Ray Serve's own proxy
@@ -15,6 +15,14 @@ One system runs at a time, for idle engines with NIXL's progress thread would sl
 in random order within each round, engines are started anew in each. Rows are medians over rounds.
 `--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
 can be made in several short runs.
+
+The whole product against the whole peer, engines that spend their time on experts:
+
+    python -m benchmarks.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
+        --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 60 --warm-up 160 \\
+        --min-tokens 32 --max-tokens 96 --systems eldr,vllm-router-polled \\
+        --router-policies random,round_robin,power_of_two,consistent_hash,cache_aware \\
+        --vllm-router-venv router-venv --rounds 2 --out benchmarks/results/peers_4d.json
 """
 
 from __future__ import annotations
@@ -45,8 +53,10 @@ from benchmarks.harness.client import (
     summary,
 )
 from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
-from benchmarks.harness.engines import our_arguments, process, ray_pd_arguments, vllm_servers, wait_http
+from benchmarks.harness.engines import process, ray_pd_arguments, vllm_servers, wait_http
+from benchmarks.harness.live import wide_arguments
 from benchmarks.harness.prompts import bodies
+from benchmarks.harness.replay import widened
 from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.journal import Journal
@@ -131,11 +141,16 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
     return await complete(http, urls["decode"][0], body | {"kv_transfer_params": params}, start)
 
 
-async def _trial(send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]]) -> Any:
-    """One row for each load; a few requests first that do not count."""
+async def _trial(
+    send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
+) -> Any:
+    """One row for each load; `warm_up` requests first that do not count."""
     found = {}
     async with session(_TIMEOUT_S) as http:
-        await closed_loop(lambda n: send(http, work[n]), requests=16, in_flight=8)
+        first = work[::-1]
+        await closed_loop(
+            lambda n: send(http, first[n % len(first)]), requests=warm_up, in_flight=max(8, max(loads))
+        )
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
             answers = await closed_loop(
@@ -172,10 +187,14 @@ def peers(
         int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
     ] = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests before them, in no figure.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
+    min_tokens: Annotated[int | None, typer.Option(min=2, help="At least; as many if not given.")] = None,
+    intermediate: options.Intermediate = 32,
+    stream_interval: options.Interval = 1,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
-    model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
+    work: options.Work = options.WORK,
     prompts: options.Prompts = options.PROMPTS,
     vllm_router_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
@@ -192,12 +211,13 @@ def peers(
     unwind_on_sigterm()
     allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv, router_policies)
-    arguments = our_arguments(deployment, model, decode_replicas)
-    work = bodies(prompts, count=512, max_tokens=max_tokens, seed=seed)
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
+    asked = bodies(prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
     loads = [int(load) for load in in_flight.split(",")]
     inputs: dict[str, Any] = {
-        "requests": requests, "max_tokens": max_tokens, "decode_replicas": decode_replicas,
-        "deployment": deployment.stem, "prompts": prompts.name,
+        "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
+        "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
+        "stream_interval": stream_interval, "deployment": deployment.stem, "prompts": prompts.name,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
@@ -215,11 +235,11 @@ def peers(
         for group in order.sample([g for g in groups if g], k=sum(map(bool, groups))):
             if group[0] in RAY_SYSTEMS:
                 with _serve(group[0], arguments, port) as send:
-                    keep(group[0], asyncio.run(_trial(send, loads, requests, work)))
+                    keep(group[0], asyncio.run(_trial(send, loads, requests, asked, warm_up)))
             else:
                 with _servers(group, arguments, port, vllm_router_venv) as sends:
                     for system in order.sample(group, k=len(group)):
-                        keep(system, asyncio.run(_trial(sends[system], loads, requests, work)))
+                        keep(system, asyncio.run(_trial(sends[system], loads, requests, asked, warm_up)))
     if not trials:
         raise BadInput("there is no trial to report")
     publish(

@@ -42,13 +42,14 @@ class Caller:
     def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
         from eldr_serve.serving.decode_router import connect
         from eldr_serve.serving.replicas import ReplicaDirectory
+        from eldr_serve.serving.router_calls import RouterCalls
         from eldr_serve.serving.router_client import RouterClient
         from eldr_serve.serving.router_settings import RouterSettings
 
         replicas = ReplicaDirectory()
         replicas.publish({f"replica-{number:04d}": {} for number in range(workers)})
         spec = RouterSettings(model_id="m", policy="locality-band", table=table)
-        self._client = RouterClient(lambda: connect(name, spec), replicas, timeout_s=10.0)
+        self._client = RouterClient(RouterCalls(lambda: connect(name, spec)), replicas, timeout_s=10.0)
         self._table = RoutingTable.from_bytes(table)
         self._prompts = prompts
         self._number = 0

@@ -5,7 +5,8 @@
 HTTP, the way to the ingress, our ingress, router actor and channels are real; the engines only wait. So this
 is the serving layer's own limit. Read failures (goal: none at 2,000 open streams), tokens_per_s (where it
 stays below offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time
-of all processes but the client's, without what they take when idle (idle_pct, of a core).
+of all processes but the client's, without what they take when idle (idle_pct, of a core), and its parts.
+A request's own cost (HTTP, prefill call, placement) is in it, so longer answers have a smaller one.
 
 Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own`
 the ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
@@ -18,8 +19,10 @@ import asyncio
 import multiprocessing
 import os
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from itertools import product
 from typing import Annotated, Any
 
 import httpx
@@ -42,18 +45,24 @@ _IDLE_S = 10.0
 _TIMEOUT_S = 120.0  # a stream that takes longer has failed
 
 
-def _cpu_s() -> float:
-    """CPU time so far of all processes that this one has started, s."""
-    total = 0.0
+_PARTS = {"ingress": "EldrIngress", "router": "DecodeRouter", "engines": "Fake", "proxy": "Proxy"}
+
+
+def _cpu_s() -> Counter[str]:
+    """CPU time so far of all processes that this one has started, by what they are, s."""
+    spent: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
+            times, command = process.cpu_times(), " ".join(process.cmdline())
+            name = next((name for name, mark in _PARTS.items() if mark in command), "ray")
+            spent["proxy" if "haproxy" in command else name] += times.user + times.system
+    return spent
 
 
-async def _load(url: str, model: str, streams: int, tokens: int, ramp_s: float) -> list[Answer]:
-    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens}
+async def _load(
+    url: str, model: str, streams: int, tokens: int, gap_ms: float, ramp_s: float
+) -> list[Answer]:
+    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens, "gap_ms": gap_ms}
     async with session(_TIMEOUT_S) as http:
 
         async def one(number: int) -> Answer:
@@ -64,10 +73,10 @@ async def _load(url: str, model: str, streams: int, tokens: int, ramp_s: float) 
 
 
 def _measure(
-    way: str, counts: list[int], tokens: int, gap_s: float, ramp_s: float, prefill_s: float,
+    way: str, counts: list[int], loads: list[tuple[int, float]], ramp_s: float, prefill_s: float,
     decode_replicas: int, port: int, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One row a count. In a process of its own: Ray Serve reads its mode when it is imported."""
+    """One row a count and load. In a process of its own: Ray Serve reads its mode when it is imported."""
     allow_open_files(65536)
     os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # nobody else is told of a replica
     os.environ |= _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
@@ -78,36 +87,56 @@ def _measure(
         from benchmarks.harness.fakes import MODEL, fake_application
 
         application = fake_application(
-            decode_replicas=decode_replicas, prefill_s=prefill_s, gap_s=gap_s, seed=seed,
+            decode_replicas=decode_replicas, prefill_s=prefill_s, seed=seed,
             own_port=port + 1 if way.startswith("own") else None,
         )  # fmt: skip
         serve.run(application, name="bench-streams", route_prefix="/")
         url = f"http://127.0.0.1:{port + 1 if way.startswith('own') else port}"
         wait_ready(url)
-        asyncio.run(_load(url, MODEL, 20, 2, 0.5))
-        before_s = _cpu_s()
+        asyncio.run(_load(url, MODEL, 20, 2, 0.0, 0.5))
+        before = _cpu_s()
         time.sleep(_IDLE_S)
-        idle = (_cpu_s() - before_s) / _IDLE_S
-        for count in counts:
-            before_s, start = _cpu_s(), time.perf_counter()
-            answers = asyncio.run(_load(url, MODEL, count, tokens, ramp_s))
-            spent_s = _cpu_s() - before_s - idle * (time.perf_counter() - start)
+        idle = {name: (after - before[name]) / _IDLE_S for name, after in _cpu_s().items()}
+        for count, (tokens, gap_ms) in product(counts, loads):
+            before, start = _cpu_s(), time.perf_counter()
+            answers = asyncio.run(_load(url, MODEL, count, tokens, gap_ms, ramp_s))
+            took_s, after = time.perf_counter() - start, _cpu_s()
             got = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
-            offered_s = ramp_s + prefill_s + (tokens - 1) * gap_s
+            us = {
+                name: 1e6 * (after[name] - before[name] - idle.get(name, 0.0) * took_s) / max(got, 1)
+                for name in after
+            }
+            offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
             rows.append(
-                {"way": way, "streams": count, "most_open": most_open(answers)}
+                {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
+                | {"most_open": most_open(answers)}
                 | summary(answers)
                 | {
                     "offered_tokens_per_s": count * tokens / offered_s,
-                    "server_us_per_token": 1e6 * spent_s / max(got, 1),
-                    "idle_pct": 100 * idle,
+                    "server_us_per_token": sum(us.values()),
+                }
+                | {f"{name}_us_per_token": us.get(name, 0.0) for name in (*_PARTS, "ray")}
+                | {
+                    "idle_pct": 100 * sum(idle.values()),
                     "leases_left": status["ingress"]["leases"],
                     "errors": errors(answers),
                 }
             )
-            typer.echo(f"{way}, {count} streams: {rows[-1]['tokens_per_s']:.0f} tokens/s", err=True)
+            typer.echo(
+                f"{way}, {count} streams of {tokens}: {rows[-1]['tokens_per_s']:.0f} tokens/s, "
+                f"{rows[-1]['server_us_per_token']:.0f} us a token",
+                err=True,
+            )
     return rows
+
+
+def _parsed(loads: str) -> list[tuple[int, float]]:
+    try:
+        pairs = [load.split("@") for load in loads.split(",")]
+        return [(int(tokens), float(gap)) for tokens, gap in pairs]
+    except ValueError:
+        raise BadInput(f"loads are TOKENS@MILLISECONDS with commas, not {loads!r}") from None
 
 
 def streams(
@@ -116,8 +145,9 @@ def streams(
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens a stream.")] = 20,
-    gap_ms: Annotated[float, typer.Option(min=0, help="Between two tokens of a stream, ms.")] = 1000.0,
+    loads: Annotated[
+        str, typer.Option(help="Tokens a stream @ time between two of its tokens, ms; one row each.")
+    ] = "20@1000,100@300",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time in which all streams are opened, s.")] = 10.0,
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
@@ -127,6 +157,7 @@ def streams(
 ) -> None:
     """Open many streams at once and report failures, TTFT and throughput."""
     rows: list[dict[str, Any]] = []
+    _parsed(loads)
     chosen = ways.split(",")
     for way in chosen:
         if way.removesuffix("-quiet") not in _WAYS:
@@ -135,13 +166,13 @@ def streams(
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as process:
             rows += process.submit(
-                _measure, way, [int(count) for count in counts.split(",")], tokens, gap_ms / 1000, ramp_s,
+                _measure, way, [int(count) for count in counts.split(",")], _parsed(loads), ramp_s,
                 prefill_ms / 1000, decode_replicas, port, seed,
             ).result()  # fmt: skip
     publish(
         "streams", rows,
         inputs={
-            "tokens": tokens, "gap_ms": gap_ms, "ramp_s": ramp_s, "prefill_ms": prefill_ms,
+            "ramp_s": ramp_s, "prefill_ms": prefill_ms,
             "decode_replicas": decode_replicas, "rounds": rounds, "quiet": QUIET,
         },
         seed=seed, out=out,

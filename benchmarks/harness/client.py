@@ -51,6 +51,8 @@ async def complete(
                 answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
             else:
                 answer.timing = await read_stream_async(response.content, answer.start)
+                if body.get("ignore_eos"):
+                    answer.timing.completion_tokens = body["max_tokens"]  # a chunk may hold several
                 if not answer.timing.token_times_s:
                     answer.error = "the stream held no token"
     except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
@@ -90,7 +92,7 @@ def summary(answers: list[Answer]) -> dict[str, Any]:
         for q in (50, 99):
             row[f"{name}_p{q}_ms"] = float(np.percentile(known, q)) if known else float("nan")
     row["requests_per_s"] = len(good) / span
-    row["tokens_per_s"] = sum(len(t.token_times_s) for t in good) / span
+    row["tokens_per_s"] = sum(t.completion_tokens or len(t.token_times_s) for t in good) / span
     return row
 
 

@@ -18,13 +18,14 @@ from ray.serve.deployment import Application
 from benchmarks.harness.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.channel import Answer
 from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.serving.address import open_channel
 from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.engine_calls import describe
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.ingress import EldrIngress, decode_directory, prefill_directory
 from eldr_serve.serving.ingress import application as http_application
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
-from eldr_serve.serving.servers import MAX_CALLS, open_channel
 from eldr_serve.signature import pack_counts
 
 MODEL = "fake"
@@ -36,7 +37,7 @@ class FakeEngine(ABC):
     """An engine's replica: its channel, and nothing behind it."""
 
     async def __init__(self) -> None:  # type: ignore[misc]
-        self._address, self._channel = await open_channel(self.answer, MAX_CALLS)
+        self._address, self._channel = await open_channel(self.answer, describe=describe)
 
     @abstractmethod
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
@@ -76,13 +77,14 @@ class FakePrefill(FakeEngine):
 
 
 class FakeDecode(FakeEngine):
-    """Streams `max_tokens` tokens, one every `gap_s`; those that are due in one step are sent together.
+    """Streams `max_tokens` tokens, one every `gap_ms`; those that are due in one step are sent together.
+
+    Both are read of the request's body.
 
     A step takes `_STEP_S`, as of an engine at work, so that a stream's tokens come in every n-th step.
     """
 
-    async def __init__(self, gap_s: float) -> None:  # type: ignore[misc]
-        self._gap_steps = max(1, round(gap_s / _STEP_S))
+    async def __init__(self) -> None:  # type: ignore[misc]
         self._due: defaultdict[int, list[_Stream]] = defaultdict(list)  # by step
         self._number = 0  # of the newest step
         self._steps = asyncio.get_running_loop().create_task(self._step())
@@ -91,7 +93,9 @@ class FakeDecode(FakeEngine):
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """The stream of a decode call."""
         chunk = f'data: {{"id":"{header["id"]}","choices":[{{"index":0,"text":" token"}}]}}\n\n'.encode()
-        stream = _Stream(answer, chunk, msgspec.json.decode(body).get("max_tokens") or 1)
+        asked = msgspec.json.decode(body)
+        gap_steps = max(1, round(asked.get("gap_ms", 0) / 1000 / _STEP_S))
+        stream = _Stream(answer, chunk, asked.get("max_tokens") or 1, gap_steps)
         self._due[self._number + 1].append(stream)
         await stream.ended.wait()
 
@@ -102,12 +106,13 @@ class FakeDecode(FakeEngine):
             self._number += 1
             for stream in self._due.pop(self._number, ()):
                 if stream.step():
-                    self._due[self._number + self._gap_steps].append(stream)
+                    self._due[self._number + stream.gap_steps].append(stream)
 
 
 class _Stream:
-    def __init__(self, answer: Answer, chunk: bytes, tokens: int) -> None:
+    def __init__(self, answer: Answer, chunk: bytes, tokens: int, gap_steps: int) -> None:
         self.ended = asyncio.Event()
+        self.gap_steps = gap_steps
         self._answer, self._chunk, self._left = answer, chunk, tokens
 
     def step(self) -> bool:
@@ -121,7 +126,7 @@ class _Stream:
 
 
 def fake_application(
-    *, decode_replicas: int, prefill_s: float, gap_s: float, seed: int, own_port: int | None = None
+    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None
 ) -> Application:
     """Our ingress, router actor and channels over engines that compute nothing.
 
@@ -153,7 +158,7 @@ def fake_application(
     )
     return ingress.bind(
         prefill=deployed(FakePrefill, prefill_directory(name), 1).bind(prefill_s, seed),
-        decode=deployed(FakeDecode, decode_directory(name), decode_replicas).bind(gap_s),
+        decode=deployed(FakeDecode, decode_directory(name), decode_replicas).bind(),
         model_card={"id": MODEL, "object": "model"},
         openapi={},
         application=name,

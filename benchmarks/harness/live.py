@@ -22,6 +22,7 @@ from benchmarks.harness.engines import WEIGHTS, our_arguments
 from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.client import Client
+from eldr_serve.serving.ray_settings import QUIET
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.trial import read_trials
 from loadgen.workload import Prompt, read_prompts
@@ -44,9 +45,11 @@ def workers_of(arguments: dict[str, Any]) -> int:
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
 
-def wide_arguments(deployment: Path, model: Path, stream_interval: int) -> dict[str, Any]:
+def wide_arguments(
+    deployment: Path, model: Path, stream_interval: int, decode_replicas: int | None = None
+) -> dict[str, Any]:
     """`args` of a deployment for a widened model, whose engines spend their time on experts."""
-    arguments = our_arguments(deployment, model)
+    arguments = our_arguments(deployment, model, decode_replicas)
     for role in ("prefill_config", "decode_config"):
         arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
         arguments[role]["engine_kwargs"] |= {
@@ -70,9 +73,9 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
 
 @contextmanager
 def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
-    """The application with these `args`, ready."""
-    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY}
-    with local_ray(http_port=port):
+    """The application with these `args`, ready at `port`; Serve's proxy is at the next one."""
+    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY, "ingress": {"port": port}}
+    with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 
         from eldr_serve.serving.app import build_app

@@ -11,15 +11,21 @@ from loadgen.workload import read_prompts
 MODEL = "eldr-demo"
 
 
-def bodies(folder: Path, *, count: int, max_tokens: int, seed: int) -> list[dict[str, Any]]:
-    """`count` greedy completion requests of exactly `max_tokens` tokens; prompts repeat if they must."""
+def bodies(
+    folder: Path, *, count: int, max_tokens: int, seed: int, min_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """`count` greedy completion requests; prompts repeat if they must.
+
+    Their answers have exactly `max_tokens` tokens, or as many as are drawn from `min_tokens` to that.
+    """
     prompts = read_prompts([folder])
-    random.Random(seed).shuffle(prompts)
+    rng = random.Random(seed)
+    rng.shuffle(prompts)
     return [
         {
             "model": MODEL,
             "prompt": prompts[number % len(prompts)].text,
-            "max_tokens": max_tokens,
+            "max_tokens": max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens),
             "ignore_eos": True,
             "temperature": 0.0,
         }

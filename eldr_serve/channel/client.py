@@ -27,7 +27,7 @@ class SlowReader(RuntimeError):  # noqa: N818
 
 
 class CallFailed(RuntimeError):  # noqa: N818
-    """The engine's own word that a call has failed.
+    """The engine's own word that a call has failed; raised where it says so, and where it is heard.
 
     Attributes:
         status: as of HTTP; below 500 the request is at fault.
@@ -35,7 +35,11 @@ class CallFailed(RuntimeError):  # noqa: N818
     """
 
     def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
+        try:
+            message = msgspec.json.decode(body)["error"]["message"]  # as OpenAI's API words it
+        except (msgspec.DecodeError, KeyError, TypeError):
+            message = body[:500].decode(errors="replace")
+        super().__init__(f"{message}")
         self.status = status
         self.body = body
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import pickle
 import time
 from typing import Any
 
@@ -10,10 +12,15 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from eldr_serve.channel import Answer, ChannelServer
 from eldr_serve.routing import Placement, State, StepSums
+from eldr_serve.serving.address import Address, open_channel
+from eldr_serve.serving.errors import SwapRefused, sentence
 from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "eldr"
 _IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
@@ -25,7 +32,18 @@ class DecodeRouter:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._start(settings)
+        self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
         self._reaper = asyncio.get_event_loop().create_task(self._reap())
+
+    async def address(self) -> Address:
+        """Where clients call all methods but this one (see RouterCalls)."""
+        if self._channel is None:
+            self._channel = asyncio.ensure_future(open_channel(self._answer, describe=_describe))
+        return (await self._channel)[0]
+
+    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        result = await getattr(self, method)(*pickle.loads(body))
+        answer.send(pickle.dumps(result, protocol=5))
 
     def _start(self, settings: RouterSettings) -> None:
         self._started_with = settings
@@ -96,6 +114,13 @@ class DecodeRouter:
             self._metrics.load(self._state)
             if time.monotonic() - self._last_call > _IDLE_EXIT_S:
                 ray.actor.exit_actor()
+
+
+def _describe(error: Exception) -> tuple[int, bytes]:
+    if isinstance(error, SwapRefused):
+        return 400, str(error).encode()
+    logger.error("a call failed", exc_info=error)
+    return 500, sentence(error).encode()
 
 
 class _Metrics:

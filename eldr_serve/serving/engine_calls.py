@@ -12,7 +12,7 @@ import numpy as np
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from eldr_serve.channel import Answer
+from eldr_serve.channel import Answer, CallFailed
 from eldr_serve.serving.compat import (
     ENDPOINT_REQUESTS,
     ChatCompletionRequest,
@@ -23,7 +23,7 @@ from eldr_serve.serving.compat import (
     openai_serving,
     picklable_chat,
 )
-from eldr_serve.serving.errors import EngineRefused, Refused, error_body, sentence
+from eldr_serve.serving.errors import Refused, error_body, sentence
 from eldr_serve.serving.first_token import first_token
 from eldr_serve.serving.plain_stream import PlainStream, is_plain
 
@@ -43,7 +43,7 @@ _REQUESTS: dict[str, TypeAdapter[Any]] = {
 
 def describe(error: Exception) -> tuple[int, bytes]:
     """An exception's status, as of HTTP, and the body that tells it to the client."""
-    if isinstance(error, EngineRefused):
+    if isinstance(error, CallFailed):
         return error.status, error.body
     if isinstance(error, Refused):
         return error.status, error_body(str(error), error.status)
@@ -171,11 +171,11 @@ def _set_prompt(request: Any, ids: list[int]) -> None:
 
 
 def _send_whole(made: Any, answer: Answer) -> None:
-    """A response of vLLM or Ray; EngineRefused if it is an error."""
+    """A response of vLLM or Ray; CallFailed if it is an error."""
     error = getattr(made, "error", None)
     body = made.model_dump_json().encode()
     if error is not None:
-        raise EngineRefused(int(error.code), body)
+        raise CallFailed(int(error.code), body)
     tokens = getattr(getattr(made, "usage", None), "completion_tokens", None)
     answer.send(body, int(tokens or 0))
 
@@ -186,7 +186,7 @@ def _refuse_streamed(chunk: str) -> None:
         code = int(pydantic_core.from_json(body)["error"].get("code") or 500)
     except (ValueError, KeyError, TypeError, AttributeError):
         code = 500
-    raise EngineRefused(code, body)
+    raise CallFailed(code, body)
 
 
 def generated_tokens(chunk: str) -> int:

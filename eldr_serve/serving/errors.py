@@ -38,24 +38,6 @@ class Overloaded(Refused):
         super().__init__(message, status=status, retry_after_s=retry_after_s)
 
 
-class EngineRefused(RuntimeError):  # noqa: N818
-    """vLLM's own answer that is an error.
-
-    Attributes:
-        status: as of HTTP.
-        body: JSON, as vLLM's server would send it.
-    """
-
-    def __init__(self, status: int, body: bytes) -> None:
-        try:
-            message = json.loads(body)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = body[:500].decode(errors="replace")
-        super().__init__(f"{message}")
-        self.status = status
-        self.body = body
-
-
 def sentence(error: BaseException) -> str:
     """What an error says, in one line of bounded length that any answer can carry."""
     text = str(error) or type(error).__name__

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from eldr_serve.channel import CallFailed
 from eldr_serve.serving.compat import openai_serving
-from eldr_serve.serving.errors import EngineRefused
 
 
 class _Engine:
@@ -63,7 +63,7 @@ async def first_token(engine: Any, method: str, request: Any, raw_request: Any) 
         raw_request: with the client's headers.
 
     Raises:
-        EngineRefused: vLLM refuses the request.
+        CallFailed: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
     serving = copy.copy(serving)
@@ -71,7 +71,7 @@ async def first_token(engine: Any, method: str, request: Any, raw_request: Any) 
     # A stream is returned before it is begun, and then is not: nothing of the answer is made.
     answer = await getattr(serving, create)(request.model_copy(update={"stream": True}), raw_request)
     if client.output is None:
-        raise EngineRefused(int(answer.error.code), answer.model_dump_json().encode())
+        raise CallFailed(int(answer.error.code), answer.model_dump_json().encode())
     last: Any = None
     async for output in client.output:
         last = output

@@ -5,27 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from eldr_serve.channel import Call, Channel, ChannelLost
-from eldr_serve.channel.frames import VERSION
+from eldr_serve.serving.address import Address
 from eldr_serve.serving.replicas import ReplicaDirectory
 
 logger = logging.getLogger(__name__)
 
 METADATA = "eldr_channel"  # in a replica's metadata: where its channel is
 _RETRY_S = 0.5
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where an engine replica listens, and what one must say there."""
-
-    host: str
-    port: int
-    secret: str
-    version: int = VERSION
 
 
 class Fleet:
@@ -89,9 +78,7 @@ class Fleet:
         while self._keepers.get(name) is mine:
             try:
                 address = Address(**self.directory.metadata[name][METADATA])
-                if address.version != VERSION:
-                    raise ChannelLost(f"it speaks version {address.version} of the channel, not {VERSION}")
-                channel = await Channel.connect(address.host, address.port, address.secret, self._update)
+                channel = await address.connect(self._update)
             except (ChannelLost, KeyError, TypeError) as error:
                 logger.warning("replica %s cannot be called yet: %r", name, error)
                 await asyncio.sleep(_RETRY_S)

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,6 +39,7 @@ from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
 from eldr_serve.serving.replicas import directory
+from eldr_serve.serving.router_calls import AWAY, RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.warmup import Warmup
@@ -93,7 +93,8 @@ class EldrIngress:
         self._prefill = Fleet(directory(prefill_directory(application)))
         self._prefill.directory.budget.max_usage = max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
-        self._client = RouterClient(lambda: connect(actor_name(application), router), self._decode)
+        calls = RouterCalls(lambda: connect(actor_name(application), router))
+        self._client = RouterClient(calls, self._decode)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
         engines = Engines(self._prefill, self._decode, max_load_ratio)
@@ -105,16 +106,22 @@ class EldrIngress:
         self._http: HttpServer | None = None
 
     async def check_health(self) -> None:
-        """Called by Serve from the start on; the first call starts the background work."""
+        """Called by Serve from the start on; the first call starts the background work.
+
+        Raises:
+            OSError: its port is somebody else's; whatever else has ended that work.
+        """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
+        if self._started.done():
+            self._started.result()
 
     async def _start(self) -> None:
         self._prefill.start()
         self._decode.start()
         try:
             await self._client.call("configure", self._router)
-        except (RayError, TimeoutError) as error:
+        except AWAY as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
         if self.gate.options.port is not None:
@@ -211,7 +218,7 @@ class EldrIngress:
         """Workers, load, policy, table and counters of the router; and this ingress's own part."""
         try:
             status = await self._client.call("status")
-        except (RayError, TimeoutError, ValueError) as error:
+        except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
         own = {
             "in_flight": self.gate.in_flight,
@@ -241,8 +248,8 @@ class EldrIngress:
         try:
             settings = await self._client.call(method, *args)
         except SwapRefused as error:
-            raise BadRequest(str(getattr(error, "cause", error))) from error
-        except (RayError, TimeoutError) as error:
+            raise BadRequest(str(error)) from error
+        except AWAY as error:
             raise Overloaded(f"the DecodeRouter does not answer ({type(error).__name__})") from error
         return JSONResponse(
             {

@@ -18,6 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from eldr_serve.routing import PlacementRequest
 from eldr_serve.serving.decode_router import connect
 from eldr_serve.serving.replicas import ReplicaDirectory, directory
+from eldr_serve.serving.router_calls import RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.wire import REPLICA, max_new_tokens, signature_of, transfer_params
@@ -81,7 +82,7 @@ class DecodeRequestRouter(DirectoryRouter):
         if not router_name:
             raise ValueError("request_router_kwargs must name the DecodeRouter actor: router_name")
         spec = RouterSettings.model_validate(router_spec or {})
-        self._client = RouterClient(lambda: connect(router_name, spec), self.directory)
+        self._client = RouterClient(RouterCalls(lambda: connect(router_name, spec)), self.directory)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent: dict[str, str] = {}  # internal request id -> replica
         self._in_flight: Counter[str] = Counter()

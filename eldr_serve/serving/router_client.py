@@ -18,13 +18,12 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ray.actor import ActorHandle
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import Placement, PlacementRequest, State, reads_counts
@@ -32,7 +31,7 @@ from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.messages import Exchange, Settings
 from eldr_serve.serving.own_load import OwnLoad
 from eldr_serve.serving.replicas import Replicas
-from eldr_serve.serving.router_link import RouterLink
+from eldr_serve.serving.router_link import Router, RouterLink
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +42,19 @@ class RouterClient:
     """Places, tracks and releases the requests of one process. Lives in one event loop.
 
     Args:
-        connect, replicas, timeout_s: see RouterLink; a placement that takes the actor longer is made by own
+        router, replicas, timeout_s: see RouterLink; a placement that takes the actor longer is made by own
             load.
     """
 
     def __init__(
         self,
-        connect: Callable[[], ActorHandle],
+        router: Router,
         replicas: Replicas,
         *,
         timeout_s: float = 1.0,
     ) -> None:
         self._id = uuid.uuid4().hex
-        self.link = RouterLink(self._id, connect, replicas, self, timeout_s=timeout_s)
+        self.link = RouterLink(self._id, router, replicas, self, timeout_s=timeout_s)
         self._own = OwnLoad(replicas)
         self._table: RoutingTable | None = None
         self._table_file: bytes | None = None  # that it was read from

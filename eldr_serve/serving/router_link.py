@@ -6,11 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
-
-from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError
 
 from eldr_serve.routing import Placement
 from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
@@ -23,6 +19,16 @@ _PROGRESS_S = 0.25
 _RIDE_S = 0.02  # a call costs the actor more than the news is worth
 _RECONNECT_S = 0.25
 _POLL_S = 5.0
+
+
+class Router(Protocol):
+    """The actor, as a link calls it; see RouterCalls."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the method of that name returns."""
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
 
 
 class Desk(Protocol):
@@ -63,8 +69,7 @@ class RouterLink:
 
     Args:
         name: of this client, for the actor.
-        connect: returns the actor's handle, starting the actor if need be. It may block, as Ray's calls do
-            while GCS is away: a thread calls it, one at a time.
+        router: the actor.
         replicas: the live decode replicas, as this process's request router knows them.
         timeout_s: how long the actor may take to answer.
     """
@@ -72,19 +77,17 @@ class RouterLink:
     def __init__(
         self,
         name: str,
-        connect: Callable[[], ActorHandle],
+        router: Router,
         replicas: Replicas,
         desk: Desk,
         *,
         timeout_s: float,
     ) -> None:
         self._name = name
-        self._connect = connect
+        self._router = router
         self._replicas = replicas
         self._desk = desk
         self._timeout_s = timeout_s
-        self._actor: ActorHandle | None = None  # good for every restart, until the actor is gone for good
-        self._connecting: asyncio.Future[ActorHandle] | None = None
         self._epoch = ""
         self._workers_told: tuple[str, ...] = ()
         self._news, self._polling = asyncio.Event(), asyncio.Event()
@@ -104,6 +107,7 @@ class RouterLink:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._tasks = []
+        self._router.close()
 
     def wake(self) -> None:
         """There is something to tell."""
@@ -124,12 +128,7 @@ class RouterLink:
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (status, set_policy, swap_table)."""
         async with asyncio.timeout(10 * self._timeout_s):
-            actor = await self._connected()
-            try:
-                result = await getattr(actor, method).remote(*args)
-            except ActorDiedError:
-                self._actor = None
-                raise
+            result = await self._router.call(method, *args)
         if isinstance(result, Settings):
             self._take_settings(result)
         return result
@@ -162,13 +161,12 @@ class RouterLink:
         """Fetch leases out of the decode queue as long as requests wait there."""
         while True:
             await self._polling.wait()
-            actor, epoch = self._actor, self._epoch
-            if not self._desk.waits or actor is None:
+            epoch = self._epoch
+            if not self._desk.waits:
                 self._polling.clear()
                 continue
             try:
-                poll = actor.granted.remote(self._name, _POLL_S)
-                self._desk.answered(await self._answer(poll, more_s=_POLL_S))
+                self._desk.answered(await self._call("granted", self._name, _POLL_S, more_s=_POLL_S))
             except Exception as error:
                 if self._epoch == epoch:
                     self._lose(error)
@@ -177,59 +175,43 @@ class RouterLink:
     # -- one exchange ----------------------------------------------------------------------------
 
     async def _exchange(self) -> None:
-        actor = await self._answer(self._connected())
         if not self._epoch:
-            await self._restore(actor)
+            await self._restore()
         if self._workers_told != self._replicas.live:
             workers = self._replicas.live
-            await self._answer(actor.update_workers.remote(workers))
+            await self._call("update_workers", workers)
             self._workers_told = workers
         for _ in range(2):
             message = self._desk.message(self._epoch)
             try:
-                reply: Reply = await self._answer(actor.exchange.remote(message))
+                reply: Reply = await self._call("exchange", message)
                 if reply.refused is None:
                     break
             except BaseException:
                 self._desk.undelivered(message)
                 raise
             self._desk.undelivered(message)
-            await self._restore(actor)
+            await self._restore()
         else:
             raise ConnectionError(reply.refused)
         if self.settings is None or reply.settings_version != self.settings.version:
-            self._take_settings(await self._answer(actor.settings.remote()))
+            self._take_settings(await self._call("settings"))
         self._desk.answered(reply.placements)
 
-    async def _restore(self, actor: ActorHandle) -> None:
+    async def _restore(self) -> None:
         workers = self._replicas.live
         message = Restore(self._name, workers, self.settings, self._desk.snapshot())
-        restored: Restored = await self._answer(actor.restore.remote(message))
+        restored: Restored = await self._call("restore", message)
         self._epoch = restored.epoch
         self._workers_told = workers
         self.settings = restored.settings
         self._desk.settings_changed(restored.settings)
-
-    async def _connected(self) -> ActorHandle:
-        """The actor's handle, looked up where there is none; a look-up goes on when nobody waits for it."""
-        if self._actor is None:
-            if self._connecting is None:
-                self._connecting = asyncio.ensure_future(asyncio.to_thread(self._connect))
-            connecting = self._connecting
-            try:
-                self._actor = await asyncio.shield(connecting)
-            finally:
-                if connecting.done() and self._connecting is connecting:
-                    self._connecting = None
-        return self._actor
 
     def _lose(self, error: BaseException) -> None:
         if not self.away:
             logger.warning("DecodeRouter does not answer (%s); placing by own load", type(error).__name__)
             self._desk.count("router_lost")
         self.away = True
-        if isinstance(error, ActorDiedError):
-            self._actor = None
         self._desk.lost()
 
     def _take_settings(self, settings: Settings) -> None:
@@ -237,7 +219,7 @@ class RouterLink:
             self.settings = settings
             self._desk.settings_changed(settings)
 
-    async def _answer(self, reference: Any, *, more_s: float = 0.0) -> Any:
+    async def _call(self, method: str, *args: Any, more_s: float = 0.0) -> Any:
         # No wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer.
         async with asyncio.timeout(self._timeout_s + more_s):
-            return await reference
+            return await self._router.call(method, *args)

@@ -7,30 +7,27 @@ import eldr_serve.serving.imports  # noqa: F401
 import asyncio
 import itertools
 import logging
-import secrets
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-import ray
 import vllm
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel import Answer, ChannelServer
+from eldr_serve.channel import Answer
 from eldr_serve.engine import kv_usage, steps
+from eldr_serve.serving.address import MAX_CALLS, open_channel
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.compat import ENDPOINT_REQUESTS, QuietLLMServer, openai_serving, register_connector
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.engine_calls import describe, generate, other, prefill, prefill_once
-from eldr_serve.serving.errors import ConfigurationError, Overloaded, Refused, sentence
-from eldr_serve.serving.fleet import METADATA, Address
+from eldr_serve.serving.errors import ConfigurationError, Refused, sentence
+from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.wire import prefill_header, signature_of, warm_up_body
 
 logger = logging.getLogger(__name__)
 
 _REPORT_PERIOD_S = 1.0
-MAX_CALLS = 1_000_000  # as Ray Serve LLM sets it for its engines: they queue inside
 
 
 class EngineServer(QuietLLMServer):
@@ -43,7 +40,7 @@ class EngineServer(QuietLLMServer):
         for method in ("chat", "completions"):
             openai_serving(self.engine, method)  # raises now rather than with the first request
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
-        self._address, self._channel = await open_channel(self.answer, limit)
+        self._address, self._channel = await open_channel(self.answer, describe=describe, limit=limit)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
@@ -73,23 +70,6 @@ class EngineServer(QuietLLMServer):
         if channel is not None:
             await channel.drain()
         await super().__del__()
-
-
-async def open_channel(
-    handler: Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]], limit: int
-) -> tuple[Address, ChannelServer]:
-    """Listen on this node for the ingress replicas of the application.
-
-    Only Serve's controller passes the secret on, to those who hold a handle of the deployment.
-    """
-    secret = secrets.token_hex(16)
-
-    def full() -> Exception:
-        return Overloaded(f"{limit} requests are in flight on this engine, the most allowed")
-
-    server = ChannelServer(secret, handler, describe=describe, limit=limit, full=full)
-    host = ray.util.get_node_ip_address()
-    return Address(host, await server.start(host), secret), server
 
 
 class PrefillServer(EngineServer):

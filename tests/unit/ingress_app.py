@@ -83,7 +83,7 @@ async def running_app(
     fleets = iter((app.prefill, app.decode))
     healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
     with (
-        patch.object(ingress, "connect", lambda *_: actor),
+        patch.object(ingress, "RouterCalls", lambda find: actor),
         patch.object(ingress, "Fleet", lambda directory: next(fleets)),
         patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),
     ):

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError
 from tables import counts_for, request, unit_table
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.channel import ChannelLost
 from eldr_serve.routing import Decision, Loads, Placement, PlacementRequest, QueuedPolicy, State
 from eldr_serve.serving.messages import Exchange, Reply, Restore
 from eldr_serve.serving.replicas import ReplicaDirectory
@@ -62,14 +62,13 @@ def loads(state: RouterState) -> dict[str, tuple[int, int]]:
 
 
 class FakeActor:
-    """An actor handle over a RouterState."""
+    """A RouterState in place of the actor."""
 
     def __init__(self, **options: Any) -> None:
         table = unit_table(2).to_bytes()
         self.options = {"model_id": "m", "policy": "locality-band", "table": table} | options
         self.state = RouterState(**self.options)
         self.alive = True
-        self.error: type[RayActorError] = RayActorError  # of its calls while it is not
         self.delay_s = 0.0
         self.grant_delay_s = 0.0  # of a poll's answer, after it has left the outbox
         self.exchanges: list[Exchange] = []
@@ -93,40 +92,39 @@ class FakeActor:
         leases = await self.state.outbox.take(*args)
         await asyncio.sleep(self.grant_delay_s)
         if not self.alive:
-            raise self.error
+            raise ChannelLost("it is dead")
         return leases
 
-    def __getattr__(self, method: str) -> Any:
-        class Method:
-            @staticmethod
-            async def remote(*args: Any) -> Any:
-                args = pickle.loads(pickle.dumps(args))
-                await asyncio.sleep(self.delay_s)
-                if not self.alive:
-                    raise self.error
-                if method == "exchange":
-                    self.exchanges.append(args[0])
-                if method == "settings":
-                    return self.state.settings
-                if method == "granted":
-                    return await self.poll(*args)
-                return getattr(self.state, method)(*args)
+    async def call(self, method: str, *args: Any) -> Any:
+        args = pickle.loads(pickle.dumps(args))
+        await asyncio.sleep(self.delay_s)
+        if not self.alive:
+            raise ChannelLost("it is dead")
+        if method == "exchange":
+            self.exchanges.append(args[0])
+        if method == "configure":
+            return None
+        if method == "settings":
+            return self.state.settings
+        if method == "granted":
+            return await self.poll(*args)
+        return getattr(self.state, method)(*args)
 
-        return Method
+    def close(self) -> None:
+        """There is no connection."""
 
 
 @asynccontextmanager
 async def connected(
-    actor: FakeActor | Callable[[], Any],
+    actor: FakeActor,
     *replicas: str,
     timeout_s: float = 0.3,
     directory: ReplicaDirectory | None = None,
 ) -> AsyncIterator[RouterClient]:
-    """A client of the actor, or of what a look-up finds."""
+    """A client of the actor."""
     directory = directory or ReplicaDirectory()
     directory.publish(replicas)
-    find: Any = (lambda: actor) if isinstance(actor, FakeActor) else actor
-    client = RouterClient(find, directory, timeout_s=timeout_s)
+    client = RouterClient(actor, directory, timeout_s=timeout_s)
     client.start()
     try:
         yield client

@@ -106,7 +106,7 @@ async def test_what_the_engine_refuses_is_told_with_its_status_and_words() -> No
         assert (refused.value.status, refused.value.body) == (400, b"this is wrong")
         waiting = channel.call("wait", {})
         await waiting.read()
-        with pytest.raises(CallFailed, match="500: full"):  # more calls than the limit
+        with pytest.raises(CallFailed, match="full"):  # more calls than the limit
             await channel.call("echo", {"parts": []}).read()
         engine.go_on.set()
         assert await whole(waiting) == (b"done", 1)

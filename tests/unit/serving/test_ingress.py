@@ -119,3 +119,14 @@ async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines
             await streaming
         assert app.decode.requests[-1].cancelled
         assert app.ingress.gate.in_flight == 0
+
+
+async def test_a_port_of_somebody_else_is_said_by_the_health_check() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with running_app(port=server.sockets[0].getsockname()[1]) as app:
+        await app.ingress.check_health()
+        started = app.ingress._started
+        await asyncio.wait([started], timeout=5)
+        with pytest.raises(OSError, match="in use"):
+            await app.ingress.check_health()
+    server.close()

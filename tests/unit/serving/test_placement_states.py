@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router_talk import FakeActor
 from tables import request, unit_table
 
 from eldr_serve.routing import Placement, State
@@ -46,7 +47,7 @@ class Desk:
         """It has been asked for a worker."""
         directory = ReplicaDirectory()
         directory.publish(["r0", "r1"])
-        self.client = RouterClient(lambda: None, directory)
+        self.client = RouterClient(FakeActor(), directory)
         self.task = asyncio.create_task(self.client.place(request("a"), None, wait_s=30.0))
         self.message: Exchange | None = None
 

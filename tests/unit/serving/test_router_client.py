@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError
 from router_talk import SLOTS, FakeActor, all_is_over, connected, settled
 from tables import counts_for, request, unit_table
 
@@ -99,52 +97,6 @@ async def test_with_no_decode_replica_at_all_the_client_is_told_to_come_again() 
     async with connected(FakeActor()) as client:
         with pytest.raises(Overloaded):
             await client.place(request("a"), None)
-
-
-async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:
-    actor, loop_runs, free = FakeActor(), threading.Event(), []
-
-    def look_up() -> Any:
-        free.append(loop_runs.wait(5))
-        return actor
-
-    async with connected(look_up, "r0", timeout_s=0.02) as client:
-        status = asyncio.create_task(client.call("status"))
-        for name in "ab":  # longer than one time limit
-            assert (await client.place(request(name), None)).policy == "own-load"
-        with pytest.raises(TimeoutError):
-            await status
-        loop_runs.set()
-        await settled(lambda: set(actor.running) == set("ab"))
-        assert free == [True]
-
-
-@pytest.mark.parametrize(("error", "look_ups"), [(RayActorError, 1), (ActorDiedError, 2)])
-async def test_the_actor_is_looked_up_anew_only_if_it_is_gone_for_good(
-    error: type[RayActorError], look_ups: int
-) -> None:
-    actor, connects = FakeActor(), []
-    actor.error = error
-
-    def look_up() -> Any:
-        connects.append(1)
-        actor.alive = True
-        return actor
-
-    async with connected(look_up, "r0", timeout_s=0.1) as client:
-        await client.place(request("a"), None)
-        actor.die()
-        await client.place(request("b"), None)
-        if error is RayActorError:
-            actor.restart()
-        await settled(lambda: not client.router_away and set(actor.running) == set("ab"))
-        actor.alive = False
-        with pytest.raises(error):
-            await client.call("status")
-        assert len(connects) == look_ups
-        actor.alive = error is RayActorError
-        await client.call("status")
-        assert len(connects) == 2 * look_ups - 1
 
 
 # -- requests that wait in the actor's decode queue ----------------------------------------------------

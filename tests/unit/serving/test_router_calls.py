@@ -1,0 +1,159 @@
+"""Calls of the router's own class over its real channel; the actor's handle alone is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from router_talk import settled
+from tables import counts_for, request, unit_table
+
+from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.serving.decode_router import DecodeRouter
+from eldr_serve.serving.errors import SwapRefused
+from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.router_calls import RouterCalls
+from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.router_settings import RouterSettings
+
+
+class Cluster:
+    """Looks the actor up, and can kill it."""
+
+    def __init__(self) -> None:
+        self.router = DecodeRouter(RouterSettings(model_id="m", policy="locality-band"))
+        self.error: Exception | None = None  # of the handle
+        self.look_ups = self.addresses = 0
+        self.address = self
+
+    def find(self) -> Any:
+        self.look_ups += 1
+        return self
+
+    async def remote(self) -> Any:
+        self.addresses += 1
+        if self.error is not None:
+            raise self.error
+        return await self.router.address()
+
+    async def end(self) -> None:
+        """The actor's process ends."""
+        self.router._reaper.cancel()
+        if self.router._channel is not None:
+            await (await self.router._channel)[1].stop()
+
+    async def restart(self) -> None:
+        await self.end()
+        self.router = DecodeRouter(RouterSettings(model_id="m", policy="random"))
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
+    cluster = Cluster()
+    calls = RouterCalls(cluster.find)
+    try:
+        yield cluster, calls
+    finally:
+        calls.close()
+        await cluster.end()
+
+
+async def test_calls_return_what_the_actor_returns_and_raise_what_it_raises() -> None:
+    async with running() as (cluster, calls):
+        table = unit_table(3).to_bytes()
+        assert (await calls.call("swap_table", table)).table == table
+        with pytest.raises(SwapRefused, match="unknown policy 'nonsense'"):
+            await calls.call("set_policy", "nonsense", {})
+        with pytest.raises(CallFailed, match="has no attribute"):
+            await calls.call("observe_steps", "nonsense")
+        settings = await calls.call("settings")
+        assert (settings.policy, settings.table) == ("locality-band", table)
+        assert cluster.look_ups == cluster.addresses == 1
+
+
+async def test_a_large_table_comes_back_whole() -> None:
+    async with running() as (_, calls):
+        table = unit_table(900, num_layers=48, num_experts=128).to_bytes()
+        assert len(table) > 2 * 2**20
+        await calls.call("swap_table", table)
+        assert (await calls.call("settings")).table == table
+
+
+async def test_a_router_client_places_through_it_and_goes_on_after_a_restart() -> None:
+    async with running() as (cluster, calls):
+        directory = ReplicaDirectory()
+        directory.publish(["r0", "r1"])
+        client = RouterClient(calls, directory, timeout_s=5.0)
+        client.start()
+        await client.call("swap_table", unit_table(2).to_bytes())
+        for name in "ab":
+            lease = await client.place(request(name), counts_for(1))
+        assert (lease.replica, lease.reason) == ("r1", "locality-band")
+        await cluster.restart()
+        lease = await client.place(request("c"), counts_for(0))
+        await settled(lambda: set(cluster.router._state.placer.running) == set("abc"))
+        assert client.link.settings is not None
+        assert client.link.settings.policy == "locality-band"  # what the client knew
+        await client.stop()
+
+
+async def test_a_lost_channel_ends_its_calls_and_the_next_makes_another() -> None:
+    async with running() as (cluster, calls):
+        poll = asyncio.create_task(calls.call("granted", "nobody", 30.0))
+        await settled(lambda: cluster.router._state.outbox._polls)
+        await cluster.restart()
+        with pytest.raises(ChannelLost):
+            await poll
+        assert (await calls.call("settings")).policy == "random"
+        assert (cluster.look_ups, cluster.addresses) == (1, 2)
+
+
+async def test_a_call_that_is_given_up_ends_in_the_actor() -> None:
+    async with running() as (cluster, calls):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await calls.call("granted", "nobody", 30.0)
+        await settled(lambda: not cluster.router._state.outbox._polls)
+
+
+async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:
+    async with running() as (cluster, _):
+        loop_runs, free = threading.Event(), []
+
+        def find() -> Any:
+            free.append(loop_runs.wait(5))
+            return cluster.find()
+
+        calls = RouterCalls(find)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await calls.call("settings")
+        loop_runs.set()
+        await calls.call("settings")
+        assert free == [True]
+        calls.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "look_ups"), [(ActorUnavailableError("test", None), 1), (ActorDiedError(), 2)]
+)
+async def test_the_actor_is_looked_up_anew_only_if_it_is_gone_for_good(
+    error: Exception, look_ups: int
+) -> None:
+    async with running() as (cluster, calls):
+        await calls.call("settings")
+        cluster.error = error
+        await cluster.restart()
+        with pytest.raises((type(error), ChannelLost)):
+            await calls.call("settings")
+        with pytest.raises(type(error)):
+            await calls.call("settings")
+        cluster.error = None
+        await calls.call("settings")
+        assert cluster.look_ups == look_ups
