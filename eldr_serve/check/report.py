@@ -1,0 +1,109 @@
+"""A check's outcome, for people and for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eldr_serve.check.check import Checked
+from eldr_serve.check.deployment import EngineDeployment
+from eldr_serve.check.engines import Answer
+from eldr_serve.check.findings import ports, source
+from eldr_serve.check.machine import GIB, Gpu
+from eldr_serve.check.placement import Placed
+
+
+def show(checked: Checked, console: Console) -> None:
+    """One table, then one sentence a finding, errors first."""
+    if checked.deployment is not None:
+        table = Table("", *(engines.role for engines, _, _ in checked.answers))
+        columns = [_rows(*answer, checked.placed) for answer in checked.answers]
+        for name in columns[0]:
+            table.add_row(name, *(column[name] for column in columns))
+        console.print(table)
+    for finding in checked.findings:
+        console.print(f"{finding.severity}: {finding.sentence}", soft_wrap=True, highlight=False)
+    verdict = "would start" if checked.starts else "would not start"
+    console.print(f"{checked.path}: {verdict}", soft_wrap=True, highlight=False)
+
+
+def as_json(checked: Checked) -> dict[str, Any]:
+    """The same for programs; memory in bytes, times in s."""
+    return {
+        "deployment": str(checked.path),
+        "starts": checked.starts,
+        "findings": [{"severity": f.severity, "sentence": f.sentence} for f in checked.findings],
+        "engines": [_engine(*answer) for answer in checked.answers],
+        "nodes": [
+            {"node": node.name, "pool": node.pool.name, "replicas": [list(held) for held in node.held]}
+            for node in checked.placed.nodes
+        ],
+    }
+
+
+def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[str, Any]:
+    options = engines.config.deployment_config
+    return {
+        "role": engines.role,
+        "model": source(engines),
+        "replicas": {"min": engines.least, "initial": engines.initial, "max": engines.most},
+        "gpu": gpu.kind if gpu else None,
+        "ranks": engines.ranks,
+        "weight_bytes": answer.weights,
+        "reserve_bytes": answer.reserve,
+        "kv_bytes": answer.kv,
+        "kv_tokens": answer.kv_tokens,
+        "sequences": answer.sequences,
+        "max_model_len": answer.max_model_len,
+        "kernels": [{"name": name, "routes_inside": inside} for name, inside in answer.kernels],
+        "nixl_ports": ports(engines),
+        "bundles": engines.bundles,
+        "strategy": engines.strategy,
+        "autoscaling": options.get("autoscaling_config"),
+        "health_check_period_s": options.get("health_check_period_s"),
+        "health_check_timeout_s": options.get("health_check_timeout_s"),
+        "graceful_shutdown_timeout_s": options.get("graceful_shutdown_timeout_s"),
+        "hf_home": engines.environment.get("HF_HOME"),
+    }
+
+
+def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Placed) -> dict[str, str]:
+    options = engines.config.deployment_config
+    scaling = options.get("autoscaling_config") or {}
+    home = engines.environment.get("HF_HOME")
+    numbers = ports(engines)
+    used = Counter(
+        node.pool.name for node in placed.nodes if any(name == engines.role for name, _ in node.held)
+    )
+    return {
+        "model": source(engines) + (f", cached in {home}" if home else ""),
+        "replicas": f"{engines.least} to {engines.most}, first {engines.initial}"
+        if engines.scaled
+        else str(engines.most),
+        "an engine": f"{engines.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
+        if gpu
+        else f"{engines.ranks} x CPU",
+        "nodes": ", ".join(f"{count} {pool}" for pool, count in used.items()) or "none",
+        "weights": _gib(answer.weights),
+        "reserve (estimate)": _gib(answer.reserve),
+        "KV cache": _gib(answer.kv),
+        "KV tokens": f"{answer.kv_tokens:,}: {answer.sequences:.1f} sequences of {answer.max_model_len:,}",
+        "MoE kernel": ", ".join(name for name, _ in answer.kernels) or "-",
+        "experts counted": "no"
+        if any(inside for _, inside in answer.kernels) or not answer.kernels
+        else "yes",
+        "NIXL ports": f"{numbers[0]}-{numbers[-1]}" if numbers[0] != numbers[-1] else str(numbers[0]),
+        "scales by": f"requests in flight / {scaling.get('target_ongoing_requests', 'default')}"
+        if scaling
+        else "nothing",
+        "health check": f"every {options.get('health_check_period_s', 10)} s, "
+        f"within {options.get('health_check_timeout_s', 10)} s",
+        "time to drain": f"{options.get('graceful_shutdown_timeout_s')} s",
+    }
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB a rank" if size else "-"
