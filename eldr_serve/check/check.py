@@ -14,6 +14,7 @@ from eldr_serve.check.findings import Finding
 from eldr_serve.check.machine import Gpu, Pool
 from eldr_serve.check.placement import Placed, place
 
+Cluster = Callable[[Path, Literal["gpu", "cpu"]], Sequence[Pool]]
 _CPU_KV_GIB = 4.0  # vLLM's own where VLLM_CPU_KVCACHE_SPACE is not set
 
 
@@ -41,52 +42,76 @@ class Checked:
         return all(finding.severity != "error" for finding in self.findings)
 
 
-def check(
-    path: Path, cluster: Callable[[Literal["gpu", "cpu"]], Sequence[Pool]], model: Path | None = None
-) -> Checked:
-    """Check one deployment; nothing is started.
+def check(paths: Sequence[Path], cluster: Cluster, model: Path | None = None) -> list[Checked]:
+    """Check deployments, each as if it had the cluster to itself; nothing is started.
 
     Args:
-        path: its YAML.
-        cluster: the pools of nodes, by what the engines run on.
+        paths: their YAMLs.
+        cluster: the pools of nodes, by the file and by what its engines run on.
         model: see read_deployment.
 
     Raises:
-        OSError: a file cannot be read.
-        RuntimeError: vLLM could not be asked.
+        ValueError: there is no such cluster.
+        OSError: a file cannot be read, or vLLM cannot be asked.
     """
-    try:
-        deployment = read_deployment(path, model)
-    except ValueError as error:
-        return Checked(path, None, Placed([], {}, {}), [], [Finding("error", " ".join(str(error).split()))])
-    pools = cluster(deployment.engines[0].device)
-    placed = place(pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
-    answers = _answers(deployment, placed, pools)
-    missing = list(findings.resources(deployment, pools))
+    read: list[_Placed | Finding] = []
+    for path in paths:
+        try:
+            deployment = read_deployment(path, model)
+        except ValueError as error:
+            read.append(Finding("error", " ".join(str(error).split())))
+            continue
+        pools = cluster(path, deployment.engines[0].device)
+        placed = place(pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
+        gpus = [_gpu(engines, placed, pools) for engines in deployment.engines]
+        read.append(_Placed(deployment, pools, placed, gpus))
+    # All engines are asked about at once: the process that asks needs long to start.
+    asked = [
+        (number, engines, gpu)
+        for number, found in enumerate(read)
+        if isinstance(found, _Placed)
+        for engines, gpu in zip(found.deployment.engines, found.gpus, strict=True)
+        if gpu is not None or engines.device == "cpu"
+    ]
+    said = ask([_engine(engines, gpu) for _, engines, gpu in asked]) if asked else []
+    answers = {(number, e.role): answer for (number, e, _), answer in zip(asked, said, strict=True)}
+    return [
+        Checked(path, None, Placed([], {}, {}), [], [found])
+        if isinstance(found, Finding)
+        else _checked(
+            path, found, [answers.get((number, e.role), Answer()) for e in found.deployment.engines]
+        )
+        for number, (path, found) in enumerate(zip(paths, read, strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    deployment: Deployment
+    pools: Sequence[Pool]
+    placed: Placed
+    gpus: Sequence[Gpu | None]
+
+
+def _checked(path: Path, given: _Placed, answers: Sequence[Answer]) -> Checked:
+    deployment, placed = given.deployment, given.placed
+    engines = list(zip(deployment.engines, given.gpus, answers, strict=True))
+    missing = list(findings.resources(deployment, given.pools))
     found = [
         *missing,
         *(() if missing else findings.placement(deployment, placed)),
         *(
             fault
-            for engines, gpu, answer in answers
-            for fault in findings.memory(engines, answer, gpu.kind if gpu else "CPU")
+            for e, gpu, answer in engines
+            for fault in findings.memory(e, answer, gpu.kind if gpu else "CPU")
         ),
-        *findings.host_memory(deployment, placed, [answer for _, _, answer in answers]),
+        *findings.host_memory(deployment, placed, answers),
         *findings.network(deployment, placed),
-        *(fault for engines in deployment.engines for fault in findings.settings(engines)),
+        *(fault for e in deployment.engines for fault in findings.settings(e)),
     ]
     return Checked(
-        path, deployment, placed, answers, sorted(found, key=lambda fault: fault.severity != "error")
+        path, deployment, placed, engines, sorted(found, key=lambda fault: fault.severity != "error")
     )
-
-
-def _answers(
-    deployment: Deployment, placed: Placed, pools: Sequence[Pool]
-) -> list[tuple[EngineDeployment, Gpu | None, Answer]]:
-    asked = [(engines, _gpu(engines, placed, pools)) for engines in deployment.engines]
-    engines = {e.role: _engine(e, gpu) for e, gpu in asked if gpu is not None or e.device == "cpu"}
-    found = dict(zip(engines, ask(list(engines.values())), strict=True)) if engines else {}
-    return [(e, gpu, found.get(e.role, Answer())) for e, gpu in asked]
 
 
 def _gpu(engines: EngineDeployment, placed: Placed, pools: Sequence[Pool]) -> Gpu | None:

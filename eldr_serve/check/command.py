@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +64,8 @@ def check(
             resources=dict(_named_amount(word) for word in resource or ()),
             **_machine(nodes, cpus_per_node, memory_gib),
         )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from eldr_serve.check.check import check as checked  # imports Ray and vLLM
+    logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
+    from eldr_serve.check.check import check as check_all
 
     def pools(path: Path, device: str) -> list[Pool]:
         if like is not None:
@@ -82,19 +82,22 @@ def check(
         read = read_cluster(file)
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
 
-    found = [checked(path, partial(pools, path), model_config) for path in deployments]
+    try:
+        found = check_all(deployments, pools, model_config)
+    finally:
+        logging.disable(logging.NOTSET)
     if as_json:
         from eldr_serve.check.report import as_json as in_json
 
-        typer.echo(json.dumps([in_json(checked) for checked in found], indent=1))
+        typer.echo(json.dumps([in_json(outcome) for outcome in found], indent=1))
     else:
         from rich.console import Console
 
         from eldr_serve.check.report import show
 
-        for checked in found:
-            show(checked, Console(markup=False))
-    if not all(checked.starts for checked in found):
+        for outcome in found:
+            show(outcome, Console(markup=False))
+    if not all(outcome.starts for outcome in found):
         raise typer.Exit(1)
 
 

@@ -59,7 +59,7 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
     """What vLLM says of each engine.
 
     Raises:
-        RuntimeError: the process that asks failed.
+        ChildProcessError: the process that asks failed.
     """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -75,7 +75,7 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
         env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(
+        raise ChildProcessError(
             f"vLLM could not be asked: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}"
         )
     return [

@@ -98,6 +98,13 @@ def memory(engines: EngineDeployment, answer: Answer, kind: str) -> Iterator[Fin
         )
     elif answer.refusal:
         yield _error(f"{engines.role} on {kind} is refused: {answer.refusal}")
+    elif answer.weights and not answer.kernels:
+        yield _error(f"{source(engines)} has no MoE layer, so there are no experts to count")
+    elif answer.weights and not answer.kv_tokens:
+        yield _error(
+            f"{engines.role}'s KV cache of {answer.kv / GIB:.1f} GiB on {kind} holds no sequence of "
+            f"max_model_len {answer.max_model_len}: lower it"
+        )
 
 
 def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from eldr_serve.check.machine import GIB
 from eldr_serve.check.memory import Step, kv_bytes, reserve_bytes
@@ -15,6 +18,7 @@ from eldr_serve.engine.compat import DescribedEngine, UnsupportedEngineError, ch
 _GPU_BLOCK = (
     16  # by table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others
 )
+_PLENTY = 2**60  # bytes
 
 
 def answer(
@@ -22,11 +26,11 @@ def answer(
 ) -> dict[str, Any]:
     """See eldr_serve.check.engines.Answer."""
     found: dict[str, Any] = {}
+    if capability is not None:
+        arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config)
         try:
-            if capability is not None:
-                arguments = {"block_size": _GPU_BLOCK} | arguments
             engine = DescribedEngine(arguments | {"model": folder}, capability)
             found["max_model_len"] = engine.config.model_config.max_model_len
             found["weights"] = engine.weight_bytes()
@@ -37,12 +41,23 @@ def answer(
             else:
                 utilization = engine.config.cache_config.gpu_memory_utilization
                 found["kv"] = kv_bytes(memory_gib, utilization, found["weights"], found["reserve"])
-            tokens, groups, sequences = engine.kv_cache(found["kv"])
-            check_engine(engine.config, groups)
-            found |= {"kv_tokens": tokens, "sequences": sequences}
-        except (ValueError, UnsupportedEngineError) as error:
+            check_engine(engine.config, engine.kv_cache(_PLENTY).groups)
+            with suppress(ValueError):  # no room for one sequence: none is counted
+                found["kv_tokens"], _, found["sequences"] = engine.kv_cache(found["kv"])
+        except ValidationError as error:
+            found["refusal"] = " ".join(str(error.errors()[0]["msg"]).split()).removeprefix("Value error, ")
+        except (ValueError, NotImplementedError, AssertionError, UnsupportedEngineError) as error:
             found["refusal"] = " ".join(str(error).split())
     return found
+
+
+def _batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:
+    """By table, vLLM 0.32.0: a step's tokens and sequences where nobody says, by the GPU's memory."""
+    if memory_gib >= 160:
+        return {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}
+    if memory_gib >= 70 and capability != (8, 0):
+        return {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
+    return {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
 
 
 def _step(engine: DescribedEngine) -> Step:

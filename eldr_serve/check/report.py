@@ -19,7 +19,9 @@ from eldr_serve.check.placement import Placed
 def show(checked: Checked, console: Console) -> None:
     """One table, then one sentence a finding, errors first."""
     if checked.deployment is not None:
-        table = Table("", *(engines.role for engines, _, _ in checked.answers))
+        table = Table("")
+        for engines, _, _ in checked.answers:
+            table.add_column(engines.role, overflow="fold")
         columns = [_rows(*answer, checked.placed) for answer in checked.answers]
         for name in columns[0]:
             table.add_row(name, *(column[name] for column in columns))
@@ -73,13 +75,13 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
 def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Placed) -> dict[str, str]:
     options = engines.config.deployment_config
     scaling = options.get("autoscaling_config") or {}
-    home = engines.environment.get("HF_HOME")
     numbers = ports(engines)
     used = Counter(
         node.pool.name for node in placed.nodes if any(name == engines.role for name, _ in node.held)
     )
     return {
-        "model": source(engines) + (f", cached in {home}" if home else ""),
+        "model": source(engines),
+        "model cache": engines.environment.get("HF_HOME", "-"),
         "replicas": f"{engines.least} to {engines.most}, first {engines.initial}"
         if engines.scaled
         else str(engines.most),
@@ -106,4 +108,4 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB a rank" if size else "-"
+    return f"{size / GIB:.{1 if size > GIB else 3}f} GiB a rank" if size else "-"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -361,7 +361,7 @@ class _FirstRank:
 
 
 class _Weightless(TorchFunctionMode):
-    """Within it, tensors of more than a few thousand elements that a model makes have shapes and no storage."""
+    """Within it, tensors of more than a few thousand elements are made with a shape and no storage."""
 
     _MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 
@@ -410,6 +410,14 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
     finally:
         for module, name, value in usual:
             setattr(module, name, value)
+
+
+class KvCapacity(NamedTuple):
+    """KV tokens, cache groups, and sequences of max_model_len at the same time."""
+
+    tokens: int
+    groups: int
+    sequences: float
 
 
 class DescribedEngine:
@@ -464,10 +472,11 @@ class DescribedEngine:
             for layer in self._layers.values()
             if getattr(layer, "router", None) is not None
         ]
-        return {(method.experts_cls.__name__, bool(method.is_monolithic)) for method in methods}
+        named = ((getattr(method, "experts_cls", None) or type(method), method) for method in methods)
+        return {(kind.__name__, bool(method.is_monolithic)) for kind, method in named}
 
-    def kv_cache(self, available: int) -> tuple[int, int, float]:
-        """KV tokens, cache groups, and how many sequences of max_model_len there is room for.
+    def kv_cache(self, available: int) -> KvCapacity:
+        """What a KV cache of so many bytes holds.
 
         Args:
             available: bytes for the KV cache of one rank.
@@ -490,4 +499,4 @@ class DescribedEngine:
         (found,) = get_kv_cache_configs(self.config, [specs], [available])
         sequences = get_max_concurrency_for_kv_cache_config(self.config, found)
         groups = len(found.kv_cache_groups)
-        return int(sequences * self.config.model_config.max_model_len), groups, sequences
+        return KvCapacity(int(sequences * self.config.model_config.max_model_len), groups, sequences)
