@@ -15,6 +15,7 @@ from eldr_serve.check.machine import Gpu, Pool
 from eldr_serve.check.placement import Placed, place
 
 Cluster = Callable[[Path, Literal["gpu", "cpu"]], Sequence[Pool]]
+_NOWHERE = Placed([], {}, {})
 _CPU_KV_GIB = 4.0  # vLLM's own where VLLM_CPU_KVCACHE_SPACE is not set
 
 
@@ -54,77 +55,69 @@ def check(paths: Sequence[Path], cluster: Cluster, model: Path | None = None) ->
         ValueError: there is no such cluster.
         OSError: a file cannot be read, or vLLM cannot be asked.
     """
-    read: list[_Placed | Finding] = []
-    for path in paths:
-        try:
-            deployment = read_deployment(path, model)
-        except ValueError as error:
-            read.append(Finding("error", " ".join(str(error).split())))
-            continue
-        pools = cluster(path, deployment.engines[0].device)
-        placed = place(pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
-        gpus = [_gpu(engines, placed, pools) for engines in deployment.engines]
-        read.append(_Placed(deployment, pools, placed, gpus))
+    cases = [_place(path, cluster, model) for path in paths]
     # All engines are asked about at once: the process that asks needs long to start.
-    asked = [
-        (number, engines, gpu)
-        for number, found in enumerate(read)
-        if isinstance(found, _Placed)
-        for engines, gpu in zip(found.deployment.engines, found.gpus, strict=True)
-        if gpu is not None or engines.device == "cpu"
-    ]
-    said = ask([_engine(engines, gpu) for _, engines, gpu in asked]) if asked else []
-    answers = {(number, e.role): answer for (number, e, _), answer in zip(asked, said, strict=True)}
-    return [
-        Checked(path, None, Placed([], {}, {}), [], [found])
-        if isinstance(found, Finding)
-        else _checked(
-            path, found, [answers.get((number, e.role), Answer()) for e in found.deployment.engines]
-        )
-        for number, (path, found) in enumerate(zip(paths, read, strict=True))
-    ]
+    answers = iter(ask([engine for case in cases for engine in case.asked if engine is not None]))
+    return [_checked(case, [Answer() if e is None else next(answers) for e in case.asked]) for case in cases]
 
 
 @dataclass(frozen=True)
-class _Placed:
-    deployment: Deployment
-    pools: Sequence[Pool]
-    placed: Placed
-    gpus: Sequence[Gpu | None]
+class _Case:
+    """A deployment before vLLM is asked; of one that could not be read, why."""
+
+    path: Path
+    deployment: Deployment | None = None
+    pools: Sequence[Pool] = ()
+    placed: Placed = _NOWHERE
+    gpus: Sequence[Gpu | None] = ()
+    asked: Sequence[Engine | None] = ()
+    unreadable: str = ""
 
 
-def _checked(path: Path, given: _Placed, answers: Sequence[Answer]) -> Checked:
-    deployment, placed = given.deployment, given.placed
-    engines = list(zip(deployment.engines, given.gpus, answers, strict=True))
-    missing = list(findings.resources(deployment, given.pools))
+def _place(path: Path, cluster: Cluster, model: Path | None) -> _Case:
+    try:
+        deployment = read_deployment(path, model)
+    except ValueError as error:
+        return _Case(path, unreadable=" ".join(str(error).split()))
+    pools = cluster(path, deployment.engines[0].device)
+    placed = place(pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
+    gpus = [_gpu(engines, placed) for engines in deployment.engines]
+    asked = [_engine(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
+    return _Case(path, deployment, pools, placed, gpus, asked)
+
+
+def _checked(case: _Case, answers: Sequence[Answer]) -> Checked:
+    deployment, placed = case.deployment, case.placed
+    if deployment is None:
+        return Checked(case.path, None, placed, [], [Finding("error", case.unreadable)])
+    engines = list(zip(deployment.engines, case.gpus, answers, strict=True))
+    missing = list(findings.resources(deployment, case.pools))
     found = [
         *missing,
         *(() if missing else findings.placement(deployment, placed)),
-        *(
-            fault
-            for e, gpu, answer in engines
-            for fault in findings.memory(e, answer, gpu.kind if gpu else "CPU")
-        ),
+        *(fault for e, gpu, answer in engines for fault in findings.memory(e, gpu, answer)),
         *findings.host_memory(deployment, placed, answers),
         *findings.network(deployment, placed),
         *(fault for e in deployment.engines for fault in findings.settings(e)),
     ]
-    return Checked(
-        path, deployment, placed, engines, sorted(found, key=lambda fault: fault.severity != "error")
-    )
+    found.sort(key=lambda fault: fault.severity != "error")
+    return Checked(case.path, deployment, placed, engines, found)
 
 
-def _gpu(engines: EngineDeployment, placed: Placed, pools: Sequence[Pool]) -> Gpu | None:
-    """The smallest GPU that its replicas were placed on; of those that found no place, of the cluster."""
+def _gpu(engines: EngineDeployment, placed: Placed) -> Gpu | None:
+    """The smallest GPU that its replicas were placed on; none on a CPU, or if they found no place."""
     if engines.device == "cpu":
         return None
     used = [node.pool.gpu for node in placed.nodes if any(name == engines.role for name, _ in node.held)]
-    kinds = [gpu for gpu in used or [pool.gpu for pool in pools] if gpu is not None]
-    return min(kinds, key=lambda gpu: gpu.memory_gib, default=None)
+    return min((gpu for gpu in used if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
 
 
-def _engine(engines: EngineDeployment, gpu: Gpu | None) -> Engine:
-    memory = gpu.memory_gib if gpu else float(engines.environment.get("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_GIB))
-    return Engine(
-        engines.model, engines.config.get_engine_config().engine_kwargs, memory, gpu and gpu.capability
-    )
+def _engine(engines: EngineDeployment, gpu: Gpu | None) -> Engine | None:
+    """What vLLM is asked; nothing of engines without a place."""
+    arguments = engines.config.get_engine_config().engine_kwargs
+    if gpu is not None:
+        return Engine(engines.model, arguments, gpu.memory_gib, gpu.capability)
+    if engines.device == "gpu":
+        return None
+    kv_gib = float(engines.environment.get("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_GIB))
+    return Engine(engines.model, arguments, kv_gib, None)

@@ -61,8 +61,10 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
     Raises:
         ChildProcessError: the process that asks failed.
     """
+    if not engines:
+        return []
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # nothing is allocated
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.engines import Answer
-from eldr_serve.check.machine import ACCELERATOR, GIB, Pool
+from eldr_serve.check.machine import ACCELERATOR, GIB, Gpu, Pool
 from eldr_serve.check.placement import Placed
 
 # Ports that others hold on every node of a cluster as `ray start` makes it, and the kernel's own.
@@ -83,8 +83,9 @@ def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
             )
 
 
-def memory(engines: EngineDeployment, answer: Answer, kind: str) -> Iterator[Finding]:
+def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterator[Finding]:
     """An engine that vLLM, or ours, refuses."""
+    kind = gpu.kind if gpu else "CPU"
     inside = [name for name, monolithic in answer.kernels if monolithic]
     if inside:
         yield _error(
