@@ -9,7 +9,7 @@ from typing import Literal
 from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.engines import Answer
 from eldr_serve.check.machine import ACCELERATOR, GIB, Gpu, Pool
-from eldr_serve.check.placement import Placed
+from eldr_serve.check.placement import Placed, total
 
 # Ports that others hold on every node of a cluster as `ray start` makes it, and the kernel's own.
 _TAKEN = (
@@ -69,7 +69,9 @@ def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
         missing = placed.missing.get(wanted.name, 0)
         if missing:
             asked = ", ".join(
-                f"{amount:g} {name}" for name, amount in _total(wanted.bundles).items() if amount
+                name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
+                for name, amount in total(wanted.bundles).items()
+                if amount
             )
             yield _error(
                 f"{missing} of {wanted.count} {wanted.name} replicas find no node: each asks for {asked}"
@@ -200,14 +202,6 @@ def from_hub(engines: EngineDeployment) -> bool:
 
 def _error(sentence: str) -> Finding:
     return Finding("error", sentence)
-
-
-def _total(bundles: Sequence[dict[str, float]] | Sequence[object]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in dict(bundle).items():  # type: ignore[call-overload]
-            total[name] = total.get(name, 0) + amount
-    return total
 
 
 def _span(numbers: Sequence[int]) -> str:

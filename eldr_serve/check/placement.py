@@ -102,11 +102,17 @@ def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
     return Placed(nodes, +missing, +spread)
 
 
+def total(bundles: Sequence[Bundle]) -> dict[str, float]:
+    """What bundles ask for together."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+
+
 def _choose(nodes: Sequence[Node], replicas: Replicas) -> list[Node] | None:
     """A node for each bundle, or none if it cannot be."""
     order = sorted(nodes, key=_room)
     if replicas.strategy in ("PACK", "STRICT_PACK"):
-        whole = _sum(replicas.bundles)
+        whole = total(replicas.bundles)
         together = next((node for node in order if node.fits(whole)), None)
         if together is not None or replicas.strategy == "STRICT_PACK":
             return [together] * len(replicas.bundles) if together is not None else None
@@ -136,11 +142,3 @@ def _one_by_one(
 def _room(node: Node) -> tuple[int, int]:
     """What placing there would waste: GPUs left first, then CPUs."""
     return node.free.get("GPU", 0), node.free.get("CPU", 0)
-
-
-def _sum(bundles: Sequence[Bundle]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] += amount  # type: ignore[assignment]
-    return dict(total)
