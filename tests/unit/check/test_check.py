@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,12 +67,16 @@ def without_hybrid(args: dict[str, Any]) -> None:
     del args["prefill_config"]["engine_kwargs"]["disable_hybrid_kv_cache_manager"]
 
 
-def loose(args: dict[str, Any]) -> None:
-    del args["prefill_config"]["placement_group_config"]["strategy"]
-    del args["prefill_config"]["accelerator_type"]
+def two_ranks_apart(args: dict[str, Any]) -> None:
+    args["decode_config"]["engine_kwargs"]["tensor_parallel_size"] = 2
+    scaling(max_replicas=8, initial_replicas=8)(args)
 
 
-# name -> shipped file, edit of its args, the words of its one error, and the cluster if another.
+def environment(**values: str) -> Edit:
+    return lambda args: args["decode_config"]["runtime_env"]["env_vars"].update(values)
+
+
+# name -> shipped file, edit of its args, words of its one error.
 WRONG: dict[str, tuple[str, Edit, str]] = {
     "a_key_misspelt": (*qwen(lambda args: args.update(rooter={})), "rooter"),
     "an_unknown_engine_argument": (*qwen(both(max_num_seq=3)), "max_num_seq"),
@@ -124,6 +129,22 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
     ),
     "to_zero": (*qwen(scaling(min_replicas=0)), "set min_replicas"),
     "scaled_and_fixed": (*qwen(decode_deployment(num_replicas=3)), "not both"),
+    "ranks_apart": (*qwen(two_ranks_apart), "8 of 8 decode replicas would each spread over several nodes"),
+    "too_little_memory": (
+        "cpu_demo",
+        environment(VLLM_CPU_KVCACHE_SPACE="9"),
+        "the engines on node nodes-0 need",
+    ),
+    "one_nixl_port": (
+        "cpu_demo",
+        environment(VLLM_NIXL_SIDE_CHANNEL_PORT="23000"),
+        "share NIXL's port 23000",
+    ),
+    "nixl_ports_meet": (
+        "cpu_demo",
+        decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}),
+        "meet decode's 20000-20001 on one node",
+    ),
     "one_port_twice": (
         *qwen(lambda args: args["ingress"].update(port=8000)),
         "both listen at port 8000",
@@ -139,6 +160,13 @@ def wrong(name: str) -> dict[str, Any]:
     return document
 
 
+def cluster(path: Path, device: str) -> list[Pool]:
+    if device == "cpu":
+        return CPU
+    small = path.stem == "ranks_apart"
+    return [pool for pool in CLUSTER if not (small and pool.name.endswith("_of_8"))]
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
     folder = tmp_path_factory.mktemp("deployments")
@@ -149,7 +177,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
         paths[-1].write_text(yaml.safe_dump(wrong(name)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        found = check(paths, lambda path, device: CPU if device == "cpu" else CLUSTER)
+        found = check(paths, cluster)
     return {path.stem: outcome for path, outcome in zip(paths, found, strict=True)}
 
 
