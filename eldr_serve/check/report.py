@@ -91,8 +91,8 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         "nodes": ", ".join(f"{count} {pool}" for pool, count in used.items()) or "none",
         "weights": _gib(answer.weights),
         "reserve (estimate)": _gib(answer.reserve),
-        "KV cache": _gib(answer.kv),
-        "KV tokens": f"{answer.kv_tokens:,}: {answer.sequences:.1f} sequences of {answer.max_model_len:,}",
+        "KV cache": _gib(max(0, answer.kv)),
+        "KV tokens": _tokens(answer),
         "MoE kernel": ", ".join(name for name, _ in answer.kernels) or "-",
         "experts counted": "no"
         if any(inside for _, inside in answer.kernels) or not answer.kernels
@@ -105,6 +105,12 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         f"within {options.get('health_check_timeout_s', 10)} s",
         "time to drain": f"{options.get('graceful_shutdown_timeout_s')} s",
     }
+
+
+def _tokens(answer: Answer) -> str:
+    if not answer.kv_tokens:
+        return "-"
+    return f"{answer.kv_tokens:,}: {answer.sequences:.1f} sequences of {answer.max_model_len:,}"
 
 
 def _gib(size: int) -> str:
