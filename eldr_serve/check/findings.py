@@ -112,7 +112,7 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterat
 
 def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:
     """Nodes whose CPU engines ask for more memory than there is."""
-    needed = {
+    needed: dict[str, int] = {
         engines.role: answer.weights + answer.reserve + answer.kv
         for engines, answer in zip(deployment.engines, answers, strict=True)
         if engines.device == "cpu"

@@ -385,17 +385,19 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
     from vllm.model_executor.layers.fused_moe import experts
     from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
+    major, minor = capability
+
     class Described(Platform):
         _enum = PlatformEnum.CUDA
         device_name = device_type = "cuda"
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(*capability)
+            return DeviceCapability(major, minor)
 
-    for module in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
+    for found in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
         with suppress(ImportError, AttributeError):  # not all can be imported without their kernels
-            importlib.import_module(module.name)
+            importlib.import_module(found.name)
     told = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
     usual = [
         (module, name, vars(module)[name])
