@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eldr_serve.check.check import Checked
-from eldr_serve.check.deployment import EngineDeployment
+from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.engines import Answer
 from eldr_serve.check.findings import ports, source
 from eldr_serve.check.machine import GIB, Gpu
 from eldr_serve.check.placement import Placed
+from eldr_serve.serving.autoscaling import by_requests_in_flight
 
 
 def show(checked: Checked, console: Console) -> None:
@@ -26,6 +27,7 @@ def show(checked: Checked, console: Console) -> None:
         for name in columns[0]:
             table.add_row(name, *(column[name] for column in columns))
         console.print(table)
+        console.print(_ingress(checked.deployment, checked.placed), soft_wrap=True, highlight=False)
     for finding in checked.findings:
         console.print(f"{finding.severity}: {finding.sentence}", soft_wrap=True, highlight=False)
     verdict = "would start" if checked.starts else "would not start"
@@ -76,9 +78,6 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
     options = engines.config.deployment_config
     scaling = options.get("autoscaling_config") or {}
     numbers = ports(engines)
-    used = Counter(
-        node.pool.name for node in placed.nodes if any(name == engines.role for name, _ in node.held)
-    )
     return {
         "model": source(engines),
         "model cache": engines.environment.get("HF_HOME", "-"),
@@ -88,7 +87,7 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         "an engine": f"{engines.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
         if gpu
         else f"{engines.ranks} x CPU",
-        "nodes": ", ".join(f"{count} {pool}" for pool, count in used.items()) or "none",
+        "nodes": _nodes(engines.role, placed),
         "weights": _gib(answer.weights),
         "reserve (estimate)": _gib(answer.reserve),
         "KV cache": _gib(max(0, answer.kv)),
@@ -98,13 +97,31 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         if any(inside for _, inside in answer.kernels) or not answer.kernels
         else "yes",
         "NIXL ports": f"{numbers[0]}-{numbers[-1]}" if numbers[0] != numbers[-1] else str(numbers[0]),
-        "scales by": f"requests in flight / {scaling.get('target_ongoing_requests', 'default')}"
-        if scaling
-        else "nothing",
+        "scales by": _scale(scaling) if scaling else "nothing",
         "health check": f"every {options.get('health_check_period_s', 10)} s, "
         f"within {options.get('health_check_timeout_s', 10)} s",
         "time to drain": f"{options.get('graceful_shutdown_timeout_s')} s",
     }
+
+
+def _scale(scaling: dict[str, Any]) -> str:
+    policy = str(scaling["policy"]["policy_function"])
+    target = f"{scaling.get('target_ongoing_requests', 'Serve default')}"
+    return f"requests in flight / {target}" if policy.endswith(by_requests_in_flight.__name__) else policy
+
+
+def _ingress(deployment: Deployment, placed: Placed) -> str:
+    name, port = deployment.ingress.name, deployment.args.ingress.port
+    own = f", port {port} on each" if port is not None else ""
+    return (
+        f"{name}: {deployment.ingress.count} replicas on {_nodes(name, placed)}{own}; "
+        f"Serve's proxy at port {deployment.proxy_port}"
+    )
+
+
+def _nodes(name: str, placed: Placed) -> str:
+    used = Counter(node.pool.name for node in placed.nodes if any(held == name for held, _ in node.held))
+    return ", ".join(f"{count} {pool}" for pool, count in used.items()) or "none"
 
 
 def _tokens(answer: Answer) -> str:
