@@ -91,7 +91,8 @@ class ExpertCapture:
             router.set_capture_fn(partial(self._keep, layer))
 
     def _keep(self, layer: int, experts: Tensor) -> None:
-        self._chosen[layer, : len(experts)].copy_(experts)
+        # Shared experts that a kernel runs with the others are further columns: every token has them.
+        self._chosen[layer, : len(experts)].copy_(experts[:, : self.top_k])
 
     def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, list[int] | None]:
         """Count the step that has just run.

@@ -35,6 +35,7 @@ from eldr_serve.engine.compat import (
     UnsupportedEngineError,
     check_engine,
     check_side_channel,
+    counted_group,
     expire_send_leases,
     forward_slots,
     get_tensor_model_parallel_rank,
@@ -83,11 +84,11 @@ class EldrConnector(NixlPullConnector):
     """NIXL pull connector that also counts experts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
+        check_engine(vllm_config)
+        self.counted = counted_group(vllm_config, kv_cache_config)
         with polled_nixl(), kept_affinity():
             super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         # scheduler half
         self._tracked: dict[str, _Tracked] = {}
@@ -139,18 +140,17 @@ class EldrConnector(NixlPullConnector):
 
     def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
         request, prompt = tracked.request, tracked.request.num_prompt_tokens
-        blocks = self._kv_cache_manager.get_block_ids(request.request_id)[0]
+        blocks = self._kv_cache_manager.get_block_ids(request.request_id)[self.counted.index]
+        size = self.counted.block_size
         # After a preemption a prompt may end a second time, together with tokens that followed it:
         # the first sum stands.
         if before < prompt <= after and tracked.prompt_counts is None:
-            plan.finished_prompts[request.request_id] = list(blocks[: -(-prompt // self._block_size)])
+            plan.finished_prompts[request.request_id] = list(blocks[: -(-prompt // size)])
         if tracked.calibrate:
             positions = [p for p in range(max(before, prompt), after)]
             if positions:
                 tracked.asked.append(positions)
-                plan.traced[request.request_id] = [
-                    blocks[p // self._block_size] * self._block_size + p % self._block_size for p in positions
-                ]
+                plan.traced[request.request_id] = [blocks[p // size] * size + p % size for p in positions]
 
     def take_counts(self, meta: EldrWorkerMetadata) -> None:
         """Take what the workers counted, before the requests of the step are finished."""
@@ -201,7 +201,7 @@ class EldrConnector(NixlPullConnector):
             device=device,
             # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
             num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
-            block_size=self._block_size,
+            block_size=self.counted.block_size,
         )
         self._timer = StepTimer(device)
 
@@ -209,14 +209,14 @@ class EldrConnector(NixlPullConnector):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, EldrMetadata):
             self._abandoned.hold(connector_metadata.held)
-        self._slots = forward_slots()
+        self._slots = forward_slots(self.counted.layer)
         if self._timer is not None:
             self._timer.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
         if self._slots is None:
-            self._slots = graph_slots(kwargs)
+            self._slots = graph_slots(kwargs, self.counted.layer)
 
     def finish_forward(self) -> None:
         super().finish_forward()
