@@ -5,8 +5,8 @@
 Checkpoints are tiny and random, made by transformers on the spot. An engine of each serves prompts with
 shared prefixes twice over few KV blocks. Read prompts_exact and decodes_exact against requests: what the
 connector counted against what the engine's routers were seen to choose, token by token. differ_from_hf
-are the choices, of all that entered the experts of Hugging Face's model for the same tokens, that were
-others: rounding near ties, if anything.
+are the choices that are not those that enter the experts of Hugging Face's model for the same tokens, and
+tokens_near_ties were seen with several choices, as batches round differently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,18 @@ RUNNERS = ("V1", "V2")
 def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, dict[str, Any]]:
     """Family -> report of its engine (see family_engine), or {"error": the reason} where none started."""
     folders = [ROOT, *([_TRITON_CPU] if runner == "V2" else [])]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
         environment["TRITON_INTERPRET"] = "1"
-    reports = {name: work / f"{name}.{runner}.json" for name in checkpoints}
-    jobs = [f"{folder}={reports[name]}" for name, folder in checkpoints.items()]
+    folder = work / runner
+    folder.mkdir()
+    jobs = {name: FAMILIES[name].engine | {"model": str(path)} for name, path in checkpoints.items()}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.harness.family_engine", *jobs],
+        [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
         env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
     )  # fmt: skip
-    return {name: json.loads(report.read_text()) for name, report in reports.items()}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in jobs}
 
 
 def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
@@ -58,43 +61,49 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
     if "error" in report:
         return found | {"note": report["error"]}
     records = report["records"]
-    seen = [np.array(record["seen"]) for record in records]  # [T,L,k]
     captured = [record for record in records if "eldr_prefill" in record]
     reference = choices(checkpoint)
-    theirs = [np.sort(reference(r["prompt"] + r["output"][:-1]), axis=-1) for r in records]
     return found | {
         "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
         "requests": len(records),
         "captured": len(captured),
-        "prompts_exact": sum(_prompt_exact(r, s) for r, s in zip(records, seen, strict=True)),
-        "decodes_exact": sum(_decode_exact(r, s) for r, s in zip(records, seen, strict=True)),
+        "prompts_exact": sum(map(_prompt_exact, captured)),
+        "decodes_exact": sum(map(_decode_exact, captured)),
         "in_several_steps": sum(len(r["prompt"]) - r["cached"] > CHUNK for r in records),
         "with_prefix_hit": sum(r["cached"] > 0 for r in records),
         "preemptions": int(report["preemptions"]),
-        "choices": sum(s.size for s in seen),
-        "differ_from_hf": sum(int(_others(s, t)) for s, t in zip(seen, theirs, strict=True)),
-        "changed_by_recomputing": report["changed"],
+        "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
+        "differ_from_hf": sum(_others(r, reference(r["prompt"] + r["output"][:-1])) for r in records),
+        "tokens_near_ties": sum(len(known) > 1 for r in records for known in r["seen"]),
     }
 
 
-def _prompt_exact(record: dict[str, Any], seen: NDArray[np.int64]) -> bool:
+def _prompt_exact(record: dict[str, Any]) -> bool:
+    """Whether some choice for each token that was seen with several gives the counts."""
     counts = unpack_counts(record["eldr_prefill"])
-    return np.array_equal(counts, _histogram(seen[: len(record["prompt"])], counts.shape[1]))
+    seen = record["seen"][: len(record["prompt"])]
+    return any(np.array_equal(counts, _histogram(chosen, counts.shape)) for chosen in product(*seen))
 
 
-def _decode_exact(record: dict[str, Any], seen: NDArray[np.int64]) -> bool:
-    counts, decoded = unpack_counts(record["eldr_decode"]), seen[len(record["prompt"]) :]
-    routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1)
-    return np.array_equal(routes, decoded) and np.array_equal(counts, _histogram(decoded, counts.shape[1]))
+def _decode_exact(record: dict[str, Any]) -> bool:
+    counts = unpack_counts(record["eldr_decode"])
+    routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1).tolist()
+    seen = record["seen"][len(record["prompt"]) :]
+    return np.array_equal(counts, _histogram(routes, counts.shape)) and all(
+        route in known for route, known in zip(routes, seen, strict=True)
+    )
 
 
-def _histogram(chosen: NDArray[np.int64], experts: int) -> NDArray[np.int64]:
+def _histogram(chosen: Sequence[list[list[int]]], shape: tuple[int, ...]) -> NDArray[np.int64]:
     """[L,E] from [T,L,k]."""
-    return np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in chosen.swapaxes(0, 1)])
+    counts = np.zeros(shape, np.int64)
+    np.add.at(counts, (np.arange(shape[0])[None, :, None], np.array(chosen)), 1)
+    return counts
 
 
-def _others(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> int:
-    """Choices of [T,L,k] that are not among the other's of the same token and layer."""
+def _others(record: dict[str, Any], theirs: NDArray[np.int64]) -> int:
+    """Choices that are not among theirs, [T,L,k], of the same token and layer."""
+    mine = np.array([known[0] for known in record["seen"]])
     return int((mine[..., None] != theirs[..., None, :]).all(-1).sum())
 
 

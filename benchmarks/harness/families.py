@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,18 @@ _MLA = {
     "n_shared_experts": 1,
 }
 _GDN = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
+
+
+def _engine(blocks: int, **others: Any) -> dict[str, Any]:
+    return {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": blocks} | others
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,16 @@ class Family:
     Attributes:
         model: its prefix among the classes of transformers.
         config: what differs from the common sizes.
-        reference: whether vLLM's numerics are those of Hugging Face on a CPU, so that choices agree.
+        config_class: of transformers, if it has not the model's prefix.
+        exact: whether vLLM's CPU kernels round as Hugging Face's model does, so that all choices agree.
+        engine: engine arguments; few KV blocks, so that requests are preempted.
     """
 
     model: str
     config: dict[str, Any]
-    reference: bool = True
     config_class: str = ""
+    exact: bool = True
+    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the checkpoint in Hugging Face format, without a tokenizer."""
@@ -89,10 +98,17 @@ def _is_gate(name: str) -> bool:
 
 _EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_RECURRENT = _engine(
+    24, dtype="bfloat16", max_model_len=1536
+)  # vLLM's CPU kernel of GDN takes bfloat16 alone
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
-    "Qwen2-MoE": Family("Qwen2Moe", _EXPERTS_16 | {"shared_expert_intermediate_size": 32}),
+    "Qwen2-MoE": Family(
+        "Qwen2Moe",
+        _EXPERTS_16 | {"shared_expert_intermediate_size": 32},
+        engine=_engine(6, block_size=288, max_model_len=1440),  # more tokens a block than a byte counts
+    ),
     "Qwen3-MoE": Family("Qwen3Moe", _EXPERTS_16 | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "Mixtral": Family("Mixtral", _LOCAL_8),
     "OLMoE": Family("Olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
@@ -123,6 +139,7 @@ FAMILIES = {
         "GptOss",
         {"num_local_experts": 8, "num_experts_per_tok": 4, "num_hidden_layers": 4,
          "layer_types": _SLIDING, "sliding_window": 48},
+        engine=_engine(14),
     ),
     "Gemma-4": Family(
         "Gemma4",
@@ -132,6 +149,7 @@ FAMILIES = {
          "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY,
          "num_kv_shared_layers": 0, "attention_k_eq_v": True},
         config_class="Gemma4TextConfig",
+        engine=_engine(36),
     ),
     "Llama-4": Family(
         "Llama4",
@@ -139,28 +157,32 @@ FAMILIES = {
          "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
          "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
         config_class="Llama4TextConfig",
+        engine=_engine(18),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",
         _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
                               "full_attention_interval": 4},
+        exact=False, engine=_RECURRENT,
     ),
     "LFM2-MoE": Family(
         "Lfm2Moe",
         _EXPERTS_16 | {"num_hidden_layers": 4, "num_dense_layers": 1, "conv_L_cache": 3,
                        "layer_types": ["conv", "conv", "full_attention", "conv"]},
+        engine=_engine(24),
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe",
         _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
         config_class="Qwen3_5MoeTextConfig",
+        exact=False, engine=_RECURRENT,
     ),
     "DeepSeek-V2": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy"}, reference=False),
+        "topk_method": "greedy"}, exact=False),
     "DeepSeek-V3": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
-                          reference=False),
+                          exact=False),
     "Kimi-K2": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
-                      reference=False),
+                      exact=False),
     "ERNIE-4.5": Family("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32,
         "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
 }  # fmt: skip

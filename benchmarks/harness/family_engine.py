@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections import defaultdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,18 +23,21 @@ from benchmarks.harness.replay_engine import free_port
 from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
 
 CHUNK = 48  # tokens a step, where blocks are not longer
-OUTPUT = 6  # tokens generated a prompt
+OUTPUT = 12  # tokens generated a prompt
 
 
 def prompts(block: int) -> list[list[int]]:
-    """Token ids: two stems of whole and of broken blocks, each alone and continued in several ways."""
+    """Token ids: stems of whole and of broken blocks, each alone and continued in several ways."""
     rng = np.random.default_rng(0)
     stems = [rng.integers(1, 257, n).tolist() for n in (2 * block, 3 * block // 2)]
-    return [stem + rng.integers(1, 257, n).tolist() for n in (0, 7, block, block + 3) for stem in stems]
+    found = [stem + rng.integers(1, 257, n).tolist() for n in (0, 7, block, block + 3) for stem in stems]
+    return [*found, rng.integers(1, 257, 4 * block - 5).tolist()]
 
 
 class Seen:
-    """What an engine's routers chose: {tokens up to and with one: its experts, sorted, layer by layer}.
+    """What an engine's routers chose, by the tokens up to and with the one that they chose for.
+
+    A token that was computed again, in another batch, may have several choices: rounding near ties.
 
     Args:
         core: an engine core in this process.
@@ -42,8 +46,7 @@ class Seen:
     def __init__(self, core: Any) -> None:
         from eldr_serve.engine.compat import before_eplb_mapping, moe_routers
 
-        self.choices: dict[tuple[int, ...], list[list[int]]] = {}
-        self.changed = 0  # choices that a recomputation changed
+        self._choices: dict[tuple[int, ...], list[list[list[int]]]] = defaultdict(list)
         self._requests = core.scheduler.requests
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         self._step: dict[int, list[list[int]]] = {}
@@ -68,17 +71,18 @@ class Seen:
             request = self._requests[name]
             for position in range(request.num_computed_tokens - scheduled[name], request.num_computed_tokens):
                 chosen = [sorted(self._step[layer][row]) for layer in sorted(self._step)]
-                known = self.choices.setdefault(tuple(request.all_token_ids[: position + 1]), chosen)
-                self.changed += sum(a != b for a, b in zip(known, chosen, strict=True))
+                known = self._choices[tuple(request.all_token_ids[: position + 1])]
+                if chosen not in known:
+                    known.append(chosen)
                 row += 1
 
-    def of(self, tokens: list[int]) -> list[list[list[int]]]:
-        """[T,L,k]"""
-        return [self.choices[tuple(tokens[: position + 1])] for position in range(len(tokens))]
+    def of(self, tokens: list[int]) -> list[list[list[list[int]]]]:
+        """[T][choices][L][k], experts sorted."""
+        return [self._choices[tuple(tokens[: position + 1])] for position in range(len(tokens))]
 
 
-def serve(model: str) -> dict[str, Any]:
-    """One engine of one family; returns its report."""
+def serve(arguments: dict[str, Any]) -> dict[str, Any]:
+    """One engine with these arguments; returns its report."""
     from prometheus_client import REGISTRY
     from vllm import EngineArgs, SamplingParams
     from vllm.usage.usage_lib import UsageContext
@@ -86,14 +90,10 @@ def serve(model: str) -> dict[str, Any]:
 
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=model,
             skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=512,
             max_num_seqs=8,
             max_num_batched_tokens=CHUNK,
-            num_gpu_blocks_override=int(os.environ.get("BLOCKS", "40")),
-            **engine_kwargs("calibrate", device="cpu"),
+            **engine_kwargs("calibrate", device="cpu", **arguments),
         ),
         UsageContext.LLM_CLASS,
     )
@@ -126,30 +126,32 @@ def serve(model: str) -> dict[str, Any]:
         "groups": [[type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size] for g in groups],
         "records": records,
         "preemptions": samples["vllm:num_preemptions_total"],
-        "changed": seen.changed,
     }
 
 
-def _serve(model: str, report: str) -> None:
+def _serve(arguments: dict[str, Any], report: Path) -> None:
     try:
-        found = serve(model)
+        found = serve(arguments)
     except Exception as error:
         traceback.print_exc()
         found = {"error": str(error)}
-    Path(report).write_text(json.dumps(found))
+    report.write_text(json.dumps(found))
 
 
-def main(jobs: list[str]) -> None:
-    """Each job is MODEL=REPORT; the report of an engine that does not start is {"error": the reason}."""
+def main(jobs: Path) -> None:
+    """Serve each of a JSON file's engine arguments by name; the report is NAME.json beside the file.
+
+    That of an engine that does not start is {"error": the reason}.
+    """
     import vllm.v1.engine.llm_engine  # noqa: F401
 
-    for job in jobs:
+    for name, arguments in json.loads(jobs.read_text()).items():
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        process = get_context("fork").Process(target=_serve, args=job.split("="))
+        process = get_context("fork").Process(target=_serve, args=(arguments, jobs.with_name(f"{name}.json")))
         process.start()
         process.join()
 
 
 if __name__ == "__main__":
     os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]))
