@@ -38,6 +38,7 @@ _MLA = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
 }
 _GDN = {
     "num_key_value_heads": 2,
@@ -157,7 +158,7 @@ FAMILIES = {
          "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
          "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
         config_class="Llama4TextConfig",
-        engine=_engine(18),
+        engine=_engine(18, max_model_len=160),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",
@@ -178,11 +179,11 @@ FAMILIES = {
         exact=False, engine=_RECURRENT,
     ),
     "DeepSeek-V2": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy"}, exact=False),
+        "topk_method": "greedy"}, exact=False, engine=_engine(17)),
     "DeepSeek-V3": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
-                          exact=False),
+                          exact=False, engine=_engine(17)),
     "Kimi-K2": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
-                      exact=False),
+                      exact=False, engine=_engine(17)),
     "ERNIE-4.5": Family("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32,
         "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
 }  # fmt: skip

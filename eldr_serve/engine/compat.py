@@ -46,6 +46,7 @@ __all__ = [
     "check_engine",
     "check_expert_placement",
     "check_side_channel",
+    "clear_refusal",
     "counted_group",
     "expire_send_leases",
     "forward_slots",
@@ -372,6 +373,18 @@ def kept_affinity() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def clear_refusal() -> Iterator[None]:
+    """Within it, a KV cache that NIXL cannot transfer is refused as other engines are."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UnsupportedEngineError(
+            f"NIXL cannot transfer this model's KV cache ({error}); serve it by engines that both prefill "
+            "and decode, without locality"
+        ) from error
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from eldr_serve.engine.compat import (
     UnsupportedEngineError,
     check_engine,
     check_side_channel,
+    clear_refusal,
     counted_group,
     expire_send_leases,
     forward_slots,
@@ -86,7 +87,7 @@ class EldrConnector(NixlPullConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_engine(vllm_config)
         self.counted = counted_group(vllm_config, kv_cache_config)
-        with polled_nixl(), kept_affinity():
+        with clear_refusal(), polled_nixl(), kept_affinity():
             super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
