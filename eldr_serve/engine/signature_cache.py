@@ -40,34 +40,35 @@ class SignatureCache:
                 f"block_size is {block_size}, a byte counts at most {MAX_BLOCK_SIZE} tokens a block"
             )
         self._block_size = block_size
-        self.rows = torch.zeros((num_blocks, num_layers, num_experts), dtype=torch.uint8, device=device)
+        # The last row is no block's: what is to be reset is as many rows in each step of a size.
+        self.rows = torch.zeros((num_blocks + 1, num_layers, num_experts), dtype=torch.uint8, device=device)
+        self._layer_cells = torch.arange(num_layers, device=device)[:, None] * num_experts
 
     @property
     def nbytes(self) -> int:
         """Memory, bytes."""
         return self.rows.nbytes
 
-    def record(self, slots: Tensor, experts: Tensor) -> None:
-        """Count one step's tokens.
+    def record(self, slots: Tensor, experts: Tensor, requests: int) -> None:
+        """Count one step's tokens; every size is known on the host, so that it waits for nothing.
 
         Args:
-            slots: int64[T], the KV slot that each token's KV was written to; negative for padding.
+            slots: int64[T], the KV slot that each token's KV was written to.
             experts: int[L,T,k], the experts chosen.
+            requests: whose tokens they are, each one's at consecutive positions.
         """
-        real = slots >= 0
-        slots = slots[real]
-        experts = experts[:, real].long()
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
-        self.rows[blocks[slots % self._block_size == 0]] = 0
+        begun = torch.where(slots % self._block_size == 0, blocks, -1)
+        most = min(len(slots), len(slots) // self._block_size + requests)
+        self.rows[begun.topk(most, sorted=False).values] = 0
         _, num_layers, num_experts = self.rows.shape
-        layers = torch.arange(num_layers, device=slots.device)
-        cells = ((blocks[None, :] * num_layers + layers[:, None]) * num_experts)[..., None] + experts
+        cells = (blocks * (num_layers * num_experts) + self._layer_cells)[..., None] + experts
         flat = cells.flatten()
         self.rows.view(-1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.uint8))
 
     def total(self, blocks: Tensor) -> Tensor:
         """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""
-        return self.rows[blocks].sum(dim=0, dtype=torch.int32)
+        return self.rows.index_select(0, blocks).sum(dim=0, dtype=torch.int32)
 
 
 def active_experts(experts: Tensor, num_experts: int) -> Tensor:

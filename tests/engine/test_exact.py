@@ -13,6 +13,7 @@ import pytest
 import tiny_model
 import torch
 from engine_script import BATCHES, CHUNK, SHORT
+from operators import WAITING
 from scripts import run_script
 
 from eldr_serve.engine.routes import unpack_routes
@@ -128,6 +129,11 @@ def test_v2_counts_as_v1_does(run: Callable[[str], dict[str, Any]]) -> None:
     assert v2["records"] == v1["records"][: len(v2["records"])]
     timeless = [[{k: v for k, v in step.items() if k != "seconds"} for step in r["steps"]] for r in (v1, v2)]
     assert timeless[1] == timeless[0][: len(v2["steps"])]
+
+
+def test_no_step_waits_for_the_device(report: dict[str, Any]) -> None:
+    assert {"copy_", "topk", "scatter_add_", "searchsorted"} <= set(report["operators"])  # it was noted
+    assert not set(report["operators"]) & WAITING
 
 
 def test_nothing_is_left_behind_in_the_scheduler(report: dict[str, Any]) -> None:
