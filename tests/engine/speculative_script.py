@@ -13,7 +13,7 @@ TOKENS = 24
 DRAFTS = 3
 
 
-def main(model: str, out: str, role: Any, method: str, asynchronous: bool) -> None:
+def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) -> None:
     from vllm import LLM, SamplingParams
 
     from eldr_serve.engine.config import engine_kwargs
@@ -21,15 +21,18 @@ def main(model: str, out: str, role: Any, method: str, asynchronous: bool) -> No
 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
     # A draft model with experts of its own, which are not to be counted.
-    drafting |= {"model": model} if method == "draft_model" else {"prompt_lookup_max": 3}
-    steps: list[Any] = []  # of each step: request -> (position of its first token, its drafts)
+    drafting |= {"model": drafter} if method == "draft_model" else {"prompt_lookup_max": 3}
+    steps: list[Any] = []  # of each step: prompt's number -> (position of its first token, its drafts)
     plan = EldrConnector._plan
 
     def planned(self: EldrConnector, scheduler_output: Any) -> Any:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         steps.append(
             {
-                name: (self._requests[name].num_computed_tokens, list(drafts.get(name, ())))
+                int(name.split("-")[0]): (
+                    self._requests[name].num_computed_tokens,
+                    list(drafts.get(name, ())),
+                )
                 for name in scheduler_output.num_scheduled_tokens
             }
         )
@@ -42,7 +45,7 @@ def main(model: str, out: str, role: Any, method: str, asynchronous: bool) -> No
         max_model_len=256,
         num_gpu_blocks_override=64,
         disable_log_stats=False,
-        **engine_kwargs(role, device="cpu", speculative_config=drafting, async_scheduling=asynchronous),
+        **engine_kwargs(role, device="cpu", speculative_config=drafting, async_scheduling=mode == "async"),
     )
     engine = llm.llm_engine
     records: list[dict[str, Any]] = []
@@ -62,7 +65,6 @@ def main(model: str, out: str, role: Any, method: str, asynchronous: bool) -> No
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     report = {
         "drafting": engine.vllm_config.speculative_config is not None,
-        "names": [output.request_id for output in outputs],
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
         "signatures": [(output.kv_transfer_params or {}).get("eldr_signature") for output in outputs],
         "steps": steps,
@@ -73,4 +75,4 @@ def main(model: str, out: str, role: Any, method: str, asynchronous: bool) -> No
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5] == "async")
+    main(*sys.argv[1:])

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_model
-import torch
 from engine_script import BATCHES, CHUNK, SHORT
 from operators import WAITING
 from scripts import run_script
@@ -54,24 +53,6 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def report(run: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
     return run(name)
-
-
-@pytest.fixture(scope="module")
-def choices(model: Path) -> Callable[[list[int]], np.ndarray]:
-    """tokens -> int[T,L,k], by another implementation, cold, with no cache of keys and values."""
-    from transformers import Qwen3MoeForCausalLM
-
-    reference = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    @cache
-    @torch.no_grad()
-    def route(tokens: tuple[int, ...]) -> np.ndarray:
-        logits = reference(torch.tensor([tokens]), output_router_logits=True, use_cache=False).router_logits
-        return torch.stack(
-            [x.reshape(len(tokens), -1).topk(tiny_model.TOP_K).indices for x in logits], 1
-        ).numpy()
-
-    return lambda tokens: route(tuple(tokens))
 
 
 def histogram(chosen: np.ndarray) -> np.ndarray:
