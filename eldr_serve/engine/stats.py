@@ -47,7 +47,8 @@ class EldrStats(KVConnectorStats):
 
     data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
     "active_by_layer", "seconds"}], "capture_s": [...]}; the scheduler adds "kv_usage", the share of KV
-    blocks in use.
+    blocks in use. Where a step verifies drafts, experts are those of all its tokens, and KV tokens reach to
+    the last draft.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
