@@ -77,7 +77,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
             router.capture_fn(chosen[layer])
 
     hooks()
-    cache.record(slots, chosen, 1)
+    cache.record(slots, chosen, ids)
     counts = cache.total(ids).cpu().numpy().astype(np.uint32)
     packed = pack_counts(counts)
     narrow = chosen.to(torch.int16)  # as the hooks keep them
@@ -88,11 +88,11 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     loads = Loads.of(rng.integers(0, 20, WORKERS))
 
     def reset() -> None:
-        cache.rows[ids] = 0
+        cache.rows.index_fill_(0, ids, 0)
 
     measured: dict[str, Callable[[], Any]] = {
         "hooks: copy the choices": hooks,
-        "count scatter, with row reset": lambda: cache.record(slots, narrow, 1),
+        "count scatter, with row reset": lambda: cache.record(slots, narrow, ids),
         "of it row reset": reset,
         "prompt sum": lambda: cache.total(ids).cpu().numpy().astype(np.uint32),
         "pack": lambda: pack_counts(counts),

@@ -30,12 +30,14 @@ class StepPlan:
     """What the scheduler asks of one step, beside the transfer itself.
 
     Attributes:
+        begun: KV blocks whose first slot is written in this step.
         finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
         traced: request id -> KV slots of its generated tokens in this step (calibration).
         requests, tokens, kv_tokens: size of the step, and KV tokens that it attends to.
         drafts: those of the tokens that are drafts to be verified (speculative decoding).
     """
 
+    begun: list[int] = field(default_factory=list)
     finished_prompts: dict[str, list[int]] = field(default_factory=dict)
     traced: dict[str, list[int]] = field(default_factory=dict)
     requests: int = 0
@@ -90,12 +92,16 @@ class ExpertCapture:
             else None
         )
         self._copies = HostCopies(device)
-        for router, chosen in zip(routers, self._chosen, strict=True):
-            router.set_capture_fn(partial(self._keep, chosen))
+        self._layers: tuple[Tensor, ...] = ()  # of `_chosen`, as many tokens as the last batch has
+        self._width = -1
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._keep, layer))
 
-    @staticmethod
-    def _keep(chosen: Tensor, experts: Tensor) -> None:
-        chosen[: len(experts)].copy_(experts)
+    def _keep(self, layer: int, experts: Tensor) -> None:
+        if len(experts) != self._width:
+            self._width = len(experts)
+            self._layers = self._chosen[:, : self._width].unbind()
+        self._layers[layer].copy_(experts)
 
     def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, HostCopy | None]:
         """Count the step that has just run.
@@ -109,7 +115,7 @@ class ExpertCapture:
         slots, chosen = slots[: plan.tokens], self._chosen[:, : plan.tokens]
         counts = StepCounts()
         if self.cache is not None:
-            self.cache.record(slots, chosen, plan.requests)
+            self.cache.record(slots, chosen, to_device(plan.begun, slots.device))
             for request, blocks in plan.finished_prompts.items():
                 total = self.cache.total(to_device(blocks, slots.device))
                 counts.prompts[request] = self._copies.start(total)

@@ -134,10 +134,16 @@ class EldrConnector(NixlPullConnector):
                 continue
             before = request.num_computed_tokens
             plan.kv_tokens += before + tokens
+            self._plan_begun(plan, request_id, before, before + tokens)
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._plan_tracked(plan, tracked, before, before + tokens)
         return plan
+
+    def _plan_begun(self, plan: StepPlan, request_id: str, before: int, after: int) -> None:
+        first, end = -(-before // self._block_size), -(-after // self._block_size)
+        if first < end and not self._is_consumer_only:
+            plan.begun += self._kv_cache_manager.get_block_ids(request_id)[0][first:end]
 
     def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
         request, prompt = tracked.request, tracked.request.num_prompt_tokens

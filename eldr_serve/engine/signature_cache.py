@@ -40,8 +40,7 @@ class SignatureCache:
                 f"block_size is {block_size}, a byte counts at most {MAX_BLOCK_SIZE} tokens a block"
             )
         self._block_size = block_size
-        # The last row is no block's: what is to be reset is as many rows in each step of a size.
-        self.rows = torch.zeros((num_blocks + 1, num_layers, num_experts), dtype=torch.uint8, device=device)
+        self.rows = torch.zeros((num_blocks, num_layers, num_experts), dtype=torch.uint8, device=device)
         self._layer_cells = torch.arange(num_layers, device=device)[:, None] * num_experts
 
     @property
@@ -49,22 +48,20 @@ class SignatureCache:
         """Memory, bytes."""
         return self.rows.nbytes
 
-    def record(self, slots: Tensor, experts: Tensor, requests: int) -> None:
-        """Count one step's tokens; every size is known on the host, so that it waits for nothing.
+    def record(self, slots: Tensor, experts: Tensor, begun: Tensor) -> None:
+        """Count one step's tokens.
 
         Args:
             slots: int64[T], the KV slot that each token's KV was written to.
             experts: int[L,T,k], the experts chosen.
-            requests: whose tokens they are, each one's at consecutive positions.
+            begun: int64[n], the blocks that some of the slots are the first of.
         """
+        self.rows.index_fill_(0, begun, 0)
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
-        begun = torch.where(slots % self._block_size == 0, blocks, -1)
-        most = min(len(slots), len(slots) // self._block_size + requests)
-        self.rows[begun.topk(most, sorted=False).values] = 0
         _, num_layers, num_experts = self.rows.shape
-        cells = (blocks * (num_layers * num_experts) + self._layer_cells)[..., None] + experts
-        flat = cells.flatten()
-        self.rows.view(-1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.uint8))
+        first = torch.add(self._layer_cells, blocks, alpha=num_layers * num_experts)  # [L,T], expert 0's cell
+        cells = (first[..., None] + experts).flatten()
+        self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.uint8))
 
     def total(self, blocks: Tensor) -> Tensor:
         """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""

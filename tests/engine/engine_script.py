@@ -43,14 +43,13 @@ def noted() -> Operators:
 
     operators = Operators()
     ours: dict[type, tuple[str, ...]] = {
-        ExpertCapture: ("after_forward",),
+        ExpertCapture: ("_keep", "after_forward"),
         StepTimer: ("begin", "stop", "finish", "known"),
         EldrConnector: ("bind_connector_metadata", "_count", "build_connector_worker_meta"),
     }
     for owner, names in ours.items():
         for name in names:
             setattr(owner, name, operators.around(getattr(owner, name)))
-    ExpertCapture._keep = staticmethod(operators.around(ExpertCapture._keep))  # type: ignore[method-assign]
     HostCopies.start = operators.outside(HostCopies.start)  # type: ignore[method-assign]
     return operators
 

@@ -25,6 +25,7 @@ from eldr_serve.engine.signature_cache import active_experts
 
 LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(
+    begun=[3, 1, 2],
     finished_prompts={"a": [3], "b": [1, 2]},
     traced={"b": [7, 8]},
     requests=2, tokens=8, drafts=6, kv_tokens=12,

@@ -215,7 +215,9 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
             None, False, routing_sink=layer.routed_experts.routing_sink,
         )  # fmt: skip
         assert isinstance(out, Tensor)
-    plan = StepPlan(finished_prompts={"r": [1, 2]}, requests=1, tokens=5)  # the last one is padding
+    plan = StepPlan(
+        begun=[1, 2], finished_prompts={"r": [1, 2]}, requests=1, tokens=5
+    )  # the last one is padding
     counts, _ = capture.after_forward(torch.tensor([4, 5, 6, 7, 8, -1]), plan)
     expected = torch.zeros(LAYERS, EXPERTS)
     for layer in range(LAYERS):

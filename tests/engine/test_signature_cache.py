@@ -38,6 +38,7 @@ def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
                 continue
             written.add(block)
             slots += [block * SIZE + o for o in range(first, min(SIZE, first + tokens))]
+        begun = [slot // SIZE for slot in slots if slot % SIZE == 0]
         chosen = np.stack(
             [[rng.permutation(EXPERTS)[:K] for _ in slots] or np.zeros((0, K)) for _ in range(LAYERS)]
         ).astype(np.int64)
@@ -46,7 +47,11 @@ def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
                 expected[slot // SIZE].clear()
             for layer in range(LAYERS):
                 expected[slot // SIZE].update((layer, int(e)) for e in chosen[layer, token])
-        cache.record(torch.tensor(slots, dtype=torch.int64), torch.from_numpy(chosen).to(dtype), len(written))
+        cache.record(
+            torch.tensor(slots, dtype=torch.int64),
+            torch.from_numpy(chosen).to(dtype),
+            torch.tensor(begun, dtype=torch.int64),
+        )
     for block, counts in expected.items():
         total = cache.total(torch.tensor([block]))
         assert {
@@ -58,7 +63,7 @@ def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
 
 def test_a_full_block_of_the_largest_size_does_not_overflow() -> None:
     cache = SignatureCache(1, 255, 1, 2)
-    cache.record(torch.arange(255), torch.zeros((1, 255, 1), dtype=torch.int64), 1)
+    cache.record(torch.arange(255), torch.zeros((1, 255, 1), dtype=torch.int64), torch.tensor([0]))
     assert cache.total(torch.tensor([0])).tolist() == [[255, 0]]
     with pytest.raises(ValueError, match="256"):
         SignatureCache(1, 256, 1, 2)
