@@ -29,9 +29,9 @@ _COMMON: dict[str, Any] = {
 _MLA = {
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 16,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
@@ -158,7 +158,7 @@ FAMILIES = {
          "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
          "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
         config_class="Llama4TextConfig",
-        engine=_engine(18, max_model_len=160),
+        engine=_engine(16, max_model_len=136),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConne
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.distributed.parallel_state import get_node_count, get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
+from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
@@ -46,6 +50,7 @@ __all__ = [
     "check_engine",
     "check_expert_placement",
     "check_side_channel",
+    "choose_open_kernel",
     "clear_refusal",
     "counted_group",
     "expire_send_leases",
@@ -66,6 +71,8 @@ __all__ = [
 ]
 
 CHECKED = "0.32.0"
+
+logger = logging.getLogger(__name__)
 
 
 class UnsupportedEngineError(RuntimeError):
@@ -88,8 +95,9 @@ def check_engine(vllm_config: VllmConfig) -> None:
             "prefill context parallelism: each rank sees a part of a prompt",
         ),
         (
-            vllm_config.speculative_config is not None,
-            "speculative decoding: rejected tokens would be counted",
+            vllm_config.speculative_config is not None
+            and vllm_config.kv_transfer_config.kv_role not in ("kv_consumer", "kv_producer"),
+            "speculative decoding in calibration: rejected tokens would be counted",
         ),
         (parallel.enable_dbo, "dual-batch overlap: a step's tokens pass the gates in two parts"),
         (
@@ -159,6 +167,7 @@ def _check_vllm() -> None:
     _check_names(
         "the ELDR connector",
         (BaseRouter, "set_capture_fn"),
+        (FusedMoEExpertsMonolithic, "supports_routing_replay_capture"),
         (NixlPullConnector, "bind_kv_cache_manager"),
         (NixlPullConnector, "finish_forward"),
         (NixlPullConnector, "build_connector_worker_meta"),
@@ -218,31 +227,99 @@ def routes_own_tokens(layer: Any) -> bool:
     return own
 
 
-def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, BaseRouter]]:
-    """(layer index, router) of each MoE layer, ascending; UnsupportedEngineError where one is hidden."""
-    return [(index, layer.router) for index, layer in moe_layers(vllm_config)]
+def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
+    """(layer index, what shows the layer's choices) of each MoE layer, ascending.
+
+    That is its BaseRouter or, where the kernel routes inside, the kernel's own record of it.
+    UnsupportedEngineError where a layer's choices are hidden.
+    """
+    return [(index, _shown(index, layer)) for index, layer in moe_layers(vllm_config)]
+
+
+def _shown(index: int, layer: Any) -> Any:
+    method = getattr(layer, "_quant_method", None)
+    if not getattr(method, "is_monolithic", False):
+        return layer.router
+    experts = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
+    if isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture():
+        return RoutingKernel(layer, experts)
+    raise UnsupportedEngineError(
+        f"MoE layer {index} runs {type(experts or method).__name__}, which routes inside and hides its "
+        "choices; choose another kernel with moe_backend"
+    )
+
+
+class RoutingKernel:
+    """A MoE layer's kernel that routes inside, and writes down what it chose where vLLM's own replay asks.
+
+    Args:
+        layer: vLLM's layer, whose router is not used.
+        experts: its kernel.
+    """
+
+    def __init__(self, layer: Any, experts: FusedMoEExpertsMonolithic) -> None:
+        self.top_k, self.global_num_experts = layer.router.top_k, layer.router.global_num_experts
+        self._layer, self._config = layer, experts.moe_config
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None]) -> None:
+        """As BaseRouter: capture_fn gets each batch's choices, int16[T, k]."""
+        self._layer.routed_experts.routing_sink = RoutedExpertsSink(self._config, capture_fn)
+
+
+def choose_open_kernel(vllm_config: VllmConfig) -> None:
+    """Before the model is made: Marlin, where vLLM would choose a kernel that hides its choices.
+
+    On CUDA that is OpenAI's Triton kernel for the MXFP4 of GPT-OSS, which is vLLM's first choice on
+    Hopper. FlashInfer's TRT-LLM kernels (Blackwell) route inside, too, but show what they chose.
+    """
+    kernels = vllm_config.kernel_config
+    if (
+        kernels.moe_backend != "auto"
+        or vllm_config.model_config.quantization != "gpt_oss_mxfp4"
+        or vllm_config.parallel_config.enable_eplb  # there such kernels are not taken
+        or not current_platform.is_cuda()
+    ):
+        return
+    first = next(
+        kernel
+        for backend in mxfp4._get_priority_backends_for_gpt_oss()
+        for kernel in mxfp4.backend_to_kernel_cls(backend)
+        if kernel._supports_current_device()
+    )
+    replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
+    if issubclass(first, FusedMoEExpertsMonolithic) and first.supports_routing_replay_capture is replay:
+        kernels.moe_backend = "marlin"
+        logger.warning(
+            "MoE kernel: marlin, since vLLM's first choice, %s, hides the experts it chooses", first.__name__
+        )
 
 
 def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
-    """(layer index, layer) of each MoE layer, ascending; raises as `moe_routers`."""
+    """(layer index, layer) of each MoE layer of the model, ascending; a drafter's layers are left out.
+
+    Raises:
+        UnsupportedEngineError: a router that shows no choices, or no MoE layer.
+    """
     found: list[tuple[int, Any]] = []
+    model = None  # what the names of the model's layers begin with; it is made before its drafter
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:
             continue
-        method = getattr(layer, "_quant_method", None)
-        if getattr(method, "is_monolithic", False):
-            raise UnsupportedEngineError(
-                f"layer {name} runs a monolithic MoE kernel ({type(method).__name__}), which routes inside; "
-                "choose another with --moe-backend"
-            )
+        index = extract_layer_index(name)
+        prefix = name.split(f".{index}.")[0]
+        model = model or prefix
+        if vllm_config.speculative_config is not None and (
+            prefix != model or index >= vllm_config.model_config.get_total_num_hidden_layers()
+        ):
+            continue
         if not isinstance(router, BaseRouter):
             raise UnsupportedEngineError(
                 f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
                 f"(vLLM {vllm.__version__}; checked on {CHECKED})"
             )
         _check_router(name, router)
-        found.append((extract_layer_index(name), layer))
+        found.append((index, layer))
     if not found:
         raise UnsupportedEngineError(
             f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"

@@ -40,33 +40,31 @@ class SignatureCache:
         self.rows = torch.zeros(
             (num_blocks, num_layers, num_experts), dtype=cell_dtype(block_size), device=device
         )
+        self._layer_cells = torch.arange(num_layers, device=device)[:, None] * num_experts
 
     @property
     def nbytes(self) -> int:
         """Memory, bytes."""
         return self.rows.nbytes
 
-    def record(self, slots: Tensor, experts: Tensor) -> None:
+    def record(self, slots: Tensor, experts: Tensor, begun: Tensor) -> None:
         """Count one step's tokens.
 
         Args:
-            slots: int64[T], the KV slot that each token's KV was written to; negative for padding.
+            slots: int64[T], the KV slot that each token's KV was written to.
             experts: int[L,T,k], the experts chosen.
+            begun: int64[n], the blocks that some of the slots are the first of.
         """
-        real = slots >= 0
-        slots = slots[real]
-        experts = experts[:, real].long()
+        self.rows.index_fill_(0, begun, 0)
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
-        self.rows[blocks[slots % self._block_size == 0]] = 0
         _, num_layers, num_experts = self.rows.shape
-        layers = torch.arange(num_layers, device=slots.device)
-        cells = ((blocks[None, :] * num_layers + layers[:, None]) * num_experts)[..., None] + experts
-        flat = cells.flatten()
-        self.rows.view(-1).scatter_add_(0, flat, torch.ones_like(flat, dtype=self.rows.dtype))
+        first = torch.add(self._layer_cells, blocks, alpha=num_layers * num_experts)  # [L,T], expert 0's cell
+        cells = (first[..., None] + experts).flatten()
+        self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=self.rows.dtype))
 
     def total(self, blocks: Tensor) -> Tensor:
         """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""
-        return self.rows[blocks].sum(dim=0, dtype=torch.int32)
+        return self.rows.index_select(0, blocks).sum(dim=0, dtype=torch.int32)
 
 
 def active_experts(experts: Tensor, num_experts: int) -> Tensor:

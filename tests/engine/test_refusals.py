@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker.gpu_worker import Worker
 
 from eldr_serve.engine.compat import (
     CountedGroup,
@@ -28,13 +30,15 @@ from eldr_serve.engine.compat import (
     counted_group,
     moe_routers,
 )
-from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.config import Role, engine_kwargs
+from eldr_serve.engine.gpu_worker import EldrWorker
 
 
 def config(
     speculative: Any = None,
     layers: Any = None,
     return_experts: bool = False,
+    kv_role: str = "kv_both",
     **parallel: Any,
 ) -> Any:
     sizes = {
@@ -47,6 +51,8 @@ def config(
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
         speculative_config=speculative,
+        kv_transfer_config=SimpleNamespace(kv_role=kv_role),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 12),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=return_experts),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
     )
@@ -64,7 +70,7 @@ def test_a_plain_engine_is_accepted() -> None:
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_dbo": True}, "overlap"),
-        ({"speculative": object()}, "speculative"),
+        ({"speculative": object()}, "speculative decoding in calibration"),
         ({"return_experts": True}, "enable_return_routed_experts"),
     ],
 )
@@ -95,8 +101,8 @@ def counted(*specs: Any, longest: int = 512, caching: bool = True, unit: int | N
 
 def test_tokens_are_counted_by_the_group_of_full_attention() -> None:
     assert counted(FULL) == CountedGroup(0, 32, "layer.0.0")
-    assert counted(WINDOW, STATE, FULL, WINDOW) == CountedGroup(2, 32, "layer.2.0")
-    assert counted(STATE, MLA) == CountedGroup(1, 64, "layer.1.0")
+    assert counted(WINDOW, MLA, WINDOW) == CountedGroup(1, 64, "layer.1.0")
+    assert counted(STATE, STATE, FULL) == CountedGroup(2, 32, "layer.2.0")
 
 
 def test_a_window_that_no_prompt_outgrows_counts_too() -> None:
@@ -120,6 +126,11 @@ def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
     assert counted(FULL, WINDOW).index == 0  # hits without recurrent states end with whole blocks of all
 
 
+@pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer"])
+def test_an_engine_that_serves_may_decode_speculatively(kv_role: str) -> None:
+    check_engine(config(speculative=object(), kv_role=kv_role))
+
+
 class Router(BaseRouter):
     routing_method_type = None
 
@@ -139,9 +150,19 @@ def test_routers_are_found_in_the_order_of_their_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    "drafter", ["model.layers.12.mtp_block", "mtp.layers.0", "draft_model.model.layers.0"]
+)
+def test_the_drafters_experts_are_not_counted(drafter: str) -> None:
+    routers = {n: Router(2, 8) for n in (3, 11)}
+    layers = {f"model.layers.{n}.mlp.experts": layer(r) for n, r in routers.items()}
+    layers[f"{drafter}.mlp.experts"] = layer(Router(2, 16))
+    assert moe_routers(config(layers=layers, speculative=object())) == list(routers.items())
+
+
+@pytest.mark.parametrize(
     ("layers", "reason"),
     [
-        ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "monolithic"),
+        ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "layer 0 .*moe_backend"),
         ({"model.layers.0.mlp.experts": layer(object())}, "shows no choices"),
         ({"model.layers.0.self_attn.attn": SimpleNamespace()}, "no MoE layer"),
     ],
@@ -194,3 +215,54 @@ def test_a_side_channel_that_cannot_listen_is_refused() -> None:
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(ValueError, match="calibrate"):
         engine_kwargs("router")  # type: ignore[arg-type]
+
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("role", "drafting", "kept", "asynchronous"),
+    [
+        ("decode", NGRAM, True, False),  # as vLLM wants it
+        ("decode", MTP, True, True),
+        ("prefill", NGRAM, False, True),
+        ("prefill", MTP, True, True),  # NIXL refuses two engines that differ in it
+        ("calibrate", MTP, False, False),
+    ],
+)
+def test_drafts_are_made_where_they_are_verified(
+    role: Role,
+    drafting: dict[str, Any],
+    kept: bool,
+    asynchronous: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kwargs = engine_kwargs(role, speculative_config=drafting)
+    assert kwargs.get("speculative_config") == (drafting if kept else None)
+    assert kwargs["async_scheduling"] is asynchronous
+    assert ("Async" in kwargs["scheduler_cls"]) is asynchronous
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (
+        [] if kept else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
+    )
+
+
+def test_engines_without_drafts_are_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    assert "speculative_config" not in engine_kwargs("prefill")
+    assert engine_kwargs("decode", speculative_config=None)["async_scheduling"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("gpu", "EldrWorker")])
+def test_a_gpu_has_a_worker_that_settles_the_kernel(device: str, worker: str | None) -> None:
+    found = engine_kwargs("decode", device=device).get("worker_cls")
+    assert found == (worker and f"eldr_serve.engine.gpu_worker.{worker}")
+
+
+def test_the_worker_takes_what_vllms_own_takes() -> None:
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(worker.load_model).parameters.values()]
+        for worker in (EldrWorker, Worker)
+    )
+    assert ours == theirs
