@@ -51,7 +51,7 @@ test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
 
 test-families: setup ## every MoE family on a real engine, under both model runners of vLLM
-	$(BIN)/python -m pytest -m '' tests/engine/test_families.py
+	$(BIN)/python -m pytest -m families tests/engine
 
 test-demo: setup browser ## the README's first command, small, to its report
 	$(BIN)/python -m pytest tests/e2e/test_demo.py

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,12 @@ def _others(record: dict[str, Any], theirs: NDArray[np.int64]) -> int:
     return int((mine[..., None] != theirs[..., None, :]).all(-1).sum())
 
 
-def rows(families: Iterable[str], runners: Iterable[str], work: Path) -> list[dict[str, Any]]:
+def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
     """Lines of these families under these runners."""
     checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
-    reports = {runner: serve(checkpoints, runner, work) for runner in runners}
+    with ThreadPoolExecutor() as together:
+        served = [together.submit(serve, checkpoints, runner, work) for runner in runners]
+    reports = {runner: found.result() for runner, found in zip(runners, served, strict=True)}
     return [
         row(name, runner, folder, reports[runner][name])
         for name, folder in checkpoints.items()

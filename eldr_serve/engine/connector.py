@@ -112,6 +112,9 @@ class EldrConnector(NixlPullConnector):
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def on_new_request(self, request: Any) -> None:
+        if request.prompt_token_ids is not None:
+            # NIXL shortens the prompts of recurrent models in place: in one process that list is the answer's.
+            request.prompt_token_ids = list(request.prompt_token_ids)
         super().on_new_request(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
