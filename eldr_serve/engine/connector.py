@@ -113,7 +113,7 @@ class EldrConnector(NixlPullConnector):
 
     def on_new_request(self, request: Any) -> None:
         if request.prompt_token_ids is not None:
-            # NIXL shortens the prompts of recurrent models in place: in one process that list is the answer's.
+            # NIXL shortens prompts of recurrent models in place; in one process the answer names that list.
             request.prompt_token_ids = list(request.prompt_token_ids)
         super().on_new_request(request)
         params = request.kv_transfer_params or {}
