@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
     """A line of the table."""
     found = {"family": family, "runner": runner, "starts": "error" not in report}
     if "error" in report:
-        return found | {"note": report["error"]}
+        return found | {"note": shorten(report["error"], 240)}
     records = report["records"]
     captured = [record for record in records if "eldr_prefill" in record]
     reference = choices(checkpoint)
@@ -70,7 +71,7 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
         "captured": len(captured),
         "prompts_exact": sum(map(_prompt_exact, captured)),
         "decodes_exact": sum(map(_decode_exact, captured)),
-        "in_several_steps": sum(len(r["prompt"]) - r["cached"] > CHUNK for r in records),
+        "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
         "with_prefix_hit": sum(r["cached"] > 0 for r in records),
         "preemptions": int(report["preemptions"]),
         "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
@@ -127,7 +128,8 @@ def model_families(seed: options.Seed = 0, out: options.Out = None) -> None:
         found = rows(FAMILIES, RUNNERS, Path(work))
     publish(
         "model_families", found, inputs={"chunk_tokens": CHUNK}, seed=seed, out=out,
-        notes="tiny random checkpoints in float32; V2 on a CPU, its kernels under Triton's interpreter",
+        notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
+        "interpreter",
     )  # fmt: skip
 
 

@@ -124,6 +124,7 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "groups": [[type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size] for g in groups],
+        "step_tokens": core.scheduler.max_num_scheduled_tokens,
         "records": records,
         "preemptions": samples["vllm:num_preemptions_total"],
     }

@@ -82,7 +82,7 @@ def test_shared_experts_that_a_kernel_runs_with_the_others_are_not_counted(
     """vLLM's own router, as on AMD with AITER: it shows two shared experts after the chosen ones."""
     monkeypatch.setattr(fused_topk_bias_router.rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
     router = fused_topk_bias_router.FusedTopKBiasRouter(
-        K, EXPERTS, e_score_correction_bias=torch.zeros(EXPERTS), num_fused_shared_experts=2
+        K, EXPERTS, torch.zeros(EXPERTS), scoring_func="softmax", num_fused_shared_experts=2
     )
     capture = ExpertCapture([router], max_tokens=8, device="cpu", num_blocks=2, block_size=8)
     logits = torch.rand(8, EXPERTS)

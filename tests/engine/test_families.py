@@ -17,6 +17,7 @@ REFUSED = {
     "LFM2-MoE": "NIXL cannot transfer",
     "Qwen3.5-MoE": "failed to be inspected",  # vLLM imports torchvision for it, which setup removes on CPUs
 }
+MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
 Row = Callable[[str, str], dict[str, Any]]
 
 everything = pytest.mark.parametrize(
@@ -58,7 +59,8 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
         return
     assert row["starts"], row["note"]
     assert row["captured"] == row["prompts_exact"] == row["decodes_exact"] == row["requests"] > 0
-    assert min(row[pressure] for pressure in ("in_several_steps", "with_prefix_hit", "preemptions")) > 0
+    assert row["preemptions"] > 0
+    assert (row["in_several_steps"] > 0, row["with_prefix_hit"] > 0) == (family not in MLA,) * 2
     assert len(row["kv_groups"].split("; ")) == GROUPS.get(family, 1)
     if FAMILIES[family].exact:
         assert row["differ_from_hf"] == row["tokens_near_ties"] == 0
