@@ -42,7 +42,7 @@ class Answer:
         kv_tokens: how many tokens those hold.
         sequences: of max_model_len, at the same time.
         max_model_len: tokens.
-        kernels: MoE kernels, and whether each routes inside.
+        kernels: MoE kernels, and whether each hides the experts that it chooses.
     """
 
     refusal: str | None = None
@@ -81,6 +81,6 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
             f"vLLM could not be asked: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}"
         )
     return [
-        Answer(**found | {"kernels": tuple((name, inside) for name, inside in found.get("kernels", ()))})
+        Answer(**found | {"kernels": tuple((name, hidden) for name, hidden in found.get("kernels", ()))})
         for found in json.loads(done.stdout.splitlines()[-1])
     ]

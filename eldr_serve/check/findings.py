@@ -88,11 +88,11 @@ def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
 def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterator[Finding]:
     """An engine that vLLM, or ours, refuses."""
     kind = gpu.kind if gpu else "CPU"
-    inside = [name for name, monolithic in answer.kernels if monolithic]
-    if inside:
+    hidden = [name for name, hides in answer.kernels if hides]
+    if hidden:
         yield _error(
-            f"{engines.role} on {kind} would run {inside[0]}, which routes inside the kernel, so that "
-            "experts cannot be counted: set moe_backend in engine_kwargs to one that does not"
+            f"{engines.role} on {kind} would run {hidden[0]}, which routes inside and hides its choices, so "
+            "that experts cannot be counted: set moe_backend in engine_kwargs to one that does not"
         )
     elif answer.weights and answer.kv <= 0:
         yield _error(

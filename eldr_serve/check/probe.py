@@ -13,12 +13,11 @@ from pydantic import ValidationError
 
 from eldr_serve.check.machine import GIB
 from eldr_serve.check.memory import Step, kv_bytes, reserve_bytes
-from eldr_serve.engine.compat import DescribedEngine, UnsupportedEngineError, check_engine
+from eldr_serve.engine.compat import DescribedEngine, UnsupportedEngineError
 
 _GPU_BLOCK = (
     16  # by table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others
 )
-_PLENTY = 2**60  # bytes
 
 
 def answer(
@@ -41,9 +40,9 @@ def answer(
             else:
                 utilization = engine.config.cache_config.gpu_memory_utilization
                 found["kv"] = kv_bytes(memory_gib, utilization, found["weights"], found["reserve"])
-            check_engine(engine.config, engine.kv_cache(_PLENTY).groups)
+            engine.check()
             with suppress(ValueError):  # no room for one sequence: none is counted
-                found["kv_tokens"], _, found["sequences"] = engine.kv_cache(found["kv"])
+                found["kv_tokens"], found["sequences"] = engine.kv_cache(found["kv"])
         except ValidationError as error:
             found["refusal"] = " ".join(str(error.errors()[0]["msg"]).split()).removeprefix("Value error, ")
         except (ValueError, NotImplementedError, AssertionError, UnsupportedEngineError) as error:

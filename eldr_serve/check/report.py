@@ -62,7 +62,7 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
         "kv_tokens": answer.kv_tokens,
         "sequences": answer.sequences,
         "max_model_len": answer.max_model_len,
-        "kernels": [{"name": name, "routes_inside": inside} for name, inside in answer.kernels],
+        "kernels": [{"name": name, "hides_choices": hidden} for name, hidden in answer.kernels],
         "nixl_ports": ports(engines),
         "bundles": engines.bundles,
         "strategy": engines.strategy,
@@ -94,7 +94,7 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         "KV tokens": _tokens(answer),
         "MoE kernel": ", ".join(name for name, _ in answer.kernels) or "-",
         "experts counted": "no"
-        if any(inside for _, inside in answer.kernels) or not answer.kernels
+        if any(hidden for _, hidden in answer.kernels) or not answer.kernels
         else "yes",
         "NIXL ports": f"{numbers[0]}-{numbers[-1]}" if numbers[0] != numbers[-1] else str(numbers[0]),
         "scales by": _scale(scaling) if scaling else "nothing",

@@ -291,12 +291,17 @@ def choose_open_kernel(vllm_config: VllmConfig) -> None:
         for kernel in mxfp4.backend_to_kernel_cls(backend)
         if kernel._supports_current_device()
     )
-    replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
-    if issubclass(first, FusedMoEExpertsMonolithic) and first.supports_routing_replay_capture is replay:
+    if _hides_choices(first):
         kernels.moe_backend = "marlin"
         logger.warning(
             "MoE kernel: marlin, since vLLM's first choice, %s, hides the experts it chooses", first.__name__
         )
+
+
+def _hides_choices(kernel: type) -> bool:
+    """Whether it routes inside, and has no record of what it chose."""
+    replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
+    return issubclass(kernel, FusedMoEExpertsMonolithic) and kernel.supports_routing_replay_capture is replay
 
 
 def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
@@ -500,7 +505,12 @@ _GPU_WHEEL = (
     "has_flashinfer_trtllm_fused_moe",
     "has_triton_kernels",
 )
-_SELECTORS = ("vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization", "vllm.utils")
+_SELECTORS = (
+    "vllm.model_executor.layers.fused_moe",
+    "vllm.model_executor.layers.quantization",
+    "vllm.utils",
+    __name__,
+)
 
 
 class _FirstRank:
@@ -574,10 +584,9 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 class KvCapacity(NamedTuple):
-    """KV tokens, cache groups, and sequences of max_model_len at the same time."""
+    """KV tokens, and sequences of max_model_len at the same time."""
 
     tokens: int
-    groups: int
     sequences: float
 
 
@@ -617,6 +626,7 @@ class DescribedEngine:
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
             with set_current_vllm_config(self.config), _Weightless(), _selecting_for(capability):
+                choose_open_kernel(self.config)  # as our worker does
                 self._model = initialize_model(self.config)
         finally:
             torch.set_default_dtype(usual)
@@ -627,14 +637,22 @@ class DescribedEngine:
         return sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """(name of the MoE kernel, whether it routes inside) of all MoE layers."""
+        """(name of the MoE kernel, whether it hides the experts that it chooses) of all MoE layers."""
         methods = [
             layer._quant_method
             for layer in self._layers.values()
             if getattr(layer, "router", None) is not None
         ]
         named = ((getattr(method, "experts_cls", None) or type(method), method) for method in methods)
-        return {(kind.__name__, bool(method.is_monolithic)) for kind, method in named}
+        return {
+            (kind.__name__, bool(method.is_monolithic) and (kind is type(method) or _hides_choices(kind)))
+            for kind, method in named
+        }
+
+    def check(self) -> None:
+        """Raise UnsupportedEngineError where our connector would."""
+        check_engine(self.config)
+        counted_group(self.config, self._planned(2**60))
 
     def kv_cache(self, available: int) -> KvCapacity:
         """What a KV cache of so many bytes holds.
@@ -645,8 +663,12 @@ class DescribedEngine:
         Raises:
             ValueError: there is no room for one sequence.
         """
+        planned = self._planned(available)
+        sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(self.config, planned)
+        return KvCapacity(int(sequences * self.config.model_config.max_model_len), sequences)
+
+    def _planned(self, available: int) -> KVCacheConfig:
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
 
         specs = {
             name: layer.get_kv_cache_spec(self.config)
@@ -657,7 +679,5 @@ class DescribedEngine:
         backends = [self._layers[name].get_attn_backend() for name in specs]
         layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         resolve_kv_cache_layout(self.config, [layouts], specs.values())
-        (found,) = get_kv_cache_configs(self.config, [specs], [available])
-        sequences = get_max_concurrency_for_kv_cache_config(self.config, found)
-        groups = len(found.kv_cache_groups)
-        return KvCapacity(int(sequences * self.config.model_config.max_model_len), groups, sequences)
+        (found,) = kv_cache_utils.get_kv_cache_configs(self.config, [specs], [available])
+        return found

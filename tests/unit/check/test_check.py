@@ -60,11 +60,6 @@ def scaling(**changes: Any) -> Edit:
 def without_moe_backend(args: dict[str, Any]) -> None:
     for role in ("prefill_config", "decode_config"):
         del args[role]["engine_kwargs"]["moe_backend"]
-    args["decode_config"]["engine_kwargs"]["moe_backend"] = "marlin"
-
-
-def without_hybrid(args: dict[str, Any]) -> None:
-    del args["prefill_config"]["engine_kwargs"]["disable_hybrid_kv_cache_manager"]
 
 
 def two_ranks_apart(args: dict[str, Any]) -> None:
@@ -107,8 +102,11 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
         *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(gpu_memory_utilization=0.5)),
         "prefill does not fit on H100",
     ),
-    "monolithic": ("gpt_oss_120b_8p16d", without_moe_backend, "OAITritonMxfp4ExpertsMonolithic"),
-    "two_kv_groups": ("gpt_oss_120b_8p16d", without_hybrid, "disable_hybrid_kv_cache_manager"),
+    "hidden_choices": (
+        "gpt_oss_120b_8p16d",
+        lambda args: args["prefill_config"]["engine_kwargs"].update(moe_backend="triton"),
+        "OAITritonMxfp4ExpertsMonolithic",
+    ),
     "speculative": (
         *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(max_model_len=99999)),
         "99999",
@@ -152,8 +150,8 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
 }
 
 
-def wrong(name: str) -> dict[str, Any]:
-    file, edit, _ = WRONG[name]
+def edited(name: str) -> dict[str, Any]:
+    file, edit, _ = WRONG.get(name, ("gpt_oss_120b_8p16d", without_moe_backend, ""))
     document = copy.deepcopy(yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text()))
     document = json.loads(json.dumps(document))  # what aliases share is edited apart
     edit(document["applications"][0]["args"])
@@ -172,9 +170,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
     folder = tmp_path_factory.mktemp("deployments")
     (folder / "models").symlink_to(ROOT / "deployments/models")
     paths = list(SHIPPED)
-    for name in WRONG:
+    for name in ("gpt_oss_by_itself", *WRONG):
         paths.append(folder / f"{name}.yaml")
-        paths[-1].write_text(yaml.safe_dump(wrong(name)))
+        paths[-1].write_text(yaml.safe_dump(edited(name)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         found = check(paths, cluster)
@@ -189,7 +187,15 @@ def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, Checked
     for engines, _, answer in outcome.answers:
         assert answer.kv_tokens >= answer.max_model_len, engines.role
         assert answer.kernels
-        assert not any(inside for _, inside in answer.kernels)
+        assert not any(hidden for _, hidden in answer.kernels)
+
+
+def test_where_vllm_would_choose_a_kernel_that_hides_its_choices_ours_is_shown(
+    outcomes: dict[str, Checked],
+) -> None:
+    outcome = outcomes["gpt_oss_by_itself"]
+    assert outcome.starts
+    assert {name for *_, answer in outcome.answers for name, _ in answer.kernels} == {"MarlinExperts"}
 
 
 @pytest.mark.parametrize("name", WRONG)
