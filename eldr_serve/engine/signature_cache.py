@@ -60,7 +60,7 @@ class SignatureCache:
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
         _, num_layers, num_experts = self.rows.shape
         first = torch.add(self._layer_cells, blocks, alpha=num_layers * num_experts)  # [L,T], expert 0's cell
-        cells = experts.long().add_(first[..., None]).flatten()
+        cells = experts.to(torch.int64, copy=True).add_(first[..., None]).flatten()
         self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.uint8))
 
     def total(self, blocks: Tensor) -> Tensor:
