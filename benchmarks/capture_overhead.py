@@ -88,7 +88,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     loads = Loads.of(rng.integers(0, 20, WORKERS))
 
     def reset() -> None:
-        cache.rows.index_fill_(0, ids, 0)
+        cache.rows[ids] = 0
 
     measured: dict[str, Callable[[], Any]] = {
         "hooks: copy the choices": hooks,
