@@ -227,6 +227,11 @@ def choose_open_kernel(vllm_config: VllmConfig) -> None:
         or not current_platform.is_cuda()
     ):
         return
+    _check_names(
+        "the choice of an MoE kernel",
+        (mxfp4, "_get_priority_backends_for_gpt_oss"),
+        (mxfp4, "backend_to_kernel_cls"),
+    )
     first = next(
         kernel
         for backend in mxfp4._get_priority_backends_for_gpt_oss()
