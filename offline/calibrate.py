@@ -22,7 +22,7 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 from loadgen.workload import Prompt, balanced_sample, read_prompts
@@ -117,7 +117,7 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
         source = str(Path(source).resolve())
     arguments = copy.deepcopy(config.get("engine_kwargs") or {})
     kwargs = engine_kwargs("calibrate", device=device, **arguments)
-    environment = dict((config.get("runtime_env") or {}).get("env_vars") or {})
+    environment = ENVIRONMENT | ((config.get("runtime_env") or {}).get("env_vars") or {})
     gpus = float(kwargs.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
     return model_id, {"model": source, **kwargs}, environment, {"num_gpus": gpus, "num_cpus": 0.1}
 

@@ -101,6 +101,8 @@ class ExpertCapture:
         if len(experts) != self._width:
             self._width = len(experts)
             self._layers = self._chosen[:, : self._width].unbind()
+        if experts.shape[1] > self.top_k:  # shared experts that a kernel runs with the others: every token's
+            experts = experts[:, : self.top_k]
         self._layers[layer].copy_(experts)
 
     def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, HostCopy | None]:

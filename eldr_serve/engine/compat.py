@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,17 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsM
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec, is_full_attention_spec
 
 __all__ = [
     "CHECKED",
     "AbstractEplbPolicy",
+    "CountedGroup",
     "EplbState",
     "NixlConnectorMetadata",
     "NixlKVConnectorStats",
@@ -45,6 +51,8 @@ __all__ = [
     "check_expert_placement",
     "check_side_channel",
     "choose_open_kernel",
+    "clear_refusal",
+    "counted_group",
     "expire_send_leases",
     "forward_slots",
     "fused_moe",
@@ -71,10 +79,10 @@ class UnsupportedEngineError(RuntimeError):
     """The engine cannot serve as it is set up, or its counts would not be exact; one sentence says how."""
 
 
-def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
+def check_engine(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
     _check_vllm()
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     refusals = (
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: each stage sees only its own layers"),
         (parallel.data_parallel_size > 1, "data parallelism inside an engine: run one engine a replica"),
@@ -96,19 +104,62 @@ def check_engine(vllm_config: VllmConfig, num_kv_groups: int) -> None:
             vllm_config.aux_output_config.enable_return_routed_experts,
             "enable_return_routed_experts: vLLM's own capture would replace this one",
         ),
-        (
-            num_kv_groups != 1,
-            f"{num_kv_groups} KV cache groups (a hybrid cache): one row a block needs one group; "
-            "set disable_hybrid_kv_cache_manager",
-        ),
-        (
-            cache.block_size is not None and cache.block_size > 255,
-            f"block_size {cache.block_size}: a byte counts at most 255 tokens a block",
-        ),
     )
     for refused, reason in refusals:
         if refused:
             raise UnsupportedEngineError(f"the ELDR connector does not support {reason}")
+
+
+@dataclass(frozen=True)
+class CountedGroup:
+    """The KV cache group by whose blocks tokens are counted.
+
+    Attributes:
+        index: its place among the engine's groups.
+        block_size: tokens a block.
+        layer: the name of one of its layers.
+    """
+
+    index: int
+    block_size: int
+    layer: str
+
+
+def counted_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CountedGroup:
+    """The group whose blocks hold all tokens of a prompt until it ends: one of full attention.
+
+    Groups of sliding windows, chunks and recurrent states give blocks back before, or keep a state
+    instead of tokens. UnsupportedEngineError if the engine has no other, or if a prefix hit could end
+    within a block of the group: what the block counted beyond the hit could not be told apart.
+    """
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        stands = is_full_attention_spec(spec) or (
+            isinstance(spec, SlidingWindowSpec)
+            and spec.sliding_window >= vllm_config.model_config.max_model_len
+        )
+        if stands and not group.host_resident:
+            _check_whole_hits(vllm_config, kv_cache_config, spec.block_size)
+            return CountedGroup(index, spec.block_size, group.layer_names[0])
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups)
+    raise UnsupportedEngineError(
+        f"the ELDR connector does not support a KV cache without full attention ({kinds}): blocks are given "
+        "back before their prompt ends; set max_model_len to at most the sliding window, if it has one"
+    )
+
+
+def _check_whole_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> None:
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching or len(kv_cache_config.kv_cache_groups) == 1:
+        return
+    _, unit = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    if unit % block_size and kv_cache_utils.partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, unit):
+        unset = cache.prefix_match_unit is None
+        remedy = "enable_prefix_caching to false" if unset else "no prefix_match_unit"
+        raise UnsupportedEngineError(
+            f"the ELDR connector does not support prefix hits that end within a block ({unit} tokens of a "
+            f"block's {block_size}): set {remedy}"
+        )
 
 
 def _check_vllm() -> None:
@@ -124,6 +175,8 @@ def _check_vllm() -> None:
         (NixlPullConnector, "get_transfer_results"),
         (base_worker, "nixl_agent_config"),
         (ForwardContext, "slot_mapping"),
+        (kv_cache_utils, "resolve_kv_cache_block_sizes"),
+        (kv_cache_utils, "partial_hash_hits_enabled"),
         (VllmConfig, "use_v2_model_runner"),
     )
 
@@ -270,12 +323,29 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
                 f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
                 f"(vLLM {vllm.__version__}; checked on {CHECKED})"
             )
+        _check_router(name, router)
         found.append((index, layer))
     if not found:
         raise UnsupportedEngineError(
             f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"
         )
     return sorted(found, key=lambda pair: pair[0])
+
+
+def _check_router(name: str, router: BaseRouter) -> None:
+    """Raise UnsupportedEngineError if what the router shows is not what the model chose."""
+    if isinstance(router, ZeroExpertRouter):
+        raise UnsupportedEngineError(
+            f"layer {name} has zero experts, which vLLM {vllm.__version__} renames to expert 0 before it "
+            "shows the choices; serve this model with vLLM's own connector, without locality"
+        )
+    if isinstance(router, CPURouter) and router.e_score_correction_bias is not None:
+        plain = not router.use_grouped_topk and router.custom_routing_function is None
+        if plain and router.scoring_func == "softmax":
+            raise UnsupportedEngineError(
+                f"layer {name} has a correction bias, which vLLM {vllm.__version__} leaves out on CPUs, so "
+                "that tokens go to other experts than the model's; serve this model on GPUs"
+            )
 
 
 def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -308,8 +378,8 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
     return on_cpu
 
 
-def forward_slots() -> Tensor | None:
-    """int64[T], KV slot of each token of the forward that is about to run; None outside of a forward.
+def forward_slots(layer: str) -> Tensor | None:
+    """int64[T], the layer's KV slot of each token of the forward that is about to run; None outside of one.
 
     Both of vLLM's model runners bind a step's metadata to the connector within the forward's context.
     Only where Model Runner V2 replays a full CUDA graph is there none: see `graph_slots`.
@@ -319,12 +389,12 @@ def forward_slots() -> Tensor | None:
     slots = get_forward_context().slot_mapping
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
-    return next(iter(slots.values()), None)
+    return slots.get(layer)
 
 
-def graph_slots(load_kwargs: dict[str, Any]) -> Tensor | None:
+def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
     """The same, from what Model Runner V2 passes to `start_load_kv` around a full CUDA graph, else None."""
-    attention = next(iter((load_kwargs.get("attn_metadata") or {}).values()), None)
+    attention = (load_kwargs.get("attn_metadata") or {}).get(layer)
     slots: Tensor | None = getattr(attention, "slot_mapping", None)
     return slots
 
@@ -385,6 +455,18 @@ def kept_affinity() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def clear_refusal() -> Iterator[None]:
+    """Within it, a KV cache that NIXL cannot transfer is refused as other engines are."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UnsupportedEngineError(
+            f"NIXL cannot transfer this model's KV cache ({error}); serve it by engines that both prefill "
+            "and decode, without locality"
+        ) from error
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 Role = Literal["prefill", "decode", "calibrate"]
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "calibrate": "kv_both"}
+# Of an engine's process. NIXL moves the states of recurrent layers (GDN, Mamba) in this layout alone, and
+# vLLM chooses it by itself for no connector but its own, on CPUs.
+ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 # Methods of speculative decoding that vLLM does not schedule asynchronously, and with the last those
 # whose drafter has no KV cache.
 _SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")

@@ -35,6 +35,8 @@ from eldr_serve.engine.compat import (
     UnsupportedEngineError,
     check_engine,
     check_side_channel,
+    clear_refusal,
+    counted_group,
     expire_send_leases,
     forward_slots,
     get_tensor_model_parallel_rank,
@@ -83,11 +85,11 @@ class EldrConnector(NixlPullConnector):
     """NIXL pull connector that also counts experts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
-        with polled_nixl(), kept_affinity():
+        check_engine(vllm_config)
+        self.counted = counted_group(vllm_config, kv_cache_config)
+        with clear_refusal(), polled_nixl(), kept_affinity():
             super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         # scheduler half
         self._tracked: dict[str, _Tracked] = {}
@@ -110,6 +112,9 @@ class EldrConnector(NixlPullConnector):
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def on_new_request(self, request: Any) -> None:
+        if request.prompt_token_ids is not None:
+            # NIXL shortens prompts of recurrent models in place; in one process the answer names that list.
+            request.prompt_token_ids = list(request.prompt_token_ids)
         super().on_new_request(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
@@ -141,24 +146,26 @@ class EldrConnector(NixlPullConnector):
         return plan
 
     def _plan_begun(self, plan: StepPlan, request_id: str, before: int, after: int) -> None:
-        first, end = -(-before // self._block_size), -(-after // self._block_size)
+        first, end = -(-before // self.counted.block_size), -(-after // self.counted.block_size)
         if first < end and not self._is_consumer_only:
-            plan.begun += self._kv_cache_manager.get_block_ids(request_id)[0][first:end]
+            plan.begun += self._blocks(request_id)[first:end]
 
     def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
         request, prompt = tracked.request, tracked.request.num_prompt_tokens
-        blocks = self._kv_cache_manager.get_block_ids(request.request_id)[0]
+        blocks, size = self._blocks(request.request_id), self.counted.block_size
         # After a preemption a prompt may end a second time, together with tokens that followed it:
         # the first sum stands.
         if before < prompt <= after and tracked.prompt_counts is None:
-            plan.finished_prompts[request.request_id] = list(blocks[: -(-prompt // self._block_size)])
+            plan.finished_prompts[request.request_id] = blocks[: -(-prompt // size)]
         if tracked.calibrate:
             positions = [p for p in range(max(before, prompt), after)]
             if positions:
                 tracked.asked.append(positions)
-                plan.traced[request.request_id] = [
-                    blocks[p // self._block_size] * self._block_size + p % self._block_size for p in positions
-                ]
+                plan.traced[request.request_id] = [blocks[p // size] * size + p % size for p in positions]
+
+    def _blocks(self, request_id: str) -> list[int]:
+        blocks: list[int] = self._kv_cache_manager.get_block_ids(request_id)[self.counted.index]
+        return blocks
 
     def take_counts(self, meta: EldrWorkerMetadata) -> None:
         """Take what the workers counted, before the requests of the step are finished."""
@@ -209,7 +216,7 @@ class EldrConnector(NixlPullConnector):
             device=device,
             # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
             num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
-            block_size=self._block_size,
+            block_size=self.counted.block_size,
         )
         self._timer = StepTimer(device)
 
@@ -217,14 +224,14 @@ class EldrConnector(NixlPullConnector):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, EldrMetadata):
             self._abandoned.hold(connector_metadata.held)
-        self._slots = forward_slots()
+        self._slots = forward_slots(self.counted.layer)
         if self._timer is not None:
             self._timer.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
         if self._slots is None:
-            self._slots = graph_slots(kwargs)
+            self._slots = graph_slots(kwargs, self.counted.layer)
 
     def finish_forward(self) -> None:
         super().finish_forward()

@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
-from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
 from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
@@ -121,9 +121,11 @@ def llm_config(
         | {"request_router_class": _ROUTER, "request_router_kwargs": {"directory_name": directory_name}}
     )
     kind = LLMConfig
+    environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
+    for variable, value in ENVIRONMENT.items():
+        environment.setdefault(variable, value)
     if accelerator == "cpu" and _alone(config["engine_kwargs"]):
         kind = OneProcessLLMConfig
-        environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else vLLM's platform undoes it
     try:
         return kind.model_validate(config)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router
 
 from eldr_serve.engine import capture as module
 from eldr_serve.engine.capture import ExpertCapture, StepPlan
@@ -73,6 +74,25 @@ def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     assert {r: c.shape for r, c in counts.prompts.items()} == dict.fromkeys("ab", (LAYERS, EXPERTS))
     assert counts.routes["b"].shape == (2, LAYERS, K)
     assert active.shape == (LAYERS,)
+
+
+def test_shared_experts_that_a_kernel_runs_with_the_others_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own router, as on AMD with AITER: it shows two shared experts after the chosen ones."""
+    monkeypatch.setattr(fused_topk_bias_router.rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
+    router = fused_topk_bias_router.FusedTopKBiasRouter(
+        K, EXPERTS, torch.zeros(EXPERTS), scoring_func="softmax", num_fused_shared_experts=2
+    )
+    capture = ExpertCapture([router], max_tokens=8, device="cpu", num_blocks=2, block_size=8)
+    logits = torch.rand(8, EXPERTS)
+    _, shown = router._select_experts(logits, logits)
+    assert shown.shape == (8, K + 2)
+    counts, _ = capture.after_forward(
+        torch.arange(8), StepPlan(begun=[0], finished_prompts={"a": [0]}, requests=1, tokens=8)
+    )
+    chosen = logits.topk(K).indices.flatten()
+    assert counts.prompts["a"].wait().tolist() == [torch.bincount(chosen, minlength=EXPERTS).tolist()]
 
 
 @pytest.mark.parametrize(

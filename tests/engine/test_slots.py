@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from eldr_serve.engine import connector as module
 from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.capture import StepCounts, StepPlan, StepTimer
-from eldr_serve.engine.compat import UnsupportedEngineError
+from eldr_serve.engine.compat import CountedGroup, UnsupportedEngineError
 from eldr_serve.engine.connector import EldrConnector, EldrMetadata
 from eldr_serve.engine.host_copy import HostCopy
 from eldr_serve.engine.stats import EldrStats
@@ -57,6 +57,15 @@ class Capture:
         return StepCounts(prompts={"r": HostCopy(np.zeros((1, 1), np.int32))}), None
 
 
+def _of_layers(counted: Any) -> dict[str, Any]:
+    """The counted group's layer between those of others, whose slots are others or none."""
+    return {
+        "model.layers.0.attn": torch.tensor([7, 8, 9, 10]),
+        "model.layers.1.attn": counted,
+        "model.layers.2.linear_attn": None,
+    }
+
+
 class Runner:
     """A step as V2 runs it: vLLM's own driver of connectors over our connector's worker half."""
 
@@ -67,6 +76,7 @@ class Runner:
         ours: Any = object.__new__(EldrConnector)  # without NIXL's agent
         ours.__dict__ |= {
             "_vllm_config": SimpleNamespace(use_v2_model_runner=True),
+            "counted": CountedGroup(1, 32, "model.layers.1.attn"),
             "_capture": self.capture,
             "_timer": self.timer,
             "_slots": None,
@@ -96,8 +106,8 @@ class Runner:
     def step(self, tokens: int, forward: Tensor | None = None, graph: Tensor | None = None) -> Any:
         """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
         batch = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=tokens) if tokens else None
-        attention = None if graph is None else {"model.layers.0.attn": SimpleNamespace(slot_mapping=graph)}
-        context = None if forward is None else ForwardContext({}, {}, {"model.layers.0.attn": forward})
+        attention = None if graph is None else _of_layers(SimpleNamespace(slot_mapping=graph))
+        context = None if forward is None else ForwardContext({}, {}, _of_layers(forward))
         with override_forward_context(context):
             self.vllm.pre_forward(self.scheduled(tokens), batch, attn_metadata=attention)
         self.vllm.finish_forward()
@@ -129,7 +139,7 @@ def test_counts_leave_with_their_own_step_where_v1_drafts_after_it(
     monkeypatch.setattr(kv_connector_model_runner_mixin, "has_kv_transfer_group", lambda: True)
     for _ in range(2):
         with (
-            override_forward_context(ForwardContext({}, {}, {"model.layers.0.attn": SLOTS})),
+            override_forward_context(ForwardContext({}, {}, _of_layers(SLOTS))),
             mixin.maybe_get_kv_connector_output(runner.scheduled(2), defer_finalize=True) as output,
         ):
             pass
