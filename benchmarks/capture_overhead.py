@@ -88,7 +88,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     loads = Loads.of(rng.integers(0, 20, WORKERS))
 
     def reset() -> None:
-        cache.rows.index_fill_(0, ids, 0)
+        cache.rows[ids] = 0
 
     measured: dict[str, Callable[[], Any]] = {
         "hooks: copy the choices": hooks,
@@ -203,7 +203,7 @@ def capture_overhead(
     ] = "cpu",
     requests: Annotated[
         int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
-    ] = 1500,
+    ] = 1800,
     engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,

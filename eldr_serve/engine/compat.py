@@ -285,6 +285,11 @@ def choose_open_kernel(vllm_config: VllmConfig) -> None:
         or not current_platform.is_cuda()
     ):
         return
+    _check_names(
+        "the choice of an MoE kernel",
+        (mxfp4, "_get_priority_backends_for_gpt_oss"),
+        (mxfp4, "backend_to_kernel_cls"),
+    )
     first = next(
         kernel
         for backend in mxfp4._get_priority_backends_for_gpt_oss()
@@ -394,7 +399,8 @@ def forward_slots(layer: str) -> Tensor | None:
     slots = get_forward_context().slot_mapping
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
-    return slots.get(layer)
+    found: Tensor | None = slots.get(layer)
+    return found
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:

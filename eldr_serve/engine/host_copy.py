@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -60,5 +61,5 @@ class HostCopies:
 
 def to_device(values: list[int], device: torch.device) -> Tensor:
     """int64[n] on the device; the host does not wait for the copy."""
-    pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+    host = torch.from_numpy(np.array(values, np.int64))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

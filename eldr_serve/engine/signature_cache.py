@@ -55,11 +55,11 @@ class SignatureCache:
             experts: int[L,T,k], the experts chosen.
             begun: int64[n], the blocks that some of the slots are the first of.
         """
-        self.rows.index_fill_(0, begun, 0)
+        self.rows[begun] = 0
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
         _, num_layers, num_experts = self.rows.shape
         first = torch.add(self._layer_cells, blocks, alpha=num_layers * num_experts)  # [L,T], expert 0's cell
-        cells = (first[..., None] + experts).flatten()
+        cells = experts.to(torch.int64, copy=True).add_(first[..., None]).flatten()
         self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=self.rows.dtype))
 
     def total(self, blocks: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def test_a_step_counts_what_its_tokens_chose() -> None:
 def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have none: what asks for one, or for a size that depends on one, raises."""
     monkeypatch.setattr(module, "HostCopies", lambda device: SimpleNamespace(start=lambda tensor: tensor))
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # lists of blocks come from the host
         counts, active, _ = step()
     assert {r: c.shape for r, c in counts.prompts.items()} == dict.fromkeys("ab", (LAYERS, EXPERTS))
     assert counts.routes["b"].shape == (2, LAYERS, K)
