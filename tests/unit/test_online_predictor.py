@@ -1,0 +1,104 @@
+"""A predictor learns from what prefills return, and is off while the mean of recent prompts is better."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_signature_predictor import PREDICTOR, E, K, L, R, V, predictor
+
+from eldr_serve.online_predictor import OnlinePredictor
+from eldr_serve.signature_predictor import SignaturePredictor
+
+
+def orthonormal(p: SignaturePredictor) -> SignaturePredictor:
+    """With directions as fits make them: orthonormal, and what one expert gains others lose."""
+    even = p.experts - p.experts.mean(axis=2, keepdims=True)
+    experts = np.linalg.qr(even.reshape(R, -1).T)[0].T.reshape(R, L, E)
+    return replace(p, experts=np.ascontiguousarray(experts))
+
+
+TRUTH = orthonormal(predictor(1, scale=0.2))
+
+
+def prompts(number: int, seed: int, low: int = 0, high: int = V) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(low, high, rng.integers(3, 30)) for _ in range(number)]
+
+
+def linear(p: SignaturePredictor, ids: np.ndarray) -> np.ndarray:
+    """Counts without the clipping, so that least squares has a truth to find."""
+    return (p.mean + np.tensordot(p.hidden(ids), p.experts, axes=1)) * len(ids)
+
+
+def test_what_prefills_return_is_learnt() -> None:
+    untaught = replace(TRUTH, tokens=np.zeros_like(TRUTH.tokens), variance=np.full(V, 1e3, np.float32))
+    online = OnlinePredictor(untaught)
+    for ids in prompts(600, 2):
+        online.observe(ids, linear(TRUTH, ids))
+    np.testing.assert_allclose(online.predictor.tokens, TRUTH.tokens, atol=0.03)
+    assert online.on
+    assert online.gain > 0.9
+    assert online.cosine > 0.9
+    assert online.status == {"on": True, "prompts": 600, "cosine": online.cosine, "gain": online.gain}
+    assert not untaught.tokens.any()  # the fitted one is as it was
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+def test_prompts_of_one_token_are_learnt_as_least_squares_would(seed: int, times: int) -> None:
+    """With one token a prompt there is no covariance between tokens, and the diagonal is exact."""
+    rng = np.random.default_rng(seed)
+    start = orthonormal(replace(predictor(seed), variance=rng.uniform(0.1, 5, V).astype(np.float32)))
+    online = OnlinePredictor(start)
+    ids = np.zeros(3, np.int64)
+    seen = rng.uniform(0, K, (times, L, E)).astype(np.float32)
+    for frequencies in seen:
+        online.observe(ids, frequencies * len(ids))
+    wanted = np.tensordot(seen - start.mean, start.experts, axes=([1, 2], [1, 2]))  # [times, R]
+    prior = 1 / start.variance[0]
+    np.testing.assert_allclose(
+        online.predictor.tokens[0], (prior * start.tokens[0] + wanted.sum(axis=0)) / (prior + times), rtol=2e-3,
+        atol=2e-4,
+    )  # fmt: skip
+    np.testing.assert_allclose(online.predictor.variance[0], 1 / (prior + times), rtol=1e-3)
+    np.testing.assert_array_equal(online.predictor.tokens[1:], start.tokens[1:])
+
+
+def test_a_predictor_worse_than_the_mean_is_off_until_it_is_better(caplog: pytest.LogCaptureFixture) -> None:
+    misled = replace(TRUTH, tokens=-TRUTH.tokens, variance=np.full(V, 0.5, np.float32))
+    online = OnlinePredictor(misled)
+    states = []
+    with caplog.at_level(logging.WARNING):
+        for ids in prompts(1000, 3):
+            online.observe(ids, TRUTH.predict(ids))
+            states.append(online.on)
+            assert (online.predict(ids) is None) == (not online.on)
+    assert states[0]
+    assert False in states
+    assert states[-1]
+    changes = [a != b for a, b in zip(states, states[1:], strict=False)]
+    assert sum(changes) == len(caplog.records) == 2
+    assert "off" in caplog.records[0].message
+    assert "on again" in caplog.records[1].message
+
+
+def test_tokens_outside_the_vocabulary_and_empty_prompts_teach_nothing() -> None:
+    online = OnlinePredictor(PREDICTOR)
+    online.observe([], np.zeros((L, E)))
+    assert online.prompts == 0
+    online.observe([V, -1, V + 9], TRUTH.predict([0, 1, 2]))
+    assert online.prompts == 1
+    np.testing.assert_array_equal(online.predictor.tokens, PREDICTOR.tokens)
+
+
+@pytest.mark.parametrize("counts", [np.zeros((L, E + 1)), np.full((L, E), np.nan), np.zeros(E)])
+def test_counts_that_are_none_are_refused_and_change_nothing(counts: np.ndarray) -> None:
+    online = OnlinePredictor(PREDICTOR)
+    with pytest.raises(ValueError, match="counts must be finite"):
+        online.observe([1, 2], counts)
+    assert online.prompts == 0
+    np.testing.assert_array_equal(online.predictor.tokens, PREDICTOR.tokens)
