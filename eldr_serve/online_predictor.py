@@ -14,6 +14,7 @@ from eldr_serve.signature_predictor import Floats, SignaturePredictor
 _MEMORY = 64  # prompts in the recent mean and in the accuracy; what came before counts for a third
 _FEWEST = 16  # prompts before the predictor may be off
 _MARGIN = 0.02  # gain at which it is on again
+_RATE = 0.1  # of turning; 0.03 to 0.3 were alike
 _log = logging.getLogger(__name__)
 
 
@@ -21,23 +22,22 @@ class OnlinePredictor:
     """A predictor whose prompts come back with their true counts.
 
     Learning is recursive least squares on the tokens' rows, of whose covariance the diagonal is kept: a row that
-    many prompts have told of moves little, a new token's much. The mean and the directions stay. A prompt is
+    many prompts have told of moves little, a new token's much. The directions turn towards what they miss
+    (a step of GROUSE, Balzano et al. 2010), and stay orthonormal; the mean stays. A prompt is
     judged before it is learnt, against the mean of recent prompts in the prediction's place; while that is the
     better one, the predictor is off. It goes on learning then, and is on again when it is better.
-
     Not for several threads at once.
 
     Attributes:
-        predictor: what is known by now; its `tokens` and `variance` change in place.
+        predictor: what is known by now; its `tokens`, `experts` and `variance` change in place.
         on: whether `predict` answers.
         prompts: how many were observed.
         cosine: of predicted and true deviations from the recent mean, over recent prompts; 0 is chance.
     """
 
     def __init__(self, predictor: SignaturePredictor) -> None:
-        self.predictor = replace(
-            predictor, tokens=predictor.tokens.copy(), variance=predictor.variance.copy()
-        )
+        learnt = {name: getattr(predictor, name).copy() for name in ("tokens", "experts", "variance")}
+        self.predictor = replace(predictor, **learnt)
         self.on, self.prompts, self.cosine = True, 0, 0.0
         self._recent = predictor.mean.copy()
         self._error = self._error_of_mean = 0.0  # squared, over recent prompts
@@ -92,12 +92,25 @@ class OnlinePredictor:
             )
 
     def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
-        """One step of recursive least squares, in the directions of `experts`, which are orthonormal."""
         tokens, variance = self.predictor.tokens, self.predictor.variance
+        directions = self.predictor.experts.reshape(tokens.shape[1], -1)  # a view
+        deviation = (true - self.predictor.mean).reshape(-1)
+        wanted = directions @ deviation
         seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)
         shares = (times / len(ids)).astype(np.float32)
         towards = variance[seen] * shares
         gain = towards / (1 + towards @ shares)
-        missing = np.tensordot(self.predictor.experts, true - self.predictor.mean) - hidden
-        tokens[seen] += np.outer(gain, missing)
+        tokens[seen] += np.outer(gain, wanted - hidden)
         variance[seen] -= gain * towards
+        _turn(directions, shares @ tokens[seen], deviation - wanted @ directions, float(deviation @ deviation))
+
+
+def _turn(directions: Floats, hidden: Floats, missed: Floats, scale: float) -> None:
+    """Turn the direction that `hidden` takes towards what all of them miss, which is at right angles to them."""
+    length, lacking = float(np.linalg.norm(hidden)), float(np.linalg.norm(missed))
+    if not (length and lacking):
+        return
+    angle = np.arctan(_RATE * length * lacking / scale)
+    along = hidden / np.float32(length)
+    step = np.float32(np.cos(angle) - 1) * (along @ directions) + np.float32(np.sin(angle) / lacking) * missed
+    directions += np.outer(along, step)

@@ -106,7 +106,7 @@ class SignaturePredictor:
     def hidden(self, token_ids: NDArray[np.int64]) -> Floats:
         """float32[r]: the mean row of the tokens; those outside the vocabulary have zeros."""
         known = token_ids[(token_ids >= 0) & (token_ids < len(self.tokens))]
-        total: Floats = self.tokens[known].sum(axis=0) / max(len(token_ids), 1)
+        total: Floats = self.tokens.take(known, axis=0).sum(axis=0) / np.float32(max(len(token_ids), 1))
         return total
 
     def require_fit(self, *, model: str, tokenizer: str, shape: tuple[int, int], top_k: int) -> None:

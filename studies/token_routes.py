@@ -34,3 +34,11 @@ def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.fl
         logits = torch.stack(found.router_logits, dim=1)  # [n, L, E]
         chosen = torch.zeros_like(logits).scatter_(2, logits.topk(model.config.num_experts_per_tok).indices, 1)
         yield chosen.flatten(1).numpy()
+
+
+def token_embeddings() -> NDArray[np.float32]:
+    """float32[V, hidden]: the demo model's own, of the tokens that go in."""
+    from safetensors.torch import load_file
+
+    found: NDArray[np.float32] = load_file(WEIGHTS / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    return found
