@@ -61,7 +61,7 @@ def test_directions_turn_to_what_they_miss_and_stay_orthonormal() -> None:
     before, after = (np.linalg.svd(a @ true.T)[1] for a in (start.experts.reshape(R, -1), found))
     assert (after > before - 1e-3).all()
     assert after.min() > before.min() + 0.1
-    assert online.gain > 0.9
+    assert online.gain > 0.85
 
 
 @given(st.integers(0, 50), st.integers(1, 12))
