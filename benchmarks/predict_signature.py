@@ -2,8 +2,9 @@
 
     python -m benchmarks.predict_signature
 
-At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8, 151,936 token ids). Read predict_p50_us: it is
-added to a request that is placed before its prefill; the goal is 300 at 1,000 tokens.
+At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8, 151,936 token ids).
+Read predict_p50_us: it is added to a request that is placed before its prefill; the goal is 300 at 1,000
+tokens.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@ _log = logging.getLogger(__name__)
 class OnlinePredictor:
     """A predictor whose prompts come back with their true counts.
 
-    Learning is recursive least squares on the tokens' rows, of whose covariance the diagonal is kept: a row that
-    many prompts have told of moves little, a new token's much. The directions turn towards what they miss
-    (a step of GROUSE, Balzano et al. 2010), and stay orthonormal; the mean stays. A prompt is
-    judged before it is learnt, against the mean of recent prompts in the prediction's place; while that is the
-    better one, the predictor is off. It goes on learning then, and is on again when it is better.
+    Learning is recursive least squares on the tokens' rows, of whose covariance the diagonal is kept: a row
+    that many prompts have told of moves little, a new token's much. The directions turn towards what they
+    miss (a step of GROUSE, Balzano et al. 2010), and stay orthonormal; the mean stays.
+
+    A prompt is judged before it is learnt, against the mean of recent prompts in the prediction's place;
+    while that is better, the predictor is off. It goes on learning, and is on again when it is better.
     Not for several threads at once.
 
     Attributes:
@@ -102,11 +103,16 @@ class OnlinePredictor:
         gain = towards / (1 + towards @ shares)
         tokens[seen] += np.outer(gain, wanted - hidden)
         variance[seen] -= gain * towards
-        _turn(directions, shares @ tokens[seen], deviation - wanted @ directions, float(deviation @ deviation))
+        missed = deviation - wanted @ directions
+        _turn(directions, shares @ tokens[seen], missed, float(deviation @ deviation))
 
 
 def _turn(directions: Floats, hidden: Floats, missed: Floats, scale: float) -> None:
-    """Turn the direction that `hidden` takes towards what all of them miss, which is at right angles to them."""
+    """Turn the direction that `hidden` takes towards what they all miss, which is at right angles to them.
+
+    Args:
+        scale: squared length of the whole deviation.
+    """
     length, lacking = float(np.linalg.norm(hidden)), float(np.linalg.norm(missed))
     if not (length and lacking):
         return

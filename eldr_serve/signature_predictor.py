@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,10 +19,11 @@ from pydantic import Field
 
 from eldr_serve.artifacts import pack_file, unpack_file
 from eldr_serve.files import write_whole
-from eldr_serve.records import ArtifactError, Record, build, read_file, require
+from eldr_serve.records import Record, build, read_file, require
 
 Floats = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2
+_SKEW_TOLERANCE = 1e-2
 _LEAST = 1e-6  # so that a row is never all zeros
 
 
@@ -51,8 +52,8 @@ class SignaturePredictor:
         mean: float32[L, E], expert frequencies of a prompt of unseen tokens; each row adds up to top_k.
         tokens: float32[V, r]; zeros for a token that was never seen.
         experts: float32[r, L, E], orthonormal.
-        variance: float32[V], how uncertain each token's row is, as a multiple of a prompt's noise: what recursive
-            least squares go on from.
+        variance: float32[V], how uncertain each token's row is, as a multiple of a prompt's noise; recursive
+            least squares go on from it.
         fingerprint: of the trace that it was fitted on.
     """
 
@@ -66,8 +67,13 @@ class SignaturePredictor:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        require(self.mean.ndim == 2 and self.mean.size > 0, f"the mean has shape {self.mean.shape}, not [L, E]")
-        require(self.tokens.ndim == 2 and len(self.tokens) > 0, f"tokens have shape {self.tokens.shape}, not [V, r]")
+        require(
+            self.mean.ndim == 2 and self.mean.size > 0, f"the mean has shape {self.mean.shape}, not [L, E]"
+        )
+        require(
+            self.tokens.ndim == 2 and len(self.tokens) > 0,
+            f"tokens have shape {self.tokens.shape}, not [V, r]",
+        )
         expected = (self.tokens.shape[1], *self.mean.shape)
         require(self.experts.shape == expected, f"experts have shape {self.experts.shape}, not {expected}")
         require(self.variance.shape == self.tokens.shape[:1], "the variance does not have V entries")
@@ -76,6 +82,9 @@ class SignaturePredictor:
             require(array.dtype == np.float32, f"{name} is not float32")
             require(bool(np.isfinite(array).all()), f"{name} is not finite")
         require(bool((self.variance >= 0).all()), "a variance is negative")
+        directions = self.experts.reshape(len(self.experts), -1)
+        skew = abs(directions @ directions.T - np.eye(len(directions)))
+        require(not skew.size or float(skew.max()) < _SKEW_TOLERANCE, "the directions are not orthonormal")
         shares = bool((self.mean >= 0).all() and (self.mean <= 1).all())
         sums = abs(self.mean.sum(axis=1) - self.top_k)
         require(
@@ -95,7 +104,7 @@ class SignaturePredictor:
         return counts
 
     def frequencies(self, hidden: Floats) -> Floats:
-        """float32[L, E] of `hidden`: the mean and what it adds, clipped to shares, each row adding up to top_k."""
+        """float32[L, E]: the mean and what `hidden` adds, clipped to shares, each row adding up to top_k."""
         p = np.tensordot(hidden, self.experts, axes=1)
         p += self.mean
         np.clip(p, _LEAST, 1, out=p)
@@ -153,4 +162,3 @@ class SignaturePredictor:
     def load(cls, path: Path | str) -> Self:
         """Read a file; ArtifactError if it is missing or is not one."""
         return cls.from_bytes(read_file(path), name=str(path))
-

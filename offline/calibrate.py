@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,12 +124,12 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
 
 
 def build_trace(
-    model_id: str, records: list[dict[str, Any]], top_k: int, routes: bool, tokenizer: Any
+    model_id: str, records: list[dict[str, Any]], top_k: int, routes: bool, vocabulary: Mapping[str, int]
 ) -> CalibrationTrace:
     """A CalibrationTrace of the records, in their order.
 
     Args:
-        tokenizer: what made the token ids; of Hugging Face's form.
+        vocabulary: of the tokenizer that made the token ids.
 
     Raises:
         BadInput: an engine reported no counts.
@@ -141,7 +141,6 @@ def build_trace(
         )
     steps = np.array([r["eldr_decode_steps"] for r in records], np.uint32)
     prompts = [np.array(r["token_ids"], np.uint32) for r in records]
-    vocabulary = tokenizer.get_vocab()
     route_arrays = [unpack_routes(r["eldr_routes"]) for r in records] if routes else []
     return CalibrationTrace(
         model=model_id,
@@ -193,7 +192,7 @@ def calibrate(
         return
     settings = {
         "model": model_id, "engine": kwargs, "max_tokens": max_tokens, "temperature": temperature,
-        "routes": routes, "chat": chat, "seed": seed,
+        "routes": routes, "chat": chat, "seed": seed, "token_ids": True,
     }  # fmt: skip
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
     todo = [p for p in chosen if p.id not in journal.known]
@@ -203,7 +202,7 @@ def calibrate(
         sampling = (max_tokens, temperature, routes, chat)
         _run_pool(todo, kwargs, environment, resources, actors, journal, sampling)
     records = [journal.get(p.id) for p in chosen]
-    trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes, _tokenizer(kwargs["model"]))
+    trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes, _vocabulary(kwargs["model"]))
     trace.save(out)
     journal.remove()
     typer.echo(f"wrote {out}: {len(records)} requests, {int(trace.decode_steps.sum())} decode steps")
@@ -234,10 +233,11 @@ def _run_pool(
         ray.kill(actor)
 
 
-def _tokenizer(model: str) -> Any:
+def _vocabulary(model: str) -> dict[str, int]:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    found: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
+    return found
 
 
 def _top_k(model: str) -> int:

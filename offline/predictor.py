@@ -1,8 +1,8 @@
-"""From a calibration trace to a signature predictor: ridge regression from a prompt's tokens to its experts.
+"""From a calibration trace to a signature predictor: ridge regression from prompts' tokens to their experts.
 
-A prompt is the share that each token id has of its tokens; what is fitted is its expert frequencies' deviation
-from the mean. With N prompts, far fewer than V tokens, the regression is solved in its dual form, [N, N], and
-only the r directions in which its predictions vary most are kept.
+A prompt is the share that each token id has of its tokens; what is fitted is how its expert frequencies
+deviate from the mean. With N prompts, far fewer than V tokens, the regression is solved in its dual form,
+[N, N], and only the r directions in which its predictions vary most are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:
 
 
 def expert_frequencies(trace: CalibrationTrace) -> Floats:
-    """float64[N, L*E]: the share of each prompt's tokens that each expert got; each layer adds up to top_k."""
+    """float64[N, L*E]: which share of a prompt's tokens each expert got; each layer adds up to top_k."""
     counts = trace.prefill_counts.reshape(len(trace.ids), -1)
     frequencies: Floats = counts / np.maximum(trace.prompt_tokens, 1)[:, None]
     return frequencies
@@ -115,19 +115,22 @@ def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]
     """How near predictions [N, *] come to the truth, beside the mean in their place.
 
     Returns:
-        `cosine` of the deviations from the mean, averaged over prompts, and `gain`, 1 - squared error / that of
-        the mean.
+        `cosine` of the deviations from the mean, averaged over prompts, and `gain`, 1 - squared error / that
+        of the mean.
     """
     mine, wanted = predicted - mean, true - mean
     lengths = np.linalg.norm(mine, axis=1) * np.linalg.norm(wanted, axis=1)
     cosines = np.divide((mine * wanted).sum(axis=1), lengths, out=np.zeros(len(mine)), where=lengths > 0)
-    return {"cosine": float(cosines.mean()), "gain": 1 - float(((mine - wanted) ** 2).sum() / (wanted**2).sum())}
+    return {
+        "cosine": float(cosines.mean()),
+        "gain": 1 - float(((mine - wanted) ** 2).sum() / (wanted**2).sum()),
+    }
 
 
 def choose_penalty(
     kernel: Floats, y: Floats, seed: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The penalty of PENALTIES with the largest gain on prompts that a fit had not seen, and their `agreement`.
+    """The penalty with the largest gain on prompts that a fit had not seen, and their `agreement`.
 
     Args:
         kernel: float64[N, N] of the prompts' features.
@@ -151,7 +154,7 @@ def choose_penalty(
 
 
 def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -> list[Floats]:
-    """float64[N, *] for each penalty: a new prompt's kernel with the N ones, times this, is its prediction."""
+    """float64[N, *] for each penalty: a prompt's kernel with the N ones, times this, is its prediction."""
     values, vectors = np.linalg.eigh(kernel)
     along = vectors.T @ y
     scale = max(float(np.trace(kernel)) / len(kernel), 1e-300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,14 @@ def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
     return ridge(fit, test, lambda shares: shares * weights[None, :])
 
 
+def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
+    """The same, fitted to what decode used after those prompts; deviations from the mean prefill."""
+    decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
+    predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
+    found: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)
+    return found
+
+
 def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
     """From which tokens occur, however often."""
 
@@ -131,7 +139,10 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     x, new = (torch.tensor(p.shares.toarray(), dtype=torch.float32) for p in (fit, test))
     y = torch.tensor((fit.frequencies - mean) / scale, dtype=torch.float32)
     network = torch.nn.Sequential(
-        torch.nn.Linear(x.shape[1], 64), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(64, y.shape[1])
+        torch.nn.Linear(x.shape[1], 64),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(0.2),
+        torch.nn.Linear(64, y.shape[1]),
     )
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.01)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -167,6 +178,7 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
         "served predictor, rank 16": served(16),
         "ridge, weighted histogram": chi_square_ridge,
         "ridge, histogram": histogram_ridge,
+        "ridge, fitted to decode": decode_ridge,
         "ridge, presence": presence_ridge,
         "token table, of counts": count_table,
         "bag of embeddings": bag_of_embeddings,

@@ -1,4 +1,4 @@
-"""The experts of each prompt token of the demo model: what no engine keeps, and some predictors would learn from."""
+"""The experts of each prompt token of the demo model, which no engine keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_of_the_demo_model(trace: CalibrationTrace) -> bool:
 
 
 def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.float32]]:
-    """float32[n, L*E] of each prompt of n tokens: 1 where the token uses the expert, by Hugging Face's model."""
+    """float32[n, L*E] of each prompt of n tokens: 1 where the token uses the expert; by Hugging Face."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -32,7 +32,9 @@ def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.fl
         with torch.inference_mode():
             found = model(torch.tensor(prompt.astype(np.int64))[None], output_router_logits=True)
         logits = torch.stack(found.router_logits, dim=1)  # [n, L, E]
-        chosen = torch.zeros_like(logits).scatter_(2, logits.topk(model.config.num_experts_per_tok).indices, 1)
+        chosen = torch.zeros_like(logits).scatter_(
+            2, logits.topk(model.config.num_experts_per_tok).indices, 1
+        )
         yield chosen.flatten(1).numpy()
 
 
@@ -40,5 +42,7 @@ def token_embeddings() -> NDArray[np.float32]:
     """float32[V, hidden]: the demo model's own, of the tokens that go in."""
     from safetensors.torch import load_file
 
-    found: NDArray[np.float32] = load_file(WEIGHTS / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    found: NDArray[np.float32] = (
+        load_file(WEIGHTS / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    )
     return found

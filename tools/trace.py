@@ -94,7 +94,9 @@ class CalibrationTrace:
             return
         expected = (int(self.prompt_tokens.sum(dtype=np.int64)),)
         require(self.token_ids.dtype == np.uint32, "token_ids is not uint32")
-        require(self.token_ids.shape == expected, f"token ids have shape {self.token_ids.shape}, not {expected}")
+        require(
+            self.token_ids.shape == expected, f"token ids have shape {self.token_ids.shape}, not {expected}"
+        )
         require(self.tokenizer != "", "token ids come without the fingerprint of their tokenizer")
         require(
             not self.token_ids.size or int(self.token_ids.max()) < self.vocabulary,

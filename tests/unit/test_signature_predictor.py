@@ -18,13 +18,15 @@ from eldr_serve.signature_predictor import SignaturePredictor, tokenizer_fingerp
 V, R, L, E, K = 11, 3, 2, 5, 2
 
 
-def predictor(seed: int = 0, scale: float = 0.3) -> SignaturePredictor:
+def predictor(seed: int = 0, scale: float = 1.0) -> SignaturePredictor:
     rng = np.random.default_rng(seed)
     mean = rng.uniform(0.3, 0.6, (L, E))
     mean *= K / mean.sum(axis=1, keepdims=True)
-    tokens, experts = (scale * rng.normal(size=shape) for shape in ((V, R), (R, L, E)))
-    arrays_ = (mean, tokens, experts, np.ones(V))
-    return SignaturePredictor("m", "t", K, *(a.astype(np.float32) for a in arrays_))
+    directions = rng.normal(size=(R, L, E))
+    directions -= directions.mean(axis=2, keepdims=True)  # what one expert gains others lose
+    experts = np.linalg.qr(directions.reshape(R, -1).T)[0].T.reshape(R, L, E)
+    parts = (mean, scale * rng.normal(size=(V, R)), experts, np.ones(V))
+    return SignaturePredictor("m", "t", K, *(np.ascontiguousarray(a, np.float32) for a in parts))
 
 
 PREDICTOR = predictor()
@@ -62,8 +64,15 @@ def test_a_prompt_of_no_known_token_is_the_mean_prompt() -> None:
 
 @given(arrays(np.float32, (L, E), elements=st.floats(-100, 100, width=32)))
 def test_whatever_tokens_add_counts_are_counts(added: np.ndarray) -> None:
-    one = np.ones((1, 1), np.float32)
-    p = replace(PREDICTOR, tokens=one, experts=added[None], variance=one[0])
+    length = np.linalg.norm(added)
+    direction = added / length if length > 1e-3 else np.eye(L, E, dtype=np.float32) / np.sqrt(L)
+    one = np.ones(1, np.float32)
+    p = replace(
+        PREDICTOR,
+        tokens=one[None] * np.float32(length),
+        experts=direction[None].astype(np.float32),
+        variance=one,
+    )
     found = p.predict([0, 0, 0])
     assert np.isfinite(found).all()
     assert (found >= 0).all()
@@ -101,6 +110,7 @@ def test_a_cut_file_is_refused(length: int) -> None:
         ({"variance": PREDICTOR.variance[1:]}, "V entries"),
         ({"variance": -PREDICTOR.variance}, "negative"),
         ({"experts": PREDICTOR.experts[:2]}, "shape"),
+        ({"experts": 2 * PREDICTOR.experts}, "orthonormal"),
         ({"experts": PREDICTOR.experts[:, :, :4]}, "shape"),
     ],
 )
