@@ -62,11 +62,15 @@ def predict_signature(
 
 def _random(rank: int, rng: np.random.Generator) -> SignaturePredictor:
     directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
-    parts = (
-        np.full((L, E), TOP_K / E), rng.normal(size=(VOCABULARY, rank)) / rank, directions,
-        np.ones(VOCABULARY),
-    )  # fmt: skip
-    return SignaturePredictor("m", "t", TOP_K, *(np.ascontiguousarray(a, np.float32) for a in parts))
+    return SignaturePredictor(
+        model="m",
+        tokenizer="t",
+        top_k=TOP_K,
+        mean=np.full((L, E), TOP_K / E, np.float32),
+        tokens=rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank),
+        experts=np.ascontiguousarray(directions, np.float32),
+        variance=np.ones(VOCABULARY, np.float32),
+    )
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ class OnlinePredictor:
     def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
         tokens, variance = self.predictor.tokens, self.predictor.variance
         directions = self.predictor.experts.reshape(tokens.shape[1], -1)  # a view
-        deviation = (true - self.predictor.mean).reshape(-1)
-        wanted = directions @ deviation
+        deviation: Floats = (true - self.predictor.mean).reshape(-1)
+        wanted: Floats = directions @ deviation
         seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)
         shares = (times / len(ids)).astype(np.float32)
         towards = variance[seen] * shares

@@ -92,7 +92,7 @@ def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
     def features(shares: csr_array) -> csr_array:
         occurs = shares.copy()
         occurs.data = np.ones_like(occurs.data)
-        return occurs * (1 / np.sqrt(occurs.sum(axis=1)))[:, None]
+        return csr_array(occurs * (1 / np.sqrt(occurs.sum(axis=1)))[:, None])
 
     return ridge(fit, test, features)
 

@@ -159,7 +159,8 @@ class CalibrationTrace:
         if self.token_ids is None:
             return None
         prompts = self.prompts
-        return np.concatenate([self.token_ids[:0], *(prompts[i] for i in index)])
+        found: NDArray[np.uint32] = np.concatenate([self.token_ids[:0], *(prompts[i] for i in index)])
+        return found
 
     def to_bytes(self) -> bytes:
         """The file's content; equal traces give equal bytes."""

@@ -44,6 +44,7 @@ BATCH = 16  # mean requests a worker that arrivals aim at
 PER_WORKER = 150  # requests
 LEARNT = 600  # prompts of a stream before, and after, its domains change
 Counts = NDArray[np.float32]
+Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 
@@ -155,7 +156,7 @@ def gptoss(options: Options) -> Rows:
     prompts = _gptoss_prompts(options.trace("GPT-OSS-20B records"))
     trace = prompts.trace
     everyone = np.arange(len(trace.ids))
-    decode = trace.decode_probability.reshape(len(everyone), -1)
+    decode = _decode(trace)
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
         predicted, means = np.zeros_like(prompts.frequencies), np.zeros_like(prompts.frequencies)
@@ -163,7 +164,7 @@ def gptoss(options: Options) -> Rows:
             rest = np.setdiff1d(everyone, part)
             predicted[part] = chi_square_ridge(prompts[rest], prompts[part])
             means[part] = decode[rest].mean(axis=0)
-        told = {
+        told: dict[str, Floats] = {
             "true prefill": prompts.frequencies,
             "true decode": decode,
             "predicted, four fifths": np.maximum(predicted, 0),
@@ -273,7 +274,12 @@ def _as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
     return counts
 
 
-def _flat(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> NDArray[np.float64]:
+def _decode(trace: CalibrationTrace) -> Floats:
+    """float64[N, L*E], what decode used."""
+    return trace.decode_probability.reshape(len(trace.ids), -1).astype(np.float64)
+
+
+def _flat(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> Floats:
     """float64[n, L*E], frequencies."""
     found: NDArray[np.float64] = (
         counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None]
@@ -284,9 +290,9 @@ def _flat(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> NDAr
 # -- measures ---------------------------------------------------------------------------------------
 
 
-def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: NDArray[np.float64]) -> dict[str, float]:
+def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> dict[str, float]:
     """Against the truth of decode, and of prefill; deviations from the means of the prompts fitted on."""
-    decode = prompts.trace.decode_probability.reshape(len(prompts.frequencies), -1)
+    decode = _decode(prompts.trace)
     mean = prompts.frequencies[fit].mean(axis=0)
     found = agreement(predicted, prompts.frequencies[test], mean)
     shifted = predicted - mean + decode[fit].mean(axis=0)
@@ -302,7 +308,7 @@ def _cluster_experts_pct(
     experts: Experts,
     fit: Index,
     test: Index,
-    predicted: NDArray[np.float64],
+    predicted: Floats,
     seed: int,
 ) -> float:
     """Distinct experts of batches of 16 within 8 clusters of signatures, against batches of all, %."""
