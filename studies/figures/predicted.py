@@ -136,7 +136,7 @@ def shift(options: Options) -> Rows:
         for name, counts in told.items():
             for part, (start, end) in {
                 "before": (0, changed), "first_100": (changed, changed + 100),
-                "later": (changed + 300, len(stream)),
+                "later": (changed + LEARNT // 2, len(stream)),
             }.items():  # fmt: skip
                 there = stream[start:end]
                 frequency, truth, mean = (
