@@ -40,7 +40,8 @@ def predict_signature(
     rows = []
     for rank, tokens in product((32, 64), (100, 1000, 10_000)):
         online = OnlinePredictor(_random(rank, rng))
-        prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64)
+        # Lists, as engines and tokenizers give them.
+        prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64).tolist()
         counts = [online.predictor.predict(prompt) for prompt in prompts]
         timed = {
             "predict": time_calls(lambda call: online.predict(prompts[call % _PROMPTS]), calls=calls),  # noqa: B023

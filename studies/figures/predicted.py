@@ -42,6 +42,7 @@ USUAL = 300
 WORKERS = (8, 16)
 BATCH = 16  # mean requests a worker that arrivals aim at
 PER_WORKER = 150  # requests
+MEASURED = 500  # prompts that methods are compared on
 LEARNT = 600  # prompts of a stream before, and after, its domains change
 Counts = NDArray[np.float32]
 Floats = NDArray[np.float64]
@@ -60,6 +61,7 @@ def methods(options: Options) -> Rows:
     def run(case: tuple[str, str, int], seed: int) -> dict[str, float]:
         group, name, size = case
         fit, test = _split(prompts.trace, group, size, seed)
+        test = test[:MEASURED]
         predicted = known[name](prompts[fit], prompts[test])
         return _accuracy(prompts, fit, test, predicted) | {
             "cluster_experts_pct": _cluster_experts_pct(prompts.trace, experts, fit, test, predicted, seed)
