@@ -98,6 +98,14 @@ def test_a_predictor_worse_than_the_mean_is_off_until_it_is_better(caplog: pytes
     assert "on again" in caplog.records[1].message
 
 
+def test_a_prompt_is_judged_before_it_is_learnt() -> None:
+    untaught = replace(TRUTH, tokens=np.zeros_like(TRUTH.tokens), variance=np.full(V, 1e6, np.float32))
+    online = OnlinePredictor(untaught)
+    online.observe([1, 2, 3], TRUTH.predict([1, 2, 3]))
+    assert online.gain == pytest.approx(0, abs=1e-3)
+    np.testing.assert_allclose(online.predictor.predict([1, 2, 3]), TRUTH.predict([1, 2, 3]), atol=0.05)
+
+
 def test_tokens_outside_the_vocabulary_and_empty_prompts_teach_nothing() -> None:
     online = OnlinePredictor(PREDICTOR)
     online.observe([], np.zeros((L, E)))

@@ -59,6 +59,13 @@ def test_at_full_rank_the_predictor_is_that_ridge() -> None:
     hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
     found = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
+    # What each token's row would still vary by, had it been learnt alone.
+    noise = 0.3 * np.trace(kernel) / len(kernel)
+    alone = [
+        1 / (noise / w**2 + (x**2).sum())
+        for w, x in zip(token_weights(shares), shares.toarray().T, strict=True)
+    ]
+    np.testing.assert_allclose(predictor.variance, alone, rtol=1e-5)
 
 
 def test_prompts_that_the_fit_has_not_seen_are_predicted_and_more_rank_does_it_better() -> None:

@@ -47,6 +47,7 @@ def test_what_is_measured_was_not_fitted_on(small: Options) -> None:
     assert all(len({trace.domains[i] for i in part}) == 1 for part in domains)
 
 
+@pytest.mark.slow
 def test_every_method_sees_the_domain(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicted, "GROUPS", ("all",))
     rows = predicted.methods(small)
@@ -92,6 +93,7 @@ def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) ->
     assert "no routes or no token ids" in said
 
 
+@pytest.mark.slow
 def test_a_bag_of_embeddings_learns_and_repeats() -> None:
     shape = {"each": 30, "num_layers": 2, "num_experts": 16, "steps": 10, "others": 0.05}
     prompts = signature_methods.Prompts.of(favourites_trace(("a", "b"), **shape))
