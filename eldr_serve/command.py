@@ -24,6 +24,10 @@ _LAZY = {
     "demo": ("offline.demo:demo", "Serve the demo model, calibrate, fit and compare policies on it."),
     "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
     "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
+    "fit-predictor": (
+        "offline.fit_predictor:fit_predictor",
+        "Fit what foretells a prompt's experts from its tokens, on a calibration trace.",
+    ),
     "refit": ("offline.refit:refit", "Fit a table for the decode replicas that serve now, and swap it in."),
     "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
     "simulate": ("offline.simulate:simulate", "Run a scenario's policies in simulation."),

@@ -31,6 +31,8 @@ PARTS = (
     "eldr_serve.signature",
     "eldr_serve.expert_placement",
     "eldr_serve.artifacts",
+    "eldr_serve.signature_predictor",
+    "eldr_serve.online_predictor",
     "eldr_serve.routing",
     "eldr_serve.experts",
     "eldr_serve.engine",
