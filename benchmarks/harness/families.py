@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
 }
 _MLA = {
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 64,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 64,
@@ -158,7 +158,7 @@ FAMILIES = {
          "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
          "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
         config_class="Llama4TextConfig",
-        engine=_engine(16, max_model_len=136),
+        engine=_engine(20, max_model_len=160),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",
