@@ -384,7 +384,8 @@ def forward_slots(layer: str) -> Tensor | None:
     slots = get_forward_context().slot_mapping
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
-    return slots.get(layer)
+    found: Tensor | None = slots.get(layer)
+    return found
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
