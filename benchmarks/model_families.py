@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -82,9 +81,18 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
 
 def _prompt_exact(record: dict[str, Any]) -> bool:
     """Whether some choice for each token that was seen with several gives the counts."""
-    counts = unpack_counts(record["eldr_prefill"])
+    counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     seen = record["seen"][: len(record["prompt"])]
-    return any(np.array_equal(counts, _histogram(chosen, counts.shape)) for chosen in product(*seen))
+    rest = counts - _histogram([known[0] for known in seen if len(known) == 1], counts.shape)
+    open_ = [np.stack([_histogram([one], counts.shape) for one in known]) for known in seen if len(known) > 1]
+    most = [sum((token.max(0) for token in open_[n:]), np.zeros_like(rest)) for n in range(len(open_) + 1)]
+
+    def explained(number: int, rest: NDArray[np.int64]) -> bool:
+        if (rest < 0).any() or (rest > most[number]).any():
+            return False
+        return number == len(open_) or any(explained(number + 1, rest - one) for one in open_[number])
+
+    return explained(0, rest)
 
 
 def _decode_exact(record: dict[str, Any]) -> bool:

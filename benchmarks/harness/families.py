@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
 }
 _MLA = {
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 64,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 64,
@@ -63,6 +63,7 @@ class Family:
         model: its prefix among the classes of transformers.
         config: what differs from the common sizes.
         config_class: of transformers, if it has not the model's prefix.
+        architecture: by which vLLM knows the model, if not by the class's name in transformers.
         exact: whether vLLM's CPU kernels round as Hugging Face's model does, so that all choices agree.
         engine: engine arguments; few KV blocks, so that requests are preempted.
     """
@@ -70,6 +71,7 @@ class Family:
     model: str
     config: dict[str, Any]
     config_class: str = ""
+    architecture: str = ""
     exact: bool = True
     engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
 
@@ -87,6 +89,9 @@ class Family:
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.2)
         model.save_pretrained(folder)
+        if self.architecture:
+            saved = folder / "config.json"
+            saved.write_text(saved.read_text().replace(type(model).__name__, self.architecture))
         return folder
 
 
@@ -125,7 +130,7 @@ FAMILIES = {
             "first_k_dense_replace": 1,
         },
     ),
-    "Phi-3.5-MoE": Family("Phimoe", _LOCAL_8),
+    "Phi-3.5-MoE": Family("Phimoe", _LOCAL_8, architecture="PhiMoEForCausalLM"),
     "Dots1": Family(
         "Dots1",
         {
@@ -158,7 +163,7 @@ FAMILIES = {
          "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
          "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
         config_class="Llama4TextConfig",
-        engine=_engine(16, max_model_len=136),
+        engine=_engine(20, max_model_len=160),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",

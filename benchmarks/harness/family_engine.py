@@ -84,19 +84,15 @@ class Seen:
 def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     """One engine with these arguments; returns its report."""
     from prometheus_client import REGISTRY
-    from vllm import EngineArgs, SamplingParams
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm import LLM, SamplingParams
 
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            skip_tokenizer_init=True,
-            max_num_seqs=8,
-            max_num_batched_tokens=CHUNK,
-            **engine_kwargs("calibrate", device="cpu", **arguments),
-        ),
-        UsageContext.LLM_CLASS,
-    )
+    engine = LLM(
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK,
+        disable_log_stats=False,
+        **engine_kwargs("calibrate", device="cpu", **arguments),
+    ).llm_engine
     core = engine.engine_core.engine_core
     seen = Seen(core)
     groups = core.scheduler.kv_cache_config.kv_cache_groups
@@ -144,7 +140,7 @@ def main(jobs: Path) -> None:
 
     That of an engine that does not start is {"error": the reason}.
     """
-    import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm import LLM  # noqa: F401 - once, not in every fork
 
     for name, arguments in json.loads(jobs.read_text()).items():
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())

@@ -18,6 +18,7 @@ REFUSED = {
     "Qwen3.5-MoE": "failed to be inspected",  # vLLM imports torchvision for it, which setup removes on CPUs
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
+NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
 Row = Callable[[str, str], dict[str, Any]]
 
 everything = pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
         return
     assert row["starts"], row["note"]
     assert row["captured"] == row["prompts_exact"] == row["decodes_exact"] == row["requests"] > 0
-    assert row["preemptions"] > 0
+    assert (row["preemptions"] > 0) == (family not in NEVER_PREEMPTED)
     assert (row["in_several_steps"] > 0, row["with_prefix_hit"] > 0) == (family not in MLA,) * 2
     assert len(row["kv_groups"].split("; ")) == GROUPS.get(family, 1)
     if FAMILIES[family].exact:
