@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-engine test-demo test-e2e lint format demo bench tables clean
+.PHONY: help setup browser test test-unit test-engine test-families test-demo test-e2e lint format demo bench tables clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -49,6 +49,9 @@ test-unit: setup browser ## the fast part, under 3 minutes: no engine, no Ray
 
 test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
+
+test-families: setup ## every MoE family on a real engine, under both model runners of vLLM
+	$(BIN)/python -m pytest -m families tests/engine
 
 test-demo: setup browser ## the README's first command, small, to its report
 	$(BIN)/python -m pytest tests/e2e/test_demo.py

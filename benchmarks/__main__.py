@@ -30,7 +30,7 @@ MODULES = {
 }
 NAMES = sorted(MODULES)
 # Engines or Ray Serve for minutes each; one engine for up to an hour each.
-SERVING = {"capture_overhead", "handover", "live", "peers", "prefix_cache", "streams"}
+SERVING = {"capture_overhead", "handover", "live", "model_families", "peers", "prefix_cache", "streams"}
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 
 

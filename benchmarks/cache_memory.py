@@ -2,9 +2,10 @@
 
     python -m benchmarks.cache_memory
 
-A row of the signature cache is one byte per MoE layer and expert, whatever the block size; a KV block
-grows with it. So the share falls as 1 / block_size. Read share_of_kv_pct: the goal is below 0.5.
-Under tensor parallelism a rank holds its part of the KV heads, but a whole row.
+A row of the signature cache is one byte per MoE layer and expert, two in blocks over 255 tokens; a KV block
+grows with its size. So the share falls as 1 / block_size. Read share_of_kv_pct: the goal is below 0.5.
+Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with sliding windows
+has several groups of layers; a block is of one of them at a time, and as large as the largest needs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import yaml
 
 from benchmarks.harness import options
 from eldr_serve.engine.config import engine_kwargs
-from eldr_serve.engine.signature_cache import MAX_BLOCK_SIZE, SignatureCache
+from eldr_serve.engine.signature_cache import SignatureCache, cell_dtype
 from tools.cli import BadInput, run
 from tools.results import publish
 
@@ -30,23 +31,23 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's part of the comparison. `kv_groups`: (layers, KV heads, head dimension) of equal layers."""
+    """A model's part of the comparison. `kv_groups`: (layers, KV heads, head dimension) of vLLM's groups."""
 
     moe_layers: int
     experts: int
     kv_groups: tuple[tuple[int, int, int], ...]
 
     def kv_elements(self, ranks: int) -> int:
-        """Elements of keys and values that one token takes on one of `ranks` tensor-parallel ranks."""
-        return sum(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
+        """Elements of a block for each of its tokens, on one of `ranks` tensor-parallel ranks."""
+        return max(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
 
 
 # From the config.json of each model; a model folder is read instead of looked up.
 SHAPES = {
     "Qwen/Qwen3-30B-A3B": Shape(48, 128, ((48, 4, 128),)),
     "Qwen/Qwen3-235B-A22B": Shape(94, 128, ((94, 4, 128),)),
-    "openai/gpt-oss-120b": Shape(36, 128, ((36, 8, 64),)),
-    "google/gemma-4-26b-a4b": Shape(30, 128, ((25, 8, 256), (5, 2, 512))),  # sliding; global
+    "openai/gpt-oss-120b": Shape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
+    "google/gemma-4-26B-A4B-it": Shape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
 }
 
 
@@ -72,19 +73,18 @@ def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_g
     return {
         "blocks": num_blocks,
         "kv_block_bytes": block_bytes,
-        "row_bytes": shape.moe_layers * shape.experts,
+        "row_bytes": cache.nbytes // num_blocks,
         "kv_cache_mib": num_blocks * block_bytes / 2**20,
         "signature_cache_mib": cache.nbytes / 2**20,
         "share_of_kv_pct": 100 * cache.nbytes / (num_blocks * block_bytes),
     }
 
 
-def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int | None:
-    """The smallest block size (tokens) that meets the goal; None if a byte a cell cannot count it."""
-    size = math.ceil(
-        100 * shape.moe_layers * shape.experts / (GOAL_PCT * shape.kv_elements(ranks) * dtype_bytes)
-    )
-    return size if size <= MAX_BLOCK_SIZE else None
+def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
+    """The smallest block size (tokens) that meets the goal."""
+    cells, kv_bytes = shape.moe_layers * shape.experts, shape.kv_elements(ranks) * dtype_bytes
+    sizes = {width: math.ceil(100 * width * cells / (GOAL_PCT * kv_bytes)) for width in (1, 2, 4)}
+    return next(size for width, size in sizes.items() if cell_dtype(size).itemsize == width)
 
 
 def cache_memory(

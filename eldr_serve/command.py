@@ -14,11 +14,20 @@ from typer.main import get_command
 
 _REPOSITORY = "In a checkout of the repository"
 _SERVICE = "A running service"
+_DEPLOYMENT = "A deployment"
 # Name -> where its function is, and what it does.
 _LAZY = {
+    "check": (
+        "eldr_serve.check.command:check",
+        "Say whether a deployment would start on a described cluster.",
+    ),
     "demo": ("offline.demo:demo", "Serve the demo model, calibrate, fit and compare policies on it."),
     "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
     "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
+    "fit-predictor": (
+        "offline.fit_predictor:fit_predictor",
+        "Fit what foretells a prompt's experts from its tokens, on a calibration trace.",
+    ),
     "refit": ("offline.refit:refit", "Fit a table for the decode replicas that serve now, and swap it in."),
     "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
     "simulate": ("offline.simulate:simulate", "Run a scenario's policies in simulation."),
@@ -32,7 +41,8 @@ class _Lazy(TyperCommand):
     """A command that is imported when it is run, completed or asked for its help."""
 
     def __init__(self, name: str, where: str, summary: str) -> None:
-        super().__init__(name, help=summary, rich_help_panel=_REPOSITORY)
+        panel = _DEPLOYMENT if where.startswith("eldr_serve.") else _REPOSITORY
+        super().__init__(name, help=summary, rich_help_panel=panel)
         self._where = where
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +22,10 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
+from eldr_serve.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from tools.cli import BadInput, run
 from tools.journal import Journal
@@ -83,7 +84,7 @@ class EngineActor:
             {
                 "id": prompt.id,
                 "domain": prompt.domain,
-                "prompt_tokens": len(output.prompt_token_ids),
+                "token_ids": list(output.prompt_token_ids),
                 **(output.kv_transfer_params or {}),
             }
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -117,13 +118,18 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
         source = str(Path(source).resolve())
     arguments = copy.deepcopy(config.get("engine_kwargs") or {})
     kwargs = engine_kwargs("calibrate", device=device, **arguments)
-    environment = dict((config.get("runtime_env") or {}).get("env_vars") or {})
+    environment = ENVIRONMENT | ((config.get("runtime_env") or {}).get("env_vars") or {})
     gpus = float(kwargs.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
     return model_id, {"model": source, **kwargs}, environment, {"num_gpus": gpus, "num_cpus": 0.1}
 
 
-def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes: bool) -> CalibrationTrace:
+def build_trace(
+    model_id: str, records: list[dict[str, Any]], top_k: int, routes: bool, vocabulary: Mapping[str, int]
+) -> CalibrationTrace:
     """A CalibrationTrace of the records, in their order.
+
+    Args:
+        vocabulary: of the tokenizer that made the token ids.
 
     Raises:
         BadInput: an engine reported no counts.
@@ -134,6 +140,7 @@ def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes
             f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}"
         )
     steps = np.array([r["eldr_decode_steps"] for r in records], np.uint32)
+    prompts = [np.array(r["token_ids"], np.uint32) for r in records]
     route_arrays = [unpack_routes(r["eldr_routes"]) for r in records] if routes else []
     return CalibrationTrace(
         model=model_id,
@@ -141,11 +148,14 @@ def build_trace(model_id: str, records: list[dict[str, Any]], top_k: int, routes
         prefill_counts=np.stack([unpack_counts(r["eldr_prefill"]) for r in records]),
         decode_counts=np.stack([unpack_counts(r["eldr_decode"]) for r in records]),
         decode_steps=steps,
-        prompt_tokens=np.array([r["prompt_tokens"] for r in records], np.uint32),
+        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.uint32),
         domains=[r["domain"] for r in records],
         ids=[r["id"] for r in records],
         routes=np.concatenate(route_arrays) if routes else None,
         route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]) if routes else None,
+        token_ids=np.concatenate(prompts),
+        tokenizer=tokenizer_fingerprint(vocabulary),
+        vocabulary=1 + max(vocabulary.values()),
     )
 
 
@@ -182,7 +192,7 @@ def calibrate(
         return
     settings = {
         "model": model_id, "engine": kwargs, "max_tokens": max_tokens, "temperature": temperature,
-        "routes": routes, "chat": chat, "seed": seed,
+        "routes": routes, "chat": chat, "seed": seed, "token_ids": True,
     }  # fmt: skip
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
     todo = [p for p in chosen if p.id not in journal.known]
@@ -192,7 +202,7 @@ def calibrate(
         sampling = (max_tokens, temperature, routes, chat)
         _run_pool(todo, kwargs, environment, resources, actors, journal, sampling)
     records = [journal.get(p.id) for p in chosen]
-    trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes)
+    trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes, _vocabulary(kwargs["model"]))
     trace.save(out)
     journal.remove()
     typer.echo(f"wrote {out}: {len(records)} requests, {int(trace.decode_steps.sum())} decode steps")
@@ -221,6 +231,13 @@ def _run_pool(
             progress.update(bar, advance=len(done), description="calibrating")
     for actor in pool:
         ray.kill(actor)
+
+
+def _vocabulary(model: str) -> dict[str, int]:
+    from transformers import AutoTokenizer
+
+    found: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
+    return found
 
 
 def _top_k(model: str) -> int:

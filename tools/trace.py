@@ -21,6 +21,8 @@ class _TraceRecord(Record):
     top_k: int = Field(ge=1)
     domains: list[str]
     ids: list[str]
+    tokenizer: str = ""
+    vocabulary: int = Field(default=0, ge=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,9 @@ class CalibrationTrace:
         domains, ids: N names; a domain may be "".
         routes: uint8|uint16 [sum of steps, L, k], the experts of each decode step; or None.
         route_offsets: int64[N+1], where each request's routes begin; None with routes.
+        token_ids: uint32[sum of prompt_tokens], the prompts one after the other; None in older traces.
+        tokenizer: fingerprint of the tokenizer that made them, "" without them.
+        vocabulary: token ids are below this, 0 without them.
     """
 
     model: str
@@ -49,6 +54,9 @@ class CalibrationTrace:
     ids: list[str]
     routes: NDArray[np.unsignedinteger[Any]] | None = None
     route_offsets: NDArray[np.int64] | None = None
+    token_ids: NDArray[np.uint32] | None = None
+    tokenizer: str = ""
+    vocabulary: int = 0
 
     def __post_init__(self) -> None:
         shape = self.prefill_counts.shape
@@ -67,6 +75,7 @@ class CalibrationTrace:
                 f"{name} do not add up to top_k experts a token in every layer",
             )
         self._check_routes(shape)
+        self._check_token_ids()
 
     def _check_routes(self, shape: tuple[int, ...]) -> None:
         require((self.routes is None) == (self.route_offsets is None), "routes and offsets go together")
@@ -79,6 +88,31 @@ class CalibrationTrace:
         expected = (int(offsets[-1]), shape[1], self.top_k)
         require(self.routes.shape == expected, f"routes have shape {self.routes.shape}, not {expected}")
         require(not self.routes.size or int(self.routes.max()) < shape[2], "a route names an unknown expert")
+
+    def _check_token_ids(self) -> None:
+        if self.token_ids is None:
+            return
+        expected = (int(self.prompt_tokens.sum(dtype=np.int64)),)
+        require(self.token_ids.dtype == np.uint32, "token_ids is not uint32")
+        require(
+            self.token_ids.shape == expected, f"token ids have shape {self.token_ids.shape}, not {expected}"
+        )
+        require(self.tokenizer != "", "token ids come without the fingerprint of their tokenizer")
+        require(
+            not self.token_ids.size or int(self.token_ids.max()) < self.vocabulary,
+            f"a token id is not below {self.vocabulary}",
+        )
+
+    @property
+    def prompts(self) -> list[NDArray[np.uint32]]:
+        """The token ids of each prompt.
+
+        Raises:
+            ValueError: the trace was made without them.
+        """
+        if self.token_ids is None:
+            raise ValueError("the trace holds no token ids of its prompts: calibrate again")
+        return np.split(self.token_ids, np.cumsum(self.prompt_tokens, dtype=np.int64)[:-1])
 
     @property
     def decode_probability(self) -> NDArray[np.float32]:
@@ -116,7 +150,17 @@ class CalibrationTrace:
             self.prompt_tokens[index],
             [self.domains[i] for i in index],
             [self.ids[i] for i in index],
+            token_ids=self._token_ids_of(index),
+            tokenizer=self.tokenizer,
+            vocabulary=self.vocabulary,
         )
+
+    def _token_ids_of(self, index: NDArray[np.int64]) -> NDArray[np.uint32] | None:
+        if self.token_ids is None:
+            return None
+        prompts = self.prompts
+        found: NDArray[np.uint32] = np.concatenate([self.token_ids[:0], *(prompts[i] for i in index)])
+        return found
 
     def to_bytes(self) -> bytes:
         """The file's content; equal traces give equal bytes."""
@@ -126,9 +170,13 @@ class CalibrationTrace:
         }
         if self.routes is not None and self.route_offsets is not None:
             arrays |= {"routes": self.routes, "route_offsets": self.route_offsets}
-        return pack_file(
-            arrays, _TraceRecord(model=self.model, top_k=self.top_k, domains=self.domains, ids=self.ids)
-        )
+        if self.token_ids is not None:
+            arrays["token_ids"] = self.token_ids
+        record = _TraceRecord(
+            model=self.model, top_k=self.top_k, domains=self.domains, ids=self.ids,
+            tokenizer=self.tokenizer, vocabulary=self.vocabulary,
+        )  # fmt: skip
+        return pack_file(arrays, record)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the trace") -> Self:
@@ -147,6 +195,9 @@ class CalibrationTrace:
                 ids=record.ids,
                 routes=arrays.get("routes"),
                 route_offsets=arrays.get("route_offsets"),
+                token_ids=arrays.get("token_ids"),
+                tokenizer=record.tokenizer,
+                vocabulary=record.vocabulary,
             ),
         )
 

@@ -131,7 +131,7 @@ def capture(
             seeds=range(start, start + len(ids[part])),
         )  # fmt: skip
     trace.parent.mkdir(parents=True, exist_ok=True)
-    build_trace("eldr-demo", records, _TOP_K, routes=True).save(trace)
+    build_trace("eldr-demo", records, _TOP_K, routes=True, vocabulary=tokenizer.get_vocab()).save(trace)
     write_whole(tokens, json.dumps(ids))
 
 

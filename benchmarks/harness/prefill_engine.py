@@ -1,7 +1,7 @@
 """One prefill engine in a process of its own, driven by lines on standard input.
 
-Started with {"model", "capture", "block_size", "max_tokens"} as its argument. Each line is a prompt
-(token ids); the answer is one line with its latency and the counting time that the engine reports, s.
+Started with {"model", "block_size", "max_tokens"} as its argument. Each line is [whether to capture, prompt
+(token ids)]; the answer is one line with its latency and the counting time that the engine reports, s.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ def main(job: dict[str, Any], answer: Any) -> None:
     """Serve prompts until standard input ends."""
     from vllm import LLM, SamplingParams
 
+    from benchmarks.harness.switched import Switch
     from eldr_serve.engine.config import engine_kwargs
 
     kwargs = engine_kwargs(
-        "prefill", device="cpu", block_size=job["block_size"], async_scheduling=False, kv_lease_s=5.0
-    )
-    if not job["capture"]:
-        for name in ("scheduler_cls", "worker_extension_cls"):
-            kwargs.pop(name)
-        kwargs["kv_transfer_config"] |= {
-            "kv_connector": "PolledNixlConnector",
-            "kv_connector_module_path": "benchmarks.harness.polled_nixl",
-        }
+        "prefill", device="cpu", block_size=job["block_size"], async_scheduling=False, kv_lease_s=5.0,
+        scheduler_cls="benchmarks.harness.switched.SwitchedScheduler",
+        kv_transfer_config={
+            "kv_connector": "SwitchedConnector",
+            "kv_connector_module_path": "benchmarks.harness.switched",
+        },
+    )  # fmt: skip
     llm = LLM(
         model=job["model"], dtype="float32", max_model_len=2048, max_num_seqs=8,
         max_num_batched_tokens=job["max_tokens"], disable_log_stats=False,
@@ -45,12 +44,14 @@ def main(job: dict[str, Any], answer: Any) -> None:
     )
     counted = 0.0
     for line in sys.stdin:
+        capture, prompt = json.loads(line)
+        Switch.turn(capture, llm.llm_engine.vllm_config)
         start = time.perf_counter()
-        (output,) = llm.generate([{"prompt_token_ids": json.loads(line)}], params, use_tqdm=False)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         signature = "eldr_signature" in (output.kv_transfer_params or {})
-        if signature != job["capture"]:
-            raise RuntimeError(f"capture is {job['capture']}, but a signature came: {signature}")
+        if signature != capture:
+            raise RuntimeError(f"capture is {capture}, but a signature came: {signature}")
         before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
         print(json.dumps([seconds, counted - before]), file=answer, flush=True)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from eldr_serve.engine.host_copy import HostCopies, HostCopy, to_device
 from eldr_serve.engine.signature_cache import SignatureCache, active_experts
 
 
@@ -30,36 +30,40 @@ class StepPlan:
     """What the scheduler asks of one step, beside the transfer itself.
 
     Attributes:
+        begun: KV blocks whose first slot is written in this step.
         finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
         traced: request id -> KV slots of its generated tokens in this step (calibration).
         requests, tokens, kv_tokens: size of the step, and KV tokens that it attends to.
+        drafts: those of the tokens that are drafts to be verified (speculative decoding).
     """
 
+    begun: list[int] = field(default_factory=list)
     finished_prompts: dict[str, list[int]] = field(default_factory=dict)
     traced: dict[str, list[int]] = field(default_factory=dict)
     requests: int = 0
     tokens: int = 0
     kv_tokens: int = 0
+    drafts: int = 0
 
     @property
     def is_decode(self) -> bool:
-        """One token of each request: a pure decode step."""
-        return self.tokens == self.requests > 0
+        """One token of each request, and drafts that follow it: a pure decode step."""
+        return self.tokens - self.drafts == self.requests > 0
 
 
 @dataclass
 class StepCounts:
-    """What one step found: prompt counts uint32[L,E], and routes int16[tokens,L,k], by request id."""
+    """What one step found: prompt counts int32[L,E], and routes int16[tokens,L,k], by request id."""
 
-    prompts: dict[str, NDArray[np.uint32]] = field(default_factory=dict)
-    routes: dict[str, NDArray[np.int16]] = field(default_factory=dict)
+    prompts: dict[str, HostCopy] = field(default_factory=dict)
+    routes: dict[str, HostCopy] = field(default_factory=dict)
 
 
 class ExpertCapture:
     """Hooks on the MoE routers, and the signature cache that they feed.
 
     The hooks only copy into a fixed buffer, so that they can be part of a CUDA graph; all counting is
-    done after the forward.
+    done after the forward, on the device: no step waits for it.
 
     Args:
         routers: one a MoE layer, ascending by layer.
@@ -87,43 +91,49 @@ class ExpertCapture:
             if num_blocks is not None
             else None
         )
+        self._copies = HostCopies(device)
+        self._layers: tuple[Tensor, ...] = ()  # of `_chosen`, as many tokens as the last batch has
+        self._width = -1
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._keep, layer))
 
     def _keep(self, layer: int, experts: Tensor) -> None:
-        self._chosen[layer, : len(experts)].copy_(experts)
+        if len(experts) != self._width:
+            self._width = len(experts)
+            self._layers = self._chosen[:, : self._width].unbind()
+        if experts.shape[1] > self.top_k:  # shared experts that a kernel runs with the others: every token's
+            experts = experts[:, : self.top_k]
+        self._layers[layer].copy_(experts)
 
-    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, list[int] | None]:
+    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, HostCopy | None]:
         """Count the step that has just run.
 
         Args:
-            slots: int64[T], KV slot of each token, negative for padding.
+            slots: int64[T], KV slot of each token; what follows the step's tokens is padding.
 
         Returns:
-            What was asked for, and the active experts of each layer if it was a pure decode step.
+            What was asked for, and the active experts int64[L] if it was a pure decode step.
         """
-        chosen = self._chosen[:, : len(slots)]
+        slots, chosen = slots[: plan.tokens], self._chosen[:, : plan.tokens]
         counts = StepCounts()
         if self.cache is not None:
-            self.cache.record(slots, chosen)
+            self.cache.record(slots, chosen, to_device(plan.begun, slots.device))
             for request, blocks in plan.finished_prompts.items():
-                total = self.cache.total(torch.tensor(blocks, device=slots.device))
-                counts.prompts[request] = total.cpu().numpy().astype(np.uint32)
+                total = self.cache.total(to_device(blocks, slots.device))
+                counts.prompts[request] = self._copies.start(total)
         if plan.traced:
             counts.routes = self._routes(slots, chosen, plan.traced)
-        active = None
-        if plan.is_decode:
-            active = active_experts(chosen[:, slots >= 0], self.num_experts).tolist()
-        return counts, active
+        if not plan.is_decode:
+            return counts, None
+        return counts, self._copies.start(active_experts(chosen, self.num_experts))
 
-    @staticmethod
-    def _routes(slots: Tensor, chosen: Tensor, traced: dict[str, list[int]]) -> dict[str, NDArray[np.int16]]:
-        wanted = torch.tensor([slot for slots_ in traced.values() for slot in slots_], device=slots.device)
+    def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, list[int]]) -> dict[str, HostCopy]:
         order = slots.argsort()
-        rows = order[torch.searchsorted(slots[order], wanted)]
-        routes = chosen[:, rows].transpose(0, 1).cpu().numpy()  # [wanted, L, k]
-        ends = np.cumsum([len(slots_) for slots_ in traced.values()])
-        return dict(zip(traced, np.split(routes, ends[:-1]), strict=True))
+        ordered, found = slots[order], {}
+        for request, wanted in traced.items():
+            rows = order[torch.searchsorted(ordered, to_device(wanted, slots.device))]
+            found[request] = self._copies.start(chosen[:, rows].transpose(0, 1))  # [wanted, L, k]
+        return found
 
 
 class StepTimer:
@@ -140,7 +150,7 @@ class StepTimer:
         self._cuda = torch.device(device).type == "cuda"
         self._start: Any = None
         self._end: Any = None
-        self._waiting: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._waiting: deque[tuple[Any, Any, HostCopy, dict[str, int]]] = deque()
 
     def begin(self) -> None:
         """A step begins."""
@@ -155,18 +165,25 @@ class StepTimer:
         if self._end is None:
             self._end = self._now()
 
-    def finish(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """`record` is the stopped step's; returns the records whose time is now known, with `seconds`."""
-        if self._start is None:
-            return []
-        if not self._cuda:
-            return [record | {"seconds": self._end - self._start}]
-        self._waiting.append((self._start, self._end, record))
-        done = []
-        while self._waiting and self._waiting[0][1].query():
-            start, end, finished = self._waiting.pop(0)
-            done.append(finished | {"seconds": start.elapsed_time(end) / 1000})
-        return done
+    def finish(self, record: dict[str, int], active: HostCopy) -> None:
+        """`record` is the stopped step's, and `active` its active experts int64[L]."""
+        self._waiting.append((self._start, self._end, active, record))
+
+    def known(self) -> list[dict[str, Any]]:
+        """The records of steps whose time and experts have come to be known; each is returned once."""
+        found = []
+        while self._waiting and self._waiting[0][2].ready:
+            start, end, active, record = self._waiting.popleft()
+            by_layer = active.wait().tolist()
+            found.append(
+                record
+                | {
+                    "active_experts": sum(by_layer) / len(by_layer),
+                    "active_by_layer": by_layer,
+                    "seconds": start.elapsed_time(end) / 1000 if self._cuda else end - start,
+                }
+            )
+        return found
 
     def _now(self) -> Any:
         if not self._cuda:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
 
 Role = Literal["prefill", "decode", "calibrate"]
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "calibrate": "kv_both"}
+# Of an engine's process. NIXL moves the states of recurrent layers (GDN, Mamba) in this layout alone, and
+# vLLM chooses it by itself for no connector but its own, on CPUs.
+ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+# Methods of speculative decoding that vLLM does not schedule asynchronously, and with the last those
+# whose drafter has no KV cache.
+_SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")
+_NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
+
+logger = logging.getLogger(__name__)
 
 
 def engine_kwargs(
@@ -18,14 +28,21 @@ def engine_kwargs(
         device: "cpu" or "gpu", where the KV cache lies.
         kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
         overrides: any further engine arguments; they win, but for `kv_transfer_config`, whose keys
-            are laid over ours.
+            are laid over ours, and `speculative_config`, which serves decode engines. A prefill engine
+            keeps it where the drafter has a KV cache, since NIXL wants that equal on both sides.
 
     Raises:
         ValueError: an unknown role.
     """
     if role not in _KV_ROLE:
         raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
-    asynchronous = overrides.get("async_scheduling", role != "calibrate")
+    drafting = overrides.get("speculative_config") or {}
+    method = drafting.get("method")
+    if drafting and (role == "calibrate" or (role == "prefill" and method in _NO_DRAFT_KV)):
+        logger.warning("speculative decoding is off on the %s engine, which verifies no drafts", role)
+        del overrides["speculative_config"]
+        method = None
+    asynchronous = overrides.get("async_scheduling", role != "calibrate" and method not in _SYNCHRONOUS)
     transfer = {
         "kv_connector": "EldrConnector",
         "kv_connector_module_path": "eldr_serve.engine.connector",
@@ -41,5 +58,7 @@ def engine_kwargs(
     }
     if device == "cpu":
         defaults |= {"enforce_eager": True, "block_size": 32}
+    else:
+        defaults["worker_cls"] = "eldr_serve.engine.gpu_worker.EldrWorker"
     transfer |= overrides.pop("kv_transfer_config", {})
     return defaults | overrides | {"kv_transfer_config": transfer}

@@ -4,7 +4,7 @@ Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve
 (see eldr_serve.engine.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both (calibration).
 
 A step goes so: the scheduler's half says which prompts end in it and where their blocks lie
-(`build_connector_meta`); the worker's half counts after the forward (`wait_for_save`) and sends the
+(`build_connector_meta`); the worker's half counts after the forward (`get_transfer_results`) and sends the
 sums back (`build_connector_worker_meta`); the scheduler takes them before it finishes requests
 (eldr_serve.engine.scheduler), and `request_finished` puts them on the answer.
 """
@@ -35,6 +35,8 @@ from eldr_serve.engine.compat import (
     UnsupportedEngineError,
     check_engine,
     check_side_channel,
+    clear_refusal,
+    counted_group,
     expire_send_leases,
     forward_slots,
     get_tensor_model_parallel_rank,
@@ -74,7 +76,7 @@ class _Tracked:
     request: Any
     calibrate: bool
     want_routes: bool
-    prompt_counts: NDArray[np.uint32] | None = None
+    prompt_counts: NDArray[np.int32] | None = None
     routes: dict[int, NDArray[np.int16]] = field(default_factory=dict)  # position -> [L,k]
     asked: list[list[int]] = field(default_factory=list)  # positions of each step under way
 
@@ -83,11 +85,11 @@ class EldrConnector(NixlPullConnector):
     """NIXL pull connector that also counts experts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_engine(vllm_config, len(kv_cache_config.kv_cache_groups))
-        with polled_nixl(), kept_affinity():
+        check_engine(vllm_config)
+        self.counted = counted_group(vllm_config, kv_cache_config)
+        with clear_refusal(), polled_nixl(), kept_affinity():
             super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         # scheduler half
         self._tracked: dict[str, _Tracked] = {}
@@ -110,6 +112,9 @@ class EldrConnector(NixlPullConnector):
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def on_new_request(self, request: Any) -> None:
+        if request.prompt_token_ids is not None:
+            # NIXL shortens prompts of recurrent models in place; in one process the answer names that list.
+            request.prompt_token_ids = list(request.prompt_token_ids)
         super().on_new_request(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
@@ -120,48 +125,58 @@ class EldrConnector(NixlPullConnector):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = EldrMetadata()
         meta.__dict__.update(super().build_connector_meta(scheduler_output).__dict__)
-        meta.plan = self._plan(scheduler_output.num_scheduled_tokens)
+        meta.plan = self._plan(scheduler_output)
         meta.held, self._held = self._held, {}
         return meta
 
-    def _plan(self, scheduled: dict[str, int]) -> StepPlan:
-        plan = StepPlan(requests=len(scheduled), tokens=sum(scheduled.values()))
+    def _plan(self, scheduler_output: Any) -> StepPlan:
+        scheduled = scheduler_output.num_scheduled_tokens
+        drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        plan = StepPlan(requests=len(scheduled), tokens=sum(scheduled.values()), drafts=drafts)
         for request_id, tokens in scheduled.items():
             request = self._requests.get(request_id)
             if request is None:
                 continue
             before = request.num_computed_tokens
             plan.kv_tokens += before + tokens
+            self._plan_begun(plan, request_id, before, before + tokens)
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._plan_tracked(plan, tracked, before, before + tokens)
         return plan
 
+    def _plan_begun(self, plan: StepPlan, request_id: str, before: int, after: int) -> None:
+        first, end = -(-before // self.counted.block_size), -(-after // self.counted.block_size)
+        if first < end and not self._is_consumer_only:
+            plan.begun += self._blocks(request_id)[first:end]
+
     def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
         request, prompt = tracked.request, tracked.request.num_prompt_tokens
-        blocks = self._kv_cache_manager.get_block_ids(request.request_id)[0]
+        blocks, size = self._blocks(request.request_id), self.counted.block_size
         # After a preemption a prompt may end a second time, together with tokens that followed it:
         # the first sum stands.
         if before < prompt <= after and tracked.prompt_counts is None:
-            plan.finished_prompts[request.request_id] = list(blocks[: -(-prompt // self._block_size)])
+            plan.finished_prompts[request.request_id] = blocks[: -(-prompt // size)]
         if tracked.calibrate:
             positions = [p for p in range(max(before, prompt), after)]
             if positions:
                 tracked.asked.append(positions)
-                plan.traced[request.request_id] = [
-                    blocks[p // self._block_size] * self._block_size + p % self._block_size for p in positions
-                ]
+                plan.traced[request.request_id] = [blocks[p // size] * size + p % size for p in positions]
+
+    def _blocks(self, request_id: str) -> list[int]:
+        blocks: list[int] = self._kv_cache_manager.get_block_ids(request_id)[self.counted.index]
+        return blocks
 
     def take_counts(self, meta: EldrWorkerMetadata) -> None:
         """Take what the workers counted, before the requests of the step are finished."""
         for request_id, counts in meta.counts.prompts.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.prompt_counts is None:
-                tracked.prompt_counts = counts
+                tracked.prompt_counts = counts.wait()
         for request_id, routes in meta.counts.routes.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.asked:
-                for position, route in zip(tracked.asked.pop(0), routes, strict=True):
+                for position, route in zip(tracked.asked.pop(0), routes.wait(), strict=True):
                     tracked.routes.setdefault(position, route)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -201,7 +216,7 @@ class EldrConnector(NixlPullConnector):
             device=device,
             # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
             num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
-            block_size=self._block_size,
+            block_size=self.counted.block_size,
         )
         self._timer = StepTimer(device)
 
@@ -209,22 +224,39 @@ class EldrConnector(NixlPullConnector):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, EldrMetadata):
             self._abandoned.hold(connector_metadata.held)
-        self._slots = forward_slots()
+        self._slots = forward_slots(self.counted.layer)
         if self._timer is not None:
             self._timer.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
         if self._slots is None:
-            self._slots = graph_slots(kwargs)
+            self._slots = graph_slots(kwargs, self.counted.layer)
 
     def finish_forward(self) -> None:
         super().finish_forward()
         if self._timer is not None:
             self._timer.stop()
 
-    def wait_for_save(self) -> None:
-        super().wait_for_save()
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        counts, self._counts = self._counts, StepCounts()
+        return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
+
+    def abandon(self, names: list[str]) -> None:
+        """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
+        self._abandoned.abandon(names)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        # Both model runners come here after the forward and before they ask for what was counted;
+        # `wait_for_save` comes later where V1 drafts tokens (speculative decoding).
+        self._count()
+        # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
+        expire_send_leases(self.connector_worker, self._abandoned.due())
+        results = super().get_transfer_results(finished_req_ids)
+        self._abandoned.freed(results.finished_sending)
+        return results
+
+    def _count(self) -> None:
         metadata, slots = self._connector_metadata, self._slots
         assert isinstance(metadata, EldrMetadata)
         plan = metadata.plan
@@ -243,34 +275,15 @@ class EldrConnector(NixlPullConnector):
         self._counts = counts
         self._stats.data["capture_s"].append(time.perf_counter() - start)
         if active is not None:
-            record = {
-                "requests": plan.requests,
-                "kv_tokens": plan.kv_tokens,
-                "active_experts": sum(active) / len(active),
-                "active_by_layer": active,
-            }
-            self._stats.data["steps"] += self._timer.finish(record)
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        counts, self._counts = self._counts, StepCounts()
-        return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
-
-    def abandon(self, names: list[str]) -> None:
-        """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
-        self._abandoned.abandon(names)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
-        expire_send_leases(self.connector_worker, self._abandoned.due())
-        results = super().get_transfer_results(finished_req_ids)
-        self._abandoned.freed(results.finished_sending)
-        return results
+            self._timer.finish({"requests": plan.requests, "kv_tokens": plan.kv_tokens}, active)
 
     # -- stats -------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> EldrStats | None:
         nixl = super().get_kv_connector_stats()
         stats, self._stats = self._stats, EldrStats()
+        if self._timer is not None:
+            stats.data["steps"] = self._timer.known()
         if nixl is not None and not nixl.is_empty():
             stats.data["nixl"] = nixl.data
         return None if stats.is_empty() else stats

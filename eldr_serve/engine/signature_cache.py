@@ -8,11 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_BLOCK_SIZE = 255  # tokens; a cell counts at most one a token, in one byte
+
+def cell_dtype(block_size: int) -> torch.dtype:
+    """The narrowest type of a cell, which counts at most one a token of its block."""
+    kinds = (torch.uint8, torch.int16, torch.int32)
+    return next(kind for kind in kinds if block_size <= torch.iinfo(kind).max)
 
 
 class SignatureCache:
-    """uint8[B,L,E]: how many tokens of block b chose expert e in layer l.
+    """[B,L,E] of `cell_dtype`: how many tokens of block b chose expert e in layer l.
 
     It needs no life cycle of its own. A row means what its block's KV means: a block that is written
     at offset 0 is a new block, so its row starts again from zero; a block that is found in the prefix
@@ -20,11 +24,8 @@ class SignatureCache:
 
     Args:
         num_blocks: KV blocks of the engine.
-        block_size: tokens a block, at most 255.
+        block_size: tokens a block.
         device: where the counts lie; that of the KV cache.
-
-    Raises:
-        ValueError: block_size over 255.
     """
 
     def __init__(
@@ -35,39 +36,35 @@ class SignatureCache:
         num_experts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(
-                f"block_size is {block_size}, a byte counts at most {MAX_BLOCK_SIZE} tokens a block"
-            )
         self._block_size = block_size
-        self.rows = torch.zeros((num_blocks, num_layers, num_experts), dtype=torch.uint8, device=device)
+        self.rows = torch.zeros(
+            (num_blocks, num_layers, num_experts), dtype=cell_dtype(block_size), device=device
+        )
+        self._layer_cells = torch.arange(num_layers, device=device)[:, None] * num_experts
 
     @property
     def nbytes(self) -> int:
         """Memory, bytes."""
         return self.rows.nbytes
 
-    def record(self, slots: Tensor, experts: Tensor) -> None:
+    def record(self, slots: Tensor, experts: Tensor, begun: Tensor) -> None:
         """Count one step's tokens.
 
         Args:
-            slots: int64[T], the KV slot that each token's KV was written to; negative for padding.
+            slots: int64[T], the KV slot that each token's KV was written to.
             experts: int[L,T,k], the experts chosen.
+            begun: int64[n], the blocks that some of the slots are the first of.
         """
-        real = slots >= 0
-        slots = slots[real]
-        experts = experts[:, real].long()
+        self.rows[begun] = 0
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
-        self.rows[blocks[slots % self._block_size == 0]] = 0
         _, num_layers, num_experts = self.rows.shape
-        layers = torch.arange(num_layers, device=slots.device)
-        cells = ((blocks[None, :] * num_layers + layers[:, None]) * num_experts)[..., None] + experts
-        flat = cells.flatten()
-        self.rows.view(-1).scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.uint8))
+        first = torch.add(self._layer_cells, blocks, alpha=num_layers * num_experts)  # [L,T], expert 0's cell
+        cells = experts.to(torch.int64, copy=True).add_(first[..., None]).flatten()
+        self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=self.rows.dtype))
 
     def total(self, blocks: Tensor) -> Tensor:
         """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""
-        return self.rows[blocks].sum(dim=0, dtype=torch.int32)
+        return self.rows.index_select(0, blocks).sum(dim=0, dtype=torch.int32)
 
 
 def active_experts(experts: Tensor, num_experts: int) -> Tensor:

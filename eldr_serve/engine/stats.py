@@ -47,7 +47,8 @@ class EldrStats(KVConnectorStats):
 
     data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
     "active_by_layer", "seconds"}], "capture_s": [...]}; the scheduler adds "kv_usage", the share of KV
-    blocks in use.
+    blocks in use. Where a step verifies drafts, experts are those of all its tokens, and KV tokens reach to
+    the last draft.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -129,13 +130,17 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         """Take one EldrStats.data."""
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
-        steps.add(transfer_stats_data["steps"])
         if "kv_usage" in transfer_stats_data:
             kv_usage.put(transfer_stats_data["kv_usage"])
-        for histogram, key in self._steps.values():
-            for step in transfer_stats_data["steps"]:
-                histogram[engine_idx].observe(step[key])
-        for counter, key in self._totals.values():
-            counter[engine_idx].inc(sum(step[key] if key else 1 for step in transfer_stats_data["steps"]))
+        if transfer_stats_data["steps"]:
+            self._observe_steps(transfer_stats_data["steps"], engine_idx)
         for seconds in transfer_stats_data["capture_s"]:
             self._capture[engine_idx].observe(seconds)
+
+    def _observe_steps(self, records: list[dict[str, Any]], engine_idx: int) -> None:
+        steps.add(records)
+        for histogram, key in self._steps.values():
+            for step in records:
+                histogram[engine_idx].observe(step[key])
+        for counter, key in self._totals.values():
+            counter[engine_idx].inc(sum(step[key] if key else 1 for step in records))

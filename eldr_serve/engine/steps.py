@@ -13,15 +13,14 @@ _sums = StepSums()
 
 def add(steps: list[dict[str, Any]]) -> None:
     """Take step records (see EldrStats)."""
-    if steps:
-        put_back(
-            StepSums.of(
-                [s["requests"] for s in steps],
-                [s["kv_tokens"] for s in steps],
-                [sum(s["active_by_layer"]) for s in steps],
-                [s["seconds"] for s in steps],
-            )
+    put_back(
+        StepSums.of(
+            [s["requests"] for s in steps],
+            [s["kv_tokens"] for s in steps],
+            [sum(s["active_by_layer"]) for s in steps],
+            [s["seconds"] for s in steps],
         )
+    )
 
 
 def put_back(sums: StepSums) -> None:

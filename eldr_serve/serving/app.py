@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
-from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
 from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
@@ -26,6 +26,7 @@ from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.servers import DecodeServer, PrefillServer
 
 _ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
+_SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
 _DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
 _PORT_BASE = {"prefill": 20000, "decode": 22000}  # NIXL side channels; replicas add their rank
 
@@ -40,29 +41,9 @@ def build_app(args: dict[str, Any]) -> Application:
         ConfigurationError: one sentence on what is wrong with `args`.
     """
     check_ray()
-    try:
-        parsed = EldrArgs.model_validate(args)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "args"
-        raise ConfigurationError(f"{where}: {first['msg']}") from error
-    prefill_config = llm_config(
-        parsed.prefill_config,
-        "prefill",
-        directory_name=prefill_directory(parsed.name),
-        kv_lease_s=parsed.path.kv_lease_s,
-    )
-    decode_config = llm_config(
-        parsed.decode_config,
-        "decode",
-        directory_name=decode_directory(parsed.name),
-        kv_lease_s=parsed.path.kv_lease_s,
-    )
+    parsed = parse(args)
+    prefill_config, decode_config = engine_configs(parsed)
     model_id = decode_config.model_id
-    if prefill_config.model_id != model_id:
-        raise ConfigurationError(
-            f"prefill_config is for model {prefill_config.model_id!r}, decode_config for {model_id!r}"
-        )
     prefill = build_llm_deployment(
         prefill_config,
         name_prefix="Prefill:",
@@ -91,6 +72,37 @@ def build_app(args: dict[str, Any]) -> Application:
     )
 
 
+def parse(args: dict[str, Any]) -> EldrArgs:
+    """The `args` of an application; raises ConfigurationError."""
+    try:
+        return EldrArgs.model_validate(args)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "args"
+        raise ConfigurationError(f"{where}: {first['msg']}") from error
+
+
+def engine_configs(parsed: EldrArgs) -> tuple[LLMConfig, LLMConfig]:
+    """Of the prefill and of the decode engines; raises ConfigurationError."""
+    prefill = llm_config(
+        parsed.prefill_config,
+        "prefill",
+        directory_name=prefill_directory(parsed.name),
+        kv_lease_s=parsed.path.kv_lease_s,
+    )
+    decode = llm_config(
+        parsed.decode_config,
+        "decode",
+        directory_name=decode_directory(parsed.name),
+        kv_lease_s=parsed.path.kv_lease_s,
+    )
+    if prefill.model_id != decode.model_id:
+        raise ConfigurationError(
+            f"prefill_config is for model {prefill.model_id!r}, decode_config for {decode.model_id!r}"
+        )
+    return prefill, decode
+
+
 def llm_config(
     given: dict[str, Any],
     role: Literal["prefill", "decode"],
@@ -114,6 +126,8 @@ def llm_config(
     config["experimental_configs"] = experimental | (config.get("experimental_configs") or {})
     deployment = config.setdefault("deployment_config", {})
     deployment.setdefault("graceful_shutdown_timeout_s", _DRAIN_S)
+    if deployment.get("autoscaling_config"):
+        deployment["autoscaling_config"].setdefault("policy", {"policy_function": _SCALING})
     request_router = {"request_routing_stats_period_s": SAMPLE_PERIOD_S}
     deployment["request_router_config"] = (
         request_router
@@ -121,9 +135,11 @@ def llm_config(
         | {"request_router_class": _ROUTER, "request_router_kwargs": {"directory_name": directory_name}}
     )
     kind = LLMConfig
+    environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
+    for variable, value in ENVIRONMENT.items():
+        environment.setdefault(variable, value)
     if accelerator == "cpu" and _alone(config["engine_kwargs"]):
         kind = OneProcessLLMConfig
-        environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else vLLM's platform undoes it
     try:
         return kind.model_validate(config)

@@ -30,6 +30,7 @@ try:
     )
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.llm._internal.serve.core.server.llm_server import _merge_replica_actor_and_child_actor_bundles
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
     from ray.llm._internal.serve.engines.vllm.vllm_engine import (
@@ -56,6 +57,7 @@ __all__ = [
     "check_ray",
     "create_error_response",
     "engine_client",
+    "engine_placement",
     "openai_serving",
     "picklable_chat",
     "register_connector",
@@ -143,6 +145,18 @@ def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
             f"it was checked on ray {_CHECKED}"
         )
     return serving, create
+
+
+def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
+    """Bundles and strategy of the placement group that Ray makes for each replica of an engine.
+
+    As LLMServer.get_deployment_options makes them, which needs a running Ray.
+    """
+    engine = config.get_engine_config()
+    actor = config.deployment_config.get("ray_actor_options", {})
+    own = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
+    bundles = _merge_replica_actor_and_child_actor_bundles(engine.placement_bundles, own)
+    return bundles, engine.placement_strategy
 
 
 def engine_client(engine: Any) -> Any:

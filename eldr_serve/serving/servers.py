@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel import Answer
 from eldr_serve.engine import kv_usage, steps
 from eldr_serve.serving.address import MAX_CALLS, open_channel
+from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.compat import ENDPOINT_REQUESTS, QuietLLMServer, openai_serving, register_connector
 from eldr_serve.serving.decode_router import find
@@ -62,7 +63,7 @@ class EngineServer(QuietLLMServer):
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what it cannot count itself."""
-        return {"in_flight": float(self._channel.in_flight)}
+        return {IN_FLIGHT: float(self._channel.in_flight)}
 
     async def __del__(self) -> None:
         """Serve's hook before it ends the replica: streams end first."""

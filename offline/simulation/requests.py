@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class Experts:
     """Which experts requests use: S observed ones, which the simulated ones repeat.
 
     Attributes:
-        counts: unsigned[S,L,E], the prompts' expert counts: the signature.
+        counts: [S,L,E], the prompts' expert counts, or what is expected of them: the signature.
         count_tokens: int64[S], prompt tokens behind the counts.
         bits: uint64[T, L*words], the experts of each decode step (`expert_bits`), one request after
             the other.
@@ -65,7 +66,7 @@ class Experts:
         domains: S names.
     """
 
-    counts: NDArray[np.unsignedinteger]
+    counts: NDArray[Any]
     count_tokens: NDArray[np.int64]
     bits: NDArray[np.uint64]
     offset: NDArray[np.int64]
@@ -75,11 +76,11 @@ class Experts:
         if (np.diff(self.offset) < 1).any():
             raise SimulationError(f"request {int(np.diff(self.offset).argmin())} has no decode step")
 
-    def signature(self, kind: int, prompt_tokens: int) -> NDArray[np.unsignedinteger]:
-        """Counts of a prompt of that length: unsigned[L,E]."""
+    def signature(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
+        """Counts of a prompt of that length: [L,E]."""
         tokens = int(self.count_tokens[kind])
         if tokens == prompt_tokens:
-            counts: NDArray[np.unsignedinteger] = self.counts[kind]
+            counts: NDArray[Any] = self.counts[kind]
             return counts
         scaled: NDArray[np.uint32] = np.rint(self.counts[kind] * (prompt_tokens / tokens)).astype(np.uint32)
         return scaled

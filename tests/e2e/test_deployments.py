@@ -15,7 +15,7 @@ from eldr_serve.serving.app import build_app
 from eldr_serve.serving.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
-TOPOLOGIES = {  # file -> prefill replicas, decode replicas, GPUs a replica
+TOPOLOGIES = {  # file -> most prefill replicas, most decode replicas, GPUs a replica
     "cpu_demo": (1, 2, 0),
     "cpu_demo_4d": (1, 4, 0),
     "qwen3_30b_8p16d": (8, 16, 1),
@@ -41,6 +41,15 @@ def engines(app: Any) -> tuple[Any, Any]:
     return bound["prefill"]._bound_deployment, bound["decode"]._bound_deployment
 
 
+def most(deployment: Any) -> int:
+    """Replicas of a deployment; where Serve scales them, as many as there may be, which it starts with."""
+    options = deployment._deployment_config
+    if options.autoscaling_config is None:
+        return int(options.num_replicas)
+    assert options.autoscaling_config.initial_replicas == options.autoscaling_config.max_replicas
+    return int(options.autoscaling_config.max_replicas)
+
+
 def test_no_deployment_is_untested() -> None:
     assert {p.stem for p in (ROOT / "deployments").glob("*.yaml")} == set(TOPOLOGIES)
 
@@ -50,8 +59,8 @@ def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     prefill, decode = engines(build_app(arguments(name)))
     num_prefill, num_decode, gpus = TOPOLOGIES[name]
-    assert prefill._deployment_config.num_replicas == num_prefill
-    assert decode._deployment_config.num_replicas == num_decode
+    assert most(prefill) == num_prefill
+    assert most(decode) == num_decode
     for deployment, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
         config = deployment.init_kwargs["llm_config"]
         assert config.engine_kwargs["kv_transfer_config"]["kv_role"] == role

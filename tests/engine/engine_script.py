@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from operators import Operators
 
 CHUNK = 48  # tokens a step: every longer prompt is prefilled in pieces
 BLOCK = 32
@@ -32,6 +33,25 @@ def prompts(seed: int) -> list[list[int]]:
     found += [stems[0], stems[0], stems[2], stems[3], [5]]
     order = rng.permutation(len(found))
     return [found[i] for i in order]
+
+
+def noted() -> Operators:
+    """Notes what our part of the worker calls in a step, but for the copies to the host."""
+    from eldr_serve.engine.capture import ExpertCapture, StepTimer
+    from eldr_serve.engine.connector import EldrConnector
+    from eldr_serve.engine.host_copy import HostCopies
+
+    operators = Operators()
+    ours: dict[type, tuple[str, ...]] = {
+        ExpertCapture: ("_keep", "after_forward"),
+        StepTimer: ("begin", "stop", "finish", "known"),
+        EldrConnector: ("bind_connector_metadata", "_count", "build_connector_worker_meta"),
+    }
+    for owner, names in ours.items():
+        for name in names:
+            setattr(owner, name, operators.around(getattr(owner, name)))
+    HostCopies.start = operators.outside(HostCopies.start)  # type: ignore[method-assign]
+    return operators
 
 
 def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
@@ -54,6 +74,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
 
         def log_engine_initialized(self) -> None: ...
 
+    operators = noted()
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -103,6 +124,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
     report = {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "records": records,
+        "operators": sorted(operators.names),
         "steps": steps,
         "cached_tokens": cached,
         "preemptions": samples["vllm:num_preemptions_total"],

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_model
-import torch
 from engine_script import BATCHES, CHUNK, SHORT
+from operators import WAITING
 from scripts import run_script
 
 from eldr_serve.engine.routes import unpack_routes
@@ -53,24 +53,6 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def report(run: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
     return run(name)
-
-
-@pytest.fixture(scope="module")
-def choices(model: Path) -> Callable[[list[int]], np.ndarray]:
-    """tokens -> int[T,L,k], by another implementation, cold, with no cache of keys and values."""
-    from transformers import Qwen3MoeForCausalLM
-
-    reference = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    @cache
-    @torch.no_grad()
-    def route(tokens: tuple[int, ...]) -> np.ndarray:
-        logits = reference(torch.tensor([tokens]), output_router_logits=True, use_cache=False).router_logits
-        return torch.stack(
-            [x.reshape(len(tokens), -1).topk(tiny_model.TOP_K).indices for x in logits], 1
-        ).numpy()
-
-    return lambda tokens: route(tuple(tokens))
 
 
 def histogram(chosen: np.ndarray) -> np.ndarray:
@@ -128,6 +110,11 @@ def test_v2_counts_as_v1_does(run: Callable[[str], dict[str, Any]]) -> None:
     assert v2["records"] == v1["records"][: len(v2["records"])]
     timeless = [[{k: v for k, v in step.items() if k != "seconds"} for step in r["steps"]] for r in (v1, v2)]
     assert timeless[1] == timeless[0][: len(v2["steps"])]
+
+
+def test_no_step_waits_for_the_device(report: dict[str, Any]) -> None:
+    assert {"copy_", "index_put_", "scatter_add_", "searchsorted"} <= set(report["operators"])  # it was noted
+    assert not set(report["operators"]) & WAITING
 
 
 def test_nothing_is_left_behind_in_the_scheduler(report: dict[str, Any]) -> None:

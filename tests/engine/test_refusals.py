@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.engine.compat import UnsupportedEngineError, check_engine, check_side_channel, moe_routers
-from eldr_serve.engine.config import engine_kwargs
+from eldr_serve.engine.compat import (
+    CountedGroup,
+    UnsupportedEngineError,
+    check_engine,
+    check_side_channel,
+    counted_group,
+    moe_routers,
+)
+from eldr_serve.engine.config import Role, engine_kwargs
+from eldr_serve.engine.gpu_worker import EldrWorker
 
 
 def config(
-    block_size: int = 16,
     speculative: Any = None,
     layers: Any = None,
     return_experts: bool = False,
+    kv_role: str = "kv_both",
     **parallel: Any,
 ) -> Any:
     sizes = {
@@ -29,36 +50,85 @@ def config(
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
-        cache_config=SimpleNamespace(block_size=block_size),
         speculative_config=speculative,
+        kv_transfer_config=SimpleNamespace(kv_role=kv_role),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 12),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=return_experts),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
     )
 
 
 def test_a_plain_engine_is_accepted() -> None:
-    check_engine(config(), 1)
+    check_engine(config())
 
 
 @pytest.mark.parametrize(
-    ("settings", "groups", "reason"),
+    ("settings", "reason"),
     [
-        ({"pipeline_parallel_size": 2}, 1, "pipeline"),
-        ({"data_parallel_size": 2}, 1, "data parallel"),
-        ({"decode_context_parallel_size": 2}, 1, "decode context"),
-        ({"prefill_context_parallel_size": 2}, 1, "prefill context"),
-        ({"enable_dbo": True}, 1, "overlap"),
-        ({"speculative": object()}, 1, "speculative"),
-        ({"return_experts": True}, 1, "enable_return_routed_experts"),
-        ({"block_size": 256}, 1, "block_size 256"),
-        ({}, 2, "disable_hybrid_kv_cache_manager"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"data_parallel_size": 2}, "data parallel"),
+        ({"decode_context_parallel_size": 2}, "decode context"),
+        ({"prefill_context_parallel_size": 2}, "prefill context"),
+        ({"enable_dbo": True}, "overlap"),
+        ({"speculative": object()}, "speculative decoding in calibration"),
+        ({"return_experts": True}, "enable_return_routed_experts"),
     ],
 )
-def test_an_engine_that_would_not_count_exactly_is_refused(
-    settings: dict[str, Any], groups: int, reason: str
-) -> None:
+def test_an_engine_that_would_not_count_exactly_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
-        check_engine(config(**settings), groups)
+        check_engine(config(**settings))
+
+
+ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(block_size=32, **ATTENTION)
+MLA = MLAAttentionSpec(block_size=64, **ATTENTION)
+WINDOW = SlidingWindowSpec(block_size=16, sliding_window=128, **ATTENTION)
+STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def counted(*specs: Any, longest: int = 512, caching: bool = True, unit: int | None = None) -> CountedGroup:
+    """What is counted by, of an engine with a group of two layers for each of these."""
+    groups = [KVCacheGroupSpec([f"layer.{n}.0", f"layer.{n}.1"], spec) for n, spec in enumerate(specs)]
+    cache = SimpleNamespace(block_size=32, enable_prefix_caching=caching, prefix_match_unit=unit)
+    settings: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest),
+        cache_config=cache,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        kv_transfer_config=object(),
+    )
+    return counted_group(settings, KVCacheConfig(8, [], groups))
+
+
+def test_tokens_are_counted_by_the_group_of_full_attention() -> None:
+    assert counted(FULL) == CountedGroup(0, 32, "layer.0.0")
+    assert counted(WINDOW, MLA, WINDOW) == CountedGroup(1, 64, "layer.1.0")
+    assert counted(STATE, STATE, FULL) == CountedGroup(2, 32, "layer.2.0")
+
+
+def test_a_window_that_no_prompt_outgrows_counts_too() -> None:
+    assert counted(WINDOW, longest=128) == CountedGroup(0, 16, "layer.0.0")
+    assert counted(WINDOW, FULL, longest=512).index == 1
+
+
+@pytest.mark.parametrize("specs", [(WINDOW,), (STATE,), (WINDOW, STATE)])
+def test_an_engine_that_gives_blocks_back_before_a_prompt_ends_is_refused(specs: tuple[Any, ...]) -> None:
+    with pytest.raises(UnsupportedEngineError, match=f"{type(specs[0]).__name__}.*max_model_len"):
+        counted(*specs, longest=129)
+
+
+def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"16 tokens .*32\): set no prefix_match_unit"):
+        counted(FULL, STATE, unit=16)
+    with pytest.raises(UnsupportedEngineError, match="enable_prefix_caching to false"):
+        counted(FULL, STATE, WINDOW)
+    assert counted(FULL, STATE, unit=16, caching=False).index == 0
+    assert counted(FULL, STATE, unit=32).index == counted(FULL, STATE).index == 0
+    assert counted(FULL, WINDOW).index == 0  # hits without recurrent states end with whole blocks of all
+
+
+@pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer"])
+def test_an_engine_that_serves_may_decode_speculatively(kv_role: str) -> None:
+    check_engine(config(speculative=object(), kv_role=kv_role))
 
 
 class Router(BaseRouter):
@@ -80,9 +150,19 @@ def test_routers_are_found_in_the_order_of_their_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    "drafter", ["model.layers.12.mtp_block", "mtp.layers.0", "draft_model.model.layers.0"]
+)
+def test_the_drafters_experts_are_not_counted(drafter: str) -> None:
+    routers = {n: Router(2, 8) for n in (3, 11)}
+    layers = {f"model.layers.{n}.mlp.experts": layer(r) for n, r in routers.items()}
+    layers[f"{drafter}.mlp.experts"] = layer(Router(2, 16))
+    assert moe_routers(config(layers=layers, speculative=object())) == list(routers.items())
+
+
+@pytest.mark.parametrize(
     ("layers", "reason"),
     [
-        ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "monolithic"),
+        ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "layer 0 .*moe_backend"),
         ({"model.layers.0.mlp.experts": layer(object())}, "shows no choices"),
         ({"model.layers.0.self_attn.attn": SimpleNamespace()}, "no MoE layer"),
     ],
@@ -90,6 +170,29 @@ def test_routers_are_found_in_the_order_of_their_layers() -> None:
 def test_a_model_that_hides_its_choices_is_refused(layers: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
         moe_routers(config(layers=layers))
+
+
+def test_zero_experts_are_refused() -> None:
+    router = ZeroExpertRouter(2, 8, torch.zeros(10), num_logical_experts=8, zero_expert_type="identity")
+    with pytest.raises(UnsupportedEngineError, match=r"zero experts.*without locality"):
+        moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router)}))
+
+
+def test_a_correction_bias_that_the_cpu_router_leaves_out_is_refused() -> None:
+    bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+
+    def router(**settings: Any) -> CPURouter:
+        return CPURouter(1, 4, e_score_correction_bias=bias, **settings)
+
+    def chosen(router: CPURouter) -> int:
+        return int(router._compute_routing(logits, logits, None)[1])
+
+    grouped = router(use_grouped_topk=True, num_expert_group=1, topk_group=1)
+    assert (chosen(router()), chosen(grouped)) == (0, 3)  # a vLLM that heeds the bias needs no refusal
+    assert moe_routers(config(layers={"model.layers.0.mlp.experts": layer(grouped)})) == [(0, grouped)]
+    with pytest.raises(UnsupportedEngineError, match=r"correction bias.*on GPUs"):
+        moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router())}))
 
 
 def test_a_side_channel_that_cannot_listen_is_refused() -> None:
@@ -112,3 +215,54 @@ def test_a_side_channel_that_cannot_listen_is_refused() -> None:
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(ValueError, match="calibrate"):
         engine_kwargs("router")  # type: ignore[arg-type]
+
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("role", "drafting", "kept", "asynchronous"),
+    [
+        ("decode", NGRAM, True, False),  # as vLLM wants it
+        ("decode", MTP, True, True),
+        ("prefill", NGRAM, False, True),
+        ("prefill", MTP, True, True),  # NIXL refuses two engines that differ in it
+        ("calibrate", MTP, False, False),
+    ],
+)
+def test_drafts_are_made_where_they_are_verified(
+    role: Role,
+    drafting: dict[str, Any],
+    kept: bool,
+    asynchronous: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kwargs = engine_kwargs(role, speculative_config=drafting)
+    assert kwargs.get("speculative_config") == (drafting if kept else None)
+    assert kwargs["async_scheduling"] is asynchronous
+    assert ("Async" in kwargs["scheduler_cls"]) is asynchronous
+    said = [record.getMessage() for record in caplog.records]
+    assert said == (
+        [] if kept else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
+    )
+
+
+def test_engines_without_drafts_are_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    assert "speculative_config" not in engine_kwargs("prefill")
+    assert engine_kwargs("decode", speculative_config=None)["async_scheduling"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("gpu", "EldrWorker")])
+def test_a_gpu_has_a_worker_that_settles_the_kernel(device: str, worker: str | None) -> None:
+    found = engine_kwargs("decode", device=device).get("worker_cls")
+    assert found == (worker and f"eldr_serve.engine.gpu_worker.{worker}")
+
+
+def test_the_worker_takes_what_vllms_own_takes() -> None:
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(worker.load_model).parameters.values()]
+        for worker in (EldrWorker, Worker)
+    )
+    assert ours == theirs

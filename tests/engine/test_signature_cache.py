@@ -38,18 +38,20 @@ def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
                 continue
             written.add(block)
             slots += [block * SIZE + o for o in range(first, min(SIZE, first + tokens))]
-        slots += [-1] * int(rng.integers(0, 3))  # padding
+        begun = [slot // SIZE for slot in slots if slot % SIZE == 0]
         chosen = np.stack(
             [[rng.permutation(EXPERTS)[:K] for _ in slots] or np.zeros((0, K)) for _ in range(LAYERS)]
         ).astype(np.int64)
         for token, slot in enumerate(slots):
-            if slot < 0:
-                continue
             if slot % SIZE == 0:
                 expected[slot // SIZE].clear()
             for layer in range(LAYERS):
                 expected[slot // SIZE].update((layer, int(e)) for e in chosen[layer, token])
-        cache.record(torch.tensor(slots, dtype=torch.int64), torch.from_numpy(chosen).to(dtype))
+        cache.record(
+            torch.tensor(slots, dtype=torch.int64),
+            torch.from_numpy(chosen).to(dtype),
+            torch.tensor(begun, dtype=torch.int64),
+        )
     for block, counts in expected.items():
         total = cache.total(torch.tensor([block]))
         assert {
@@ -59,12 +61,12 @@ def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
     assert int(everything.sum()) == sum(sum(c.values()) for c in expected.values())
 
 
-def test_a_full_block_of_the_largest_size_does_not_overflow() -> None:
-    cache = SignatureCache(1, 255, 1, 2)
-    cache.record(torch.arange(255), torch.zeros((1, 255, 1), dtype=torch.int64))
-    assert cache.total(torch.tensor([0])).tolist() == [[255, 0]]
-    with pytest.raises(ValueError, match="256"):
-        SignatureCache(1, 256, 1, 2)
+@pytest.mark.parametrize(("size", "width"), [(255, 1), (256, 2), (32767, 2), (32768, 4)])
+def test_a_block_whose_tokens_all_choose_one_expert_does_not_overflow(size: int, width: int) -> None:
+    cache = SignatureCache(1, size, 1, 2)
+    cache.record(torch.arange(size), torch.zeros((1, size, 1), dtype=torch.int64), torch.tensor([0]))
+    assert cache.total(torch.tensor([0])).tolist() == [[size, 0]]
+    assert cache.nbytes == 2 * width
 
 
 @given(st.integers(0, 9), st.integers(0, 99))

@@ -5,17 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from eldr_serve.engine import connector as module
+from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.capture import StepCounts, StepPlan, StepTimer
-from eldr_serve.engine.compat import UnsupportedEngineError
+from eldr_serve.engine.compat import CountedGroup, UnsupportedEngineError
 from eldr_serve.engine.connector import EldrConnector, EldrMetadata
+from eldr_serve.engine.host_copy import HostCopy
+from eldr_serve.engine.stats import EldrStats
 
 SLOTS = torch.tensor([64, 65, -1, -1])  # two tokens, padded to the size of a graph
 
@@ -31,6 +37,14 @@ class Worker(NixlPullConnectorWorker):
 
     def start_load_kv(self, metadata: Any) -> None: ...
 
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def get_kv_connector_stats(self) -> None: ...
+
 
 class Capture:
     """An ExpertCapture that keeps the slots that it is given."""
@@ -40,7 +54,16 @@ class Capture:
 
     def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, None]:
         self.slots.append(slots)
-        return StepCounts(), None
+        return StepCounts(prompts={"r": HostCopy(np.zeros((1, 1), np.int32))}), None
+
+
+def _of_layers(counted: Any) -> dict[str, Any]:
+    """The counted group's layer between those of others, whose slots are others or none."""
+    return {
+        "model.layers.0.attn": torch.tensor([7, 8, 9, 10]),
+        "model.layers.1.attn": counted,
+        "model.layers.2.linear_attn": None,
+    }
 
 
 class Runner:
@@ -53,11 +76,14 @@ class Runner:
         ours: Any = object.__new__(EldrConnector)  # without NIXL's agent
         ours.__dict__ |= {
             "_vllm_config": SimpleNamespace(use_v2_model_runner=True),
+            "counted": CountedGroup(1, 32, "model.layers.1.attn"),
             "_capture": self.capture,
             "_timer": self.timer,
             "_slots": None,
-            "_abandoned": SimpleNamespace(hold=lambda held: None),
-            "_stats": SimpleNamespace(data={"capture_s": [], "steps": []}),
+            "_abandoned": AbandonedPrompts(),
+            "_counts": StepCounts(),
+            "_stats": EldrStats(),
+            "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
             "connector_worker": Worker(),
         }
         self.connector = ours
@@ -69,20 +95,24 @@ class Runner:
             "_disabled": False,
         }
 
-    def step(self, tokens: int, forward: Tensor | None = None, graph: Tensor | None = None) -> None:
-        """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
+    def scheduled(self, tokens: int) -> Any:
+        """vLLM's SchedulerOutput of a step, so far as connectors see it."""
         metadata = EldrMetadata()
         metadata.plan, metadata.held = StepPlan(requests=tokens, tokens=tokens), {}
-        output = SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=False)
+        return SimpleNamespace(
+            kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
+        )
+
+    def step(self, tokens: int, forward: Tensor | None = None, graph: Tensor | None = None) -> Any:
+        """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
         batch = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=tokens) if tokens else None
-        attention = None if graph is None else {"model.layers.0.attn": SimpleNamespace(slot_mapping=graph)}
-        context = None if forward is None else ForwardContext({}, {}, {"model.layers.0.attn": forward})
+        attention = None if graph is None else _of_layers(SimpleNamespace(slot_mapping=graph))
+        context = None if forward is None else ForwardContext({}, {}, _of_layers(forward))
         with override_forward_context(context):
-            self.vllm.pre_forward(output, batch, attn_metadata=attention)
+            self.vllm.pre_forward(self.scheduled(tokens), batch, attn_metadata=attention)
         self.vllm.finish_forward()
         with override_forward_context(ForwardContext({}, {}, {})):  # as V2 makes it: an empty one
-            self.vllm._start_load_kv()
-        self.connector.wait_for_save()
+            return self.vllm.post_forward(set())
 
 
 @pytest.fixture
@@ -94,6 +124,28 @@ def test_slots_come_with_the_forward_or_with_a_full_graph(runner: Runner) -> Non
     runner.step(2, forward=SLOTS)
     runner.step(2, graph=SLOTS)
     assert [s.tolist() for s in runner.capture.slots] == [SLOTS.tolist()] * 2
+
+
+def test_counts_leave_with_their_own_step(runner: Runner) -> None:
+    assert set(runner.step(2, forward=SLOTS).kv_connector_worker_meta.counts.prompts) == {"r"}
+    assert runner.step(0).kv_connector_worker_meta is None
+
+
+def test_counts_leave_with_their_own_step_where_v1_drafts_after_it(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: runner.connector)
+    mixin = kv_connector_model_runner_mixin.KVConnectorModelRunnerMixin
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "has_kv_transfer_group", lambda: True)
+    for _ in range(2):
+        with (
+            override_forward_context(ForwardContext({}, {}, _of_layers(SLOTS))),
+            mixin.maybe_get_kv_connector_output(runner.scheduled(2), defer_finalize=True) as output,
+        ):
+            pass
+        mixin.finalize_kv_connector()
+        assert set(output.kv_connector_worker_meta.counts.prompts) == {"r"}
+    assert len(runner.capture.slots) == 2
 
 
 def test_a_step_without_tokens_needs_none(runner: Runner) -> None:
@@ -113,10 +165,13 @@ def test_a_step_ends_with_its_forward_not_with_sampling(monkeypatch: pytest.Monk
     now = iter([1.0, 3.0, 10.0, 14.0])
     monkeypatch.setattr("eldr_serve.engine.capture.time.thread_time", lambda: next(now))
     timer = StepTimer("cpu")
-    timer.begin()
-    timer.stop()
-    timer.stop()
-    assert timer.finish({"requests": 1}) == [{"requests": 1, "seconds": 2.0}]
-    timer.begin()
-    timer.stop()
-    assert timer.finish({"requests": 1}) == [{"requests": 1, "seconds": 4.0}]
+    for expected in (2.0, 4.0):
+        timer.begin()
+        timer.stop()
+        timer.stop()
+        timer.finish({"requests": 1}, HostCopy(np.array([3, 4])))
+        (record,) = timer.known()
+        assert record == {
+            "requests": 1, "active_experts": 3.5, "active_by_layer": [3, 4], "seconds": expected
+        }  # fmt: skip
+        assert timer.known() == []

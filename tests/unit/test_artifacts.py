@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from copy import copy
@@ -114,6 +115,10 @@ def with_array(artifact: Any, name: str, value: Any) -> bytes:
         (TRACE, "top_k", 99, "top_k"),
         (TRACE, "routes", np.full_like(TRACE.routes, 200), "unknown expert"),
         (TRACE, "route_offsets", np.zeros(13, np.int64), "offsets"),
+        (TRACE, "token_ids", TRACE.token_ids[1:].copy(), "token ids have shape"),
+        (TRACE, "token_ids", TRACE.token_ids.astype(np.int64), "uint32"),
+        (TRACE, "token_ids", np.full_like(TRACE.token_ids, 40), "not below 40"),
+        (TRACE, "tokenizer", "", "tokenizer"),
     ],
 )
 def test_a_file_of_what_cannot_be_is_refused(artifact: Any, name: str, value: Any, word: str) -> None:
@@ -122,6 +127,31 @@ def test_a_file_of_what_cannot_be_is_refused(artifact: Any, name: str, value: An
 
 def test_a_trace_without_routes_comes_back_so() -> None:
     assert CalibrationTrace.from_bytes(with_array(TRACE, "routes", None)).routes is None
+
+
+def test_a_trace_of_before_token_ids_were_kept_is_read() -> None:
+    assert TRACE.token_ids is not None
+    older = CalibrationTrace.from_bytes(with_array(TRACE, "token_ids", None))
+    assert older.token_ids is None
+    with pytest.raises(ValueError, match="no token ids"):
+        _ = older.prompts
+    data = older.to_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    record = json.loads(header["__metadata__"]["eldr"])
+    for added in ("tokenizer", "vocabulary"):
+        del record[added]
+    header["__metadata__"]["eldr"] = json.dumps(record)
+    text = json.dumps(header).encode()
+    older_file = len(text).to_bytes(8, "little") + text + data[8 + length :]
+    assert CalibrationTrace.from_bytes(older_file).ids == TRACE.ids
+
+
+def test_a_traces_prompts_are_its_token_ids_cut_by_their_lengths() -> None:
+    assert [len(prompt) for prompt in TRACE.prompts] == TRACE.prompt_tokens.tolist()
+    np.testing.assert_array_equal(np.concatenate(TRACE.prompts), TRACE.token_ids)
+    (third,) = TRACE.subset(np.array([3])).prompts
+    np.testing.assert_array_equal(third, TRACE.prompts[3])
 
 
 def test_a_band_outside_its_range_is_refused() -> None:

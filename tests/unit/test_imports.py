@@ -31,11 +31,14 @@ PARTS = (
     "eldr_serve.signature",
     "eldr_serve.expert_placement",
     "eldr_serve.artifacts",
+    "eldr_serve.signature_predictor",
+    "eldr_serve.online_predictor",
     "eldr_serve.routing",
     "eldr_serve.experts",
     "eldr_serve.engine",
     "eldr_serve.channel",
     "eldr_serve.serving",
+    "eldr_serve.check",
     "eldr_serve.client",
     "eldr_serve.command",
     "eldr_serve",  # what `import eldr_serve` offers
@@ -83,6 +86,7 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 # The extras under each of which a module may run.
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
+    "eldr_serve.check": ENGINE,
     "eldr_serve.engine": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
     "eldr_serve.experts.metro_triton": ("gpu",),

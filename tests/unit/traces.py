@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,18 @@ def synthetic_trace(
         ids=[str(r) for r in range(n)],
         routes=routes,
         route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
+        **_tokens(domain, prompt, seed),
     )
+
+
+def _tokens(domain: np.ndarray, lengths: np.ndarray, seed: int) -> dict[str, Any]:
+    """Of ten token ids a domain, and ten that all share."""
+    rng = np.random.default_rng([seed, 1])
+    owner = np.repeat(domain, lengths)
+    shared = rng.uniform(size=len(owner)) < 0.5
+    ids = np.where(shared, 0, 10 * (1 + owner)) + rng.integers(10, size=len(owner))
+    vocabulary = 10 * (2 + int(domain.max()))
+    return {"token_ids": ids.astype(np.uint32), "tokenizer": "t", "vocabulary": vocabulary}
 
 
 def favourites_trace(
@@ -68,6 +80,7 @@ def favourites_trace(
     return CalibrationTrace(
         "tiny", 2, prefill, decode, tokens, tokens, names.tolist(), [f"r{n}" for n in range(len(names))],
         routes[:, steps:].reshape(-1, num_layers, 2), np.arange(len(names) + 1) * steps,
+        **_tokens(np.arange(len(names)) // each, tokens, 0),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from in_process import command, python, sentence
 from shipped import ROOT
 
 from benchmarks.__main__ import MODULES, NAMES, SERVING
-from benchmarks.cache_memory import compare, shape_of, smallest_block_size
+from benchmarks.cache_memory import Shape, compare, shape_of, smallest_block_size
 from benchmarks.handover import kv_pull_totals
 from benchmarks.harness import tables
 from benchmarks.harness.client import Answer, most_open, summary
@@ -59,6 +59,10 @@ def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
     assert small == pytest.approx(2 * large)
     assert small == pytest.approx(100 * 48 * 128 / (16 * 2 * 48 * 2 * 4 * 128))
     assert smallest_block_size(shape, 2, 1) == 13
+    # Two bytes of keys and values a token: blocks so large that a byte cannot count their tokens.
+    assert smallest_block_size(Shape(1, 1024, ((1, 1, 1),)), 1, 1) == 4 * 102_400
+    assert smallest_block_size(Shape(1, 2, ((1, 1, 1),)), 1, 1) == 200
+    assert smallest_block_size(Shape(1, 3, ((1, 1, 1),)), 1, 1) == 2 * 300
     with pytest.raises(BadInput):
         shape_of("nobody/nothing")
 

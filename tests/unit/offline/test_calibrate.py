@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shipped import ROOT
 
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.signature import pack_counts
+from eldr_serve.signature_predictor import tokenizer_fingerprint
 from offline.calibrate import build_trace, decode_settings
 from tools.cli import BadInput
 
@@ -21,7 +23,8 @@ def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
     prefill, decode = (rng.integers(0, 5, (tokens, 3)) for tokens in (prompt, steps))
     counts = [(part[..., None] == np.arange(5)).sum(axis=0).astype(np.uint32) for part in (prefill, decode)]
     return {
-        "id": name, "domain": "code", "prompt_tokens": prompt, "eldr_decode_steps": steps,
+        "id": name, "domain": "code", "eldr_decode_steps": steps,
+        "token_ids": rng.integers(9, size=prompt).tolist(),
         "eldr_prefill": pack_counts(counts[0]), "eldr_decode": pack_counts(counts[1]),
         "eldr_routes": pack_routes(decode[..., None]),
     }  # fmt: skip
@@ -29,14 +32,18 @@ def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
 
 def test_records_become_a_trace_that_adds_up() -> None:
     records = [record("a", 7, 4), record("b", 3, 9, seed=1)]
-    assert build_trace("m", records, top_k=1, routes=False).routes is None
-    trace = build_trace("m", records, top_k=1, routes=True)
+    vocabulary = {f"token {n}": n for n in range(9)}
+    made = partial(build_trace, "m", top_k=1, vocabulary=vocabulary)
+    assert made(records, routes=False).routes is None
+    trace = made(records, routes=True)
     assert trace.ids == ["a", "b"]
     assert trace.decode_steps.tolist() == [4, 9]
     second = trace.routes[trace.route_offsets[1] : trace.route_offsets[2]]
     np.testing.assert_array_equal((second == np.arange(5)).sum(axis=0), trace.decode_counts[1])
     with pytest.raises(BadInput, match="b"):
-        build_trace("m", [records[0], records[1] | {"eldr_prefill": None}], top_k=1, routes=False)
+        made([records[0], records[1] | {"eldr_prefill": None}], routes=False)
+    assert [prompt.tolist() for prompt in trace.prompts] == [r["token_ids"] for r in records]
+    assert (trace.vocabulary, trace.tokenizer) == (9, tokenizer_fingerprint(vocabulary))
 
 
 def test_engines_are_set_up_as_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:

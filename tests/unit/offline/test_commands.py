@@ -59,7 +59,7 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
     assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
 
 
-MODULES = [f"offline.{name}" for name in ("fit", "refit", "calibrate", "demo", "place")]
+MODULES = [f"offline.{name}" for name in ("fit", "fit_predictor", "refit", "calibrate", "demo", "place")]
 
 
 @pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", "loadgen.hostile"])

@@ -1,0 +1,223 @@
+"""Tiny random checkpoints of MoE families, and the experts that Hugging Face's models choose for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+VOCABULARY = 257
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_MLA = {
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
+}
+_GDN = {
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _engine(blocks: int, **others: Any) -> dict[str, Any]:
+    return {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": blocks} | others
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of one architecture.
+
+    Attributes:
+        model: its prefix among the classes of transformers.
+        config: what differs from the common sizes.
+        config_class: of transformers, if it has not the model's prefix.
+        architecture: by which vLLM knows the model, if not by the class's name in transformers.
+        exact: whether vLLM's CPU kernels round as Hugging Face's model does, so that all choices agree.
+        engine: engine arguments; few KV blocks, so that requests are preempted.
+    """
+
+    model: str
+    config: dict[str, Any]
+    config_class: str = ""
+    architecture: str = ""
+    exact: bool = True
+    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
+
+    def make(self, folder: Path, seed: int = 0) -> Path:
+        """Write the checkpoint in Hugging Face format, without a tokenizer."""
+        import transformers
+
+        torch.manual_seed(seed)
+        config = getattr(transformers, self.config_class or f"{self.model}Config")(**(_COMMON | self.config))
+        model = getattr(transformers, f"{self.model}ForCausalLM")(config)
+        for name, parameter in model.named_parameters():
+            if _is_gate(name):  # far from ties, so that rounding moves no choice
+                torch.nn.init.normal_(parameter, std=1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
+        model.save_pretrained(folder)
+        if self.architecture:
+            saved = folder / "config.json"
+            saved.write_text(saved.read_text().replace(type(model).__name__, self.architecture))
+        return folder
+
+
+def _is_gate(name: str) -> bool:
+    return (
+        name.endswith((".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight"))
+        and "shared" not in name
+    )
+
+
+_EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+_LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_RECURRENT = _engine(
+    24, dtype="bfloat16", max_model_len=1536
+)  # vLLM's CPU kernel of GDN takes bfloat16 alone
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+
+FAMILIES = {
+    "Qwen2-MoE": Family(
+        "Qwen2Moe",
+        _EXPERTS_16 | {"shared_expert_intermediate_size": 32},
+        engine=_engine(6, block_size=288, max_model_len=1440),  # more tokens a block than a byte counts
+    ),
+    "Qwen3-MoE": Family("Qwen3Moe", _EXPERTS_16 | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "Mixtral": Family("Mixtral", _LOCAL_8),
+    "OLMoE": Family("Olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
+    "Granite-MoE": Family("GraniteMoe", _LOCAL_8),
+    "GLM-4-MoE": Family(
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "Phi-3.5-MoE": Family("Phimoe", _LOCAL_8, architecture="PhiMoEForCausalLM"),
+    "Dots1": Family(
+        "Dots1",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "GPT-OSS": Family(
+        "GptOss",
+        {"num_local_experts": 8, "num_experts_per_tok": 4, "num_hidden_layers": 4,
+         "layer_types": _SLIDING, "sliding_window": 48},
+        engine=_engine(14),
+    ),
+    "Gemma-4": Family(
+        "Gemma4",
+        {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32, "enable_moe_block": True,
+         "num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+         "sliding_window": 48, "global_head_dim": 64, "num_global_key_value_heads": 1,
+         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY,
+         "num_kv_shared_layers": 0, "attention_k_eq_v": True},
+        config_class="Gemma4TextConfig",
+        engine=_engine(36),
+    ),
+    "Llama-4": Family(
+        "Llama4",
+        {"num_local_experts": 8, "num_experts_per_tok": 1, "num_hidden_layers": 4,
+         "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
+         "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+        config_class="Llama4TextConfig",
+        engine=_engine(20, max_model_len=160),
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3Next",
+        _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
+                              "full_attention_interval": 4},
+        exact=False, engine=_RECURRENT,
+    ),
+    "LFM2-MoE": Family(
+        "Lfm2Moe",
+        _EXPERTS_16 | {"num_hidden_layers": 4, "num_dense_layers": 1, "conv_L_cache": 3,
+                       "layer_types": ["conv", "conv", "full_attention", "conv"]},
+        engine=_engine(24),
+    ),
+    "Qwen3.5-MoE": Family(
+        "Qwen3_5Moe",
+        _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
+        config_class="Qwen3_5MoeTextConfig",
+        exact=False, engine=_RECURRENT,
+    ),
+    "DeepSeek-V2": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "topk_method": "greedy"}, exact=False, engine=_engine(17)),
+    "DeepSeek-V3": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
+                          exact=False, engine=_engine(17)),
+    "Kimi-K2": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
+                      exact=False, engine=_engine(17)),
+    "ERNIE-4.5": Family("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
+}  # fmt: skip
+
+
+def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
+    """tokens -> int[T,L,k]: the ids that enter the experts of Hugging Face's model, with no cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    seen: list[torch.Tensor] = []
+
+    def experts(_: Any, arguments: tuple[Any, ...]) -> None:
+        seen.append(arguments[1])
+
+    def router(module: Any, _: Any, output: Any) -> None:
+        seen.append(output[1].topk(module.top_k).indices)
+
+    for module in model.modules():
+        name = type(module).__name__
+        if name == "Llama4Router":
+            module.register_forward_hook(router)
+        elif name.endswith("Experts") and not name.startswith("Llama4"):
+            module.register_forward_pre_hook(experts)
+
+    @torch.no_grad()
+    def route(tokens: list[int]) -> NDArray[np.int64]:
+        seen.clear()
+        model(torch.tensor([tokens]), use_cache=False)
+        return torch.stack([ids.reshape(len(tokens), -1) for ids in seen], 1).numpy()
+
+    return route

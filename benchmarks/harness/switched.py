@@ -1,0 +1,57 @@
+"""Our connector and scheduler in one engine with vLLM's own, by a switch: what capture adds, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import isfunction
+from typing import Any, ClassVar
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from eldr_serve.engine.compat import NixlPullConnector, moe_routers
+from eldr_serve.engine.connector import EldrConnector
+from eldr_serve.engine.scheduler import EldrScheduler
+
+# Stats are ours in both, some microseconds a step: an engine's metrics are of one kind.
+_BOTH = ("__init__", "get_kv_connector_stats")
+
+
+class Switch:
+    """Whether the engine of this process captures. Between requests it may be turned."""
+
+    on = True
+    _hooks: ClassVar[dict[int, Callable[..., None]]] = {}
+
+    @classmethod
+    def turn(cls, on: bool, vllm_config: Any) -> None:
+        """On or off; off, no router has a hook either."""
+        for index, router in moe_routers(vllm_config):
+            cls._hooks.setdefault(index, router.capture_fn)
+            router.set_capture_fn(cls._hooks[index] if on else None)
+        cls.on = on
+
+
+def _switched(ours: type, theirs: type) -> Callable[[type], type]:
+    """Give a subclass of ours their method wherever ours overrides one, while the switch is off."""
+
+    def either(mine: Any, plain: Any) -> Any:
+        return lambda *args, **kwargs: (mine if Switch.on else plain)(*args, **kwargs)
+
+    def give(to: type) -> type:
+        for owner in ours.__mro__[: ours.__mro__.index(theirs)]:
+            for name, mine in vars(owner).items():
+                if isfunction(mine) and name not in _BOTH and hasattr(theirs, name):
+                    setattr(to, name, either(mine, getattr(theirs, name)))
+        return to
+
+    return give
+
+
+@_switched(EldrConnector, NixlPullConnector)
+class SwitchedConnector(EldrConnector):
+    """EldrConnector, or NixlPullConnector."""
+
+
+@_switched(EldrScheduler, Scheduler)
+class SwitchedScheduler(EldrScheduler):
+    """EldrScheduler, or Scheduler."""

@@ -1,0 +1,145 @@
+"""Which MoE families start with vLLM's defaults and are counted exactly, under both of its model runners.
+
+    python -m benchmarks.model_families
+
+Checkpoints are tiny and random, made by transformers on the spot. An engine of each serves prompts with
+shared prefixes twice over few KV blocks. Read prompts_exact and decodes_exact against requests: what the
+connector counted against what the engine's routers were seen to choose, token by token. differ_from_hf
+are the choices that are not those that enter the experts of Hugging Face's model for the same tokens, and
+tokens_near_ties were seen with several choices, as batches round differently.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.harness import options
+from benchmarks.harness.cluster import ROOT
+from benchmarks.harness.engines import ENGINE_ENV
+from benchmarks.harness.families import FAMILIES, choices
+from benchmarks.harness.family_engine import CHUNK
+from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.signature import unpack_counts
+from tools.cli import run
+from tools.results import publish
+
+_TRITON_CPU = ROOT / "tests/engine/triton_cpu"
+RUNNERS = ("V1", "V2")
+
+
+def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, dict[str, Any]]:
+    """Family -> report of its engine (see family_engine), or {"error": the reason} where none started."""
+    folders = [ROOT, *([_TRITON_CPU] if runner == "V2" else [])]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
+        environment["TRITON_INTERPRET"] = "1"
+    folder = work / runner
+    folder.mkdir()
+    jobs = {name: FAMILIES[name].engine | {"model": str(path)} for name, path in checkpoints.items()}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
+        env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
+    )  # fmt: skip
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in jobs}
+
+
+def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """A line of the table."""
+    found = {"family": family, "runner": runner, "starts": "error" not in report}
+    if "error" in report:
+        return found | {"note": shorten(report["error"], 240)}
+    records = report["records"]
+    captured = [record for record in records if "eldr_prefill" in record]
+    reference = choices(checkpoint)
+    return found | {
+        "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
+        "requests": len(records),
+        "captured": len(captured),
+        "prompts_exact": sum(map(_prompt_exact, captured)),
+        "decodes_exact": sum(map(_decode_exact, captured)),
+        "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
+        "with_prefix_hit": sum(r["cached"] > 0 for r in records),
+        "preemptions": int(report["preemptions"]),
+        "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
+        "differ_from_hf": sum(_others(r, reference(r["prompt"] + r["output"][:-1])) for r in records),
+        "tokens_near_ties": sum(len(known) > 1 for r in records for known in r["seen"]),
+    }
+
+
+def _prompt_exact(record: dict[str, Any]) -> bool:
+    """Whether some choice for each token that was seen with several gives the counts."""
+    counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
+    seen = record["seen"][: len(record["prompt"])]
+    rest = counts - _histogram([known[0] for known in seen if len(known) == 1], counts.shape)
+    open_ = [np.stack([_histogram([one], counts.shape) for one in known]) for known in seen if len(known) > 1]
+    most = [sum((token.max(0) for token in open_[n:]), np.zeros_like(rest)) for n in range(len(open_) + 1)]
+
+    def explained(number: int, rest: NDArray[np.int64]) -> bool:
+        if (rest < 0).any() or (rest > most[number]).any():
+            return False
+        return number == len(open_) or any(explained(number + 1, rest - one) for one in open_[number])
+
+    return explained(0, rest)
+
+
+def _decode_exact(record: dict[str, Any]) -> bool:
+    counts = unpack_counts(record["eldr_decode"])
+    routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1).tolist()
+    seen = record["seen"][len(record["prompt"]) :]
+    return np.array_equal(counts, _histogram(routes, counts.shape)) and all(
+        route in known for route, known in zip(routes, seen, strict=True)
+    )
+
+
+def _histogram(chosen: Sequence[list[list[int]]], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """[L,E] from [T,L,k]."""
+    counts = np.zeros(shape, np.int64)
+    np.add.at(counts, (np.arange(shape[0])[None, :, None], np.array(chosen)), 1)
+    return counts
+
+
+def _others(record: dict[str, Any], theirs: NDArray[np.int64]) -> int:
+    """Choices that are not among theirs, [T,L,k], of the same token and layer."""
+    mine = np.array([known[0] for known in record["seen"]])
+    return int((mine[..., None] != theirs[..., None, :]).all(-1).sum())
+
+
+def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
+    """Lines of these families under these runners."""
+    checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
+    with ThreadPoolExecutor() as together:
+        served = [together.submit(serve, checkpoints, runner, work) for runner in runners]
+    reports = {runner: found.result() for runner, found in zip(runners, served, strict=True)}
+    return [
+        row(name, runner, folder, reports[runner][name])
+        for name, folder in checkpoints.items()
+        for runner in reports
+    ]
+
+
+def model_families(seed: options.Seed = 0, out: options.Out = None) -> None:
+    """Serve every family under both runners, and compare."""
+    with tempfile.TemporaryDirectory() as work:
+        found = rows(FAMILIES, RUNNERS, Path(work))
+    publish(
+        "model_families", found, inputs={"chunk_tokens": CHUNK}, seed=seed, out=out,
+        notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
+        "interpreter",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(model_families)

@@ -1,0 +1,78 @@
+"""Time and memory of a signature predicted from a prompt's token ids, and of learning its true counts.
+
+    python -m benchmarks.predict_signature
+
+At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8, 151,936 token ids).
+Read predict_p50_us: it is added to a request that is placed before its prefill; the goal is 300 at 1,000
+tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from typing import Annotated
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+
+import numpy as np
+import typer
+
+from benchmarks.harness import options
+from benchmarks.harness.synthetic import TOP_K, E, L
+from eldr_serve.online_predictor import OnlinePredictor
+from eldr_serve.signature_predictor import SignaturePredictor
+from tools.cli import run
+from tools.results import p50_p99_us, publish, time_calls
+
+VOCABULARY = 151_936
+_PROMPTS = 64  # different ones
+_SKEW = 0.3  # exponent of the power law that token ids are drawn by
+
+
+def predict_signature(
+    calls: Annotated[int, typer.Option(min=100, help="Predictions timed of each kind.")] = 2000,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time predictions and updates for prompts of 100 to 10,000 tokens at ranks 32 and 64."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for rank, tokens in product((32, 64), (100, 1000, 10_000)):
+        online = OnlinePredictor(_random(rank, rng))
+        # Lists, as engines and tokenizers give them.
+        prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64).tolist()
+        counts = [online.predictor.predict(prompt) for prompt in prompts]
+        timed = {
+            "predict": time_calls(lambda call: online.predict(prompts[call % _PROMPTS]), calls=calls),  # noqa: B023
+            "observe": time_calls(
+                lambda call: online.observe(prompts[call % _PROMPTS], counts[call % _PROMPTS]),  # noqa: B023
+                calls=calls,
+            ),
+        }
+        row: dict[str, object] = {"rank": rank, "prompt_tokens": tokens}
+        for name, seconds in timed.items():
+            row |= {f"{name}_{quantile}": us for quantile, us in p50_p99_us(seconds).items()}
+        rows.append(row | {"file_mib": len(online.predictor.to_bytes()) / 2**20})
+    publish(
+        "predict_signature", rows, seed=seed, out=out,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls},
+        notes="one thread; a random predictor, token ids by a power law",
+    )  # fmt: skip
+
+
+def _random(rank: int, rng: np.random.Generator) -> SignaturePredictor:
+    directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
+    return SignaturePredictor(
+        model="m",
+        tokenizer="t",
+        top_k=TOP_K,
+        mean=np.full((L, E), TOP_K / E, np.float32),
+        tokens=rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank),
+        experts=np.ascontiguousarray(directions, np.float32),
+        variance=np.ones(VOCABULARY, np.float32),
+    )
+
+
+if __name__ == "__main__":
+    run(predict_signature)

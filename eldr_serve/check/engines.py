@@ -1,0 +1,86 @@
+"""What vLLM says of engines on a described machine: asked in a process of its own, which computes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is asked: an engine.
+
+    Attributes:
+        config: the model's config.json.
+        arguments: for vLLM's AsyncEngineArgs, without the model.
+        memory_gib: of its GPU; on a CPU the KV cache's size.
+        capability: its GPU's; none on a CPU.
+    """
+
+    config: str
+    arguments: dict[str, Any]
+    memory_gib: float
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM said; bytes are those of one rank.
+
+    Attributes:
+        refusal: why it would not start, one sentence; the rest may be zero then.
+        weights: bytes of the parameters.
+        reserve: bytes of all else but the KV cache, estimated.
+        kv: bytes left for the KV cache.
+        kv_tokens: how many tokens those hold.
+        sequences: of max_model_len, at the same time.
+        max_model_len: tokens.
+        kernels: MoE kernels, and whether each hides the experts that it chooses.
+    """
+
+    refusal: str | None = None
+    weights: int = 0
+    reserve: int = 0
+    kv: int = 0
+    kv_tokens: int = 0
+    sequences: float = 0.0
+    max_model_len: int = 0
+    kernels: tuple[tuple[str, bool], ...] = ()
+
+
+def ask(engines: Sequence[Engine]) -> list[Answer]:
+    """What vLLM says of each engine.
+
+    Raises:
+        ChildProcessError: the process that asks failed.
+    """
+    if not engines:
+        return []
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # nothing is allocated
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "eldr_serve.check.probe"],
+        input=json.dumps([asdict(engine) for engine in engines]),
+        env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ChildProcessError(
+            f"vLLM could not be asked: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}"
+        )
+    return [
+        Answer(**found | {"kernels": tuple((name, hidden) for name, hidden in found.get("kernels", ()))})
+        for found in json.loads(done.stdout.splitlines()[-1])
+    ]

@@ -1,0 +1,208 @@
+"""What is wrong with a deployment on a cluster, one sentence a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from eldr_serve.check.deployment import Deployment, EngineDeployment
+from eldr_serve.check.engines import Answer
+from eldr_serve.check.machine import ACCELERATOR, GIB, Gpu, Pool
+from eldr_serve.check.placement import Placed, total
+
+# Ports that others hold on every node of a cluster as `ray start` makes it, and the kernel's own.
+_TAKEN = (
+    (6379, 6379, "Ray's control store"),
+    (8080, 8080, "Ray's metrics"),
+    (8265, 8265, "Ray's dashboard"),
+    (10001, 19999, "Ray's client and workers"),
+    (32768, 60999, "outgoing connections"),
+)
+_LEAST_DRAIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, or what an operator should know.
+
+    Attributes:
+        severity: an error keeps the deployment from starting, or from serving as it should.
+        sentence: what it is, and what to do.
+    """
+
+    severity: Literal["error", "warning"]
+    sentence: str
+
+
+def ports(engines: EngineDeployment) -> list[int]:
+    """NIXL's side channel of each replica, by its rank; one port an engine, at intervals of its ranks."""
+    fixed = engines.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
+    if fixed is not None:
+        return [int(fixed)] * engines.most
+    base = int(engines.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])
+    return [base + rank * engines.ranks for rank in range(engines.most)]
+
+
+def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
+    """What is asked for by a name that no node has."""
+    offered = {name for pool in pools for name in pool.resources}
+    kinds = sorted(name.removeprefix(ACCELERATOR) for name in offered if name.startswith(ACCELERATOR))
+    for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
+        for name in sorted({name for bundle in wanted.bundles for name, amount in bundle.items() if amount}):
+            if name in offered:
+                continue
+            if name.startswith(ACCELERATOR):
+                yield _error(
+                    f"{wanted.name} asks for accelerator_type {name.removeprefix(ACCELERATOR)}, "
+                    f"and the nodes have {' and '.join(kinds) or 'no GPU'}"
+                )
+            elif name == "GPU":
+                yield _error(f"{wanted.name} asks for GPUs, and no node has any")
+            else:
+                yield _error(f"{wanted.name} asks for the resource {name!r}, which no node has")
+
+
+def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
+    """Replicas without a place, and engines that would be cut in two."""
+    for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
+        missing = placed.missing.get(wanted.name, 0)
+        if missing:
+            asked = ", ".join(
+                name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
+                for name, amount in total(wanted.bundles).items()
+                if amount
+            )
+            yield _error(
+                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each asks for {asked}"
+                + (f" by {wanted.strategy}" if len(wanted.bundles) > 1 else "")
+            )
+        spread = placed.spread.get(wanted.name, 0)
+        if spread:
+            yield _error(
+                f"{spread} of {wanted.count} {wanted.name} replicas would each spread over several nodes, "
+                "and their ranks talk in every layer: set placement_group_config's strategy to STRICT_PACK"
+            )
+
+
+def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterator[Finding]:
+    """An engine that vLLM, or ours, refuses."""
+    kind = gpu.kind if gpu else "CPU"
+    hidden = [name for name, hides in answer.kernels if hides]
+    if hidden:
+        yield _error(
+            f"{engines.role} on {kind} would run {hidden[0]}, which routes inside and hides its choices, so "
+            "that experts cannot be counted: set moe_backend in engine_kwargs to one that does not"
+        )
+    elif answer.weights and answer.kv <= 0:
+        yield _error(
+            f"{engines.role} does not fit on {kind}: weights {answer.weights / GIB:.1f} GiB and a reserve of "
+            f"{answer.reserve / GIB:.1f} GiB exceed gpu_memory_utilization by {-answer.kv / GIB:.1f} GiB"
+        )
+    elif answer.refusal:
+        yield _error(f"{engines.role} on {kind} is refused: {answer.refusal}")
+    elif answer.weights and not answer.kernels:
+        yield _error(f"{source(engines)} has no MoE layer, so there are no experts to count")
+    elif answer.weights and not answer.kv_tokens:
+        yield _error(
+            f"{engines.role}'s KV cache of {answer.kv / GIB:.1f} GiB on {kind} holds no sequence of "
+            f"max_model_len {answer.max_model_len}: lower it"
+        )
+
+
+def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Nodes whose CPU engines ask for more memory than there is."""
+    needed: dict[str, int] = {
+        engines.role: answer.weights + answer.reserve + answer.kv
+        for engines, answer in zip(deployment.engines, answers, strict=True)
+        if engines.device == "cpu"
+    }
+    for node in placed.nodes:
+        total = sum(needed.get(name, 0) for name, _ in node.held) / GIB
+        if node.pool.memory_gib and total > node.pool.memory_gib:
+            yield _error(
+                f"the engines on node {node.name} need {total:.1f} GiB, "
+                f"and it has {node.pool.memory_gib:.1f} GiB"
+            )
+
+
+def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
+    """Ports that two on one node would listen at."""
+    wanted = {engines.role: ports(engines) for engines in deployment.engines}
+    for role, numbers in wanted.items():
+        for first, last, holder in _TAKEN:
+            if any(first <= number <= last for number in numbers):
+                yield _error(
+                    f"{role}'s NIXL ports {_span(numbers)} meet those of {holder} ({_span([first, last])}): "
+                    "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
+                )
+    prefill, decode = (engines.role for engines in deployment.engines)
+    together = {
+        role
+        for node in placed.nodes
+        if len({n for n, _ in node.held} & {prefill, decode}) == 2
+        for role in wanted
+    }
+    if together and set(wanted[prefill]) & set(wanted[decode]):
+        yield _error(
+            f"prefill's NIXL ports {_span(wanted[prefill])} meet decode's {_span(wanted[decode])} on one "
+            "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
+        )
+    for role, numbers in wanted.items():
+        crowded = any(sum(name == role for name, _ in node.held) > 1 for node in placed.nodes)
+        if crowded and len(set(numbers)) < len(numbers):
+            yield _error(
+                f"{role} replicas on one node would share NIXL's port {numbers[0]}: leave "
+                "VLLM_NIXL_SIDE_CHANNEL_PORT to eldr-serve"
+            )
+    port = deployment.args.ingress.port
+    if port is not None and port == deployment.proxy_port:
+        yield _error(f"the ingress and Serve's proxy would both listen at port {port}: change ingress.port")
+
+
+def settings(engines: EngineDeployment) -> Iterator[Finding]:
+    """What Serve is told of the engines."""
+    options = engines.config.deployment_config
+    scaling = options.get("autoscaling_config") or {}
+    if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
+        yield _error(
+            f"{engines.role}'s autoscaling policy is Serve's own, which sees none of the requests that come "
+            "through channels: leave `policy` out"
+        )
+    if engines.scaled and engines.least == 0:
+        yield _error(
+            f"{engines.role} would scale to no replica, and nothing brings the first one back: "
+            "set min_replicas"
+        )
+    drain = float(options.get("graceful_shutdown_timeout_s", 0))
+    if drain < _LEAST_DRAIN_S:
+        yield Finding(
+            "warning",
+            f"{engines.role} replicas are ended {drain:g} s after they were told to stop, streams or not: "
+            "raise graceful_shutdown_timeout_s",
+        )
+    if engines.most > 1 and "HF_HOME" not in engines.environment and from_hub(engines):
+        yield Finding(
+            "warning",
+            f"{engines.most} {engines.role} replicas would download {source(engines)} to as many nodes: set "
+            "HF_HOME in runtime_env's env_vars to a folder that all nodes share",
+        )
+
+
+def source(engines: EngineDeployment) -> str:
+    """Where the model comes from."""
+    loading = engines.config.model_loading_config
+    return str(loading.model_source or loading.model_id)
+
+
+def from_hub(engines: EngineDeployment) -> bool:
+    """Whether it is a name on the model hub, neither a folder nor an address."""
+    return not source(engines).startswith("/") and "://" not in source(engines)
+
+
+def _error(sentence: str) -> Finding:
+    return Finding("error", sentence)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{min(numbers)}-{max(numbers)}" if min(numbers) < max(numbers) else str(min(numbers))

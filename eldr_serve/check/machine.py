@@ -1,0 +1,130 @@
+"""The cluster that a deployment is checked on: kinds of GPU, and nodes with their resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+GIB = 2**30
+ACCELERATOR = "accelerator_type:"  # Ray's resource for a kind of GPU
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        kind: Ray's name of it, an `accelerator_type`.
+        memory_gib: what PyTorch reports as its total memory, GiB, rounded down.
+        capability: CUDA compute capability.
+        multiprocessors: how many it has.
+    """
+
+    kind: str
+    memory_gib: float
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+GPUS = {
+    gpu.kind: gpu
+    for gpu in (
+        Gpu("H100", 79.1, (9, 0), 132),
+        Gpu("H200", 139.8, (9, 0), 132),
+        Gpu("B200", 178.3, (10, 0), 148),
+        Gpu("A100-80G", 79.1, (8, 0), 108),
+        Gpu("L40S", 44.3, (8, 9), 142),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Nodes that are alike.
+
+    Attributes:
+        name: the node type's.
+        nodes: how many there can be.
+        resources: Ray's, of one node, by name.
+        gpu: the kind of its GPUs; none on a node without.
+        memory_gib: memory of a node without GPUs, GiB; 0 where nobody said.
+    """
+
+    name: str
+    nodes: int
+    resources: Mapping[str, float]
+    gpu: Gpu | None = None
+    memory_gib: float = 0.0
+
+
+def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
+    """The described kind of GPU, with another size of memory if one is given.
+
+    Raises:
+        ValueError: no such kind is described.
+    """
+    if kind not in GPUS:
+        raise ValueError(f"GPU kind {kind!r} is not described; there are {', '.join(GPUS)}")
+    return replace(GPUS[kind], memory_gib=memory_gib) if memory_gib else GPUS[kind]
+
+
+def read_cluster(path: Path) -> list[Pool]:
+    """The pools of a file for `ray up`; the head is one node of its own pool.
+
+    Raises:
+        ValueError: it is not such a file, or says of no GPU what kind it is.
+        OSError: it cannot be read.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+        types: dict[str, Any] = document["available_node_types"]
+        head = document["head_node_type"]
+        found = [
+            (name, 1 if name == head else int(kind["max_workers"]), dict(kind["resources"]))
+            for name, kind in types.items()
+        ]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a cluster file with node types: {error!r}") from error
+    return [Pool(name, nodes, resources, _gpu(path, name, resources)) for name, nodes, resources in found]
+
+
+def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
+    if not resources.get("GPU"):
+        return None
+    kinds = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
+    if len(kinds) != 1:
+        raise ValueError(f"{path}: node type {name} has GPUs and no resource {ACCELERATOR}KIND")
+    return gpu_of(kinds[0])
+
+
+def with_gpu(pools: list[Pool], gpu: Gpu) -> list[Pool]:
+    """The same pools with another kind of GPU where they have some."""
+    return [
+        replace(pool, gpu=gpu, resources=_renamed(pool.resources, gpu)) if pool.gpu else pool
+        for pool in pools
+    ]
+
+
+def _renamed(resources: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
+    kept = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
+    return kept | {f"{ACCELERATOR}{gpu.kind}": 1}
+
+
+def described(
+    gpu: Gpu | None,
+    *,
+    nodes: int,
+    cpus_per_node: float,
+    memory_gib: float,
+    gpus_per_node: int = 0,
+    resources: Mapping[str, float] | None = None,
+) -> list[Pool]:
+    """One pool of like nodes, as options describe them."""
+    found: dict[str, float] = {"CPU": cpus_per_node, **(resources or {})}
+    if gpu is not None:
+        found |= {"GPU": gpus_per_node, f"{ACCELERATOR}{gpu.kind}": 1}
+    return [Pool("nodes", nodes, found, gpu, memory_gib)]

@@ -1,0 +1,53 @@
+"""Fit a signature predictor on a calibration trace, on CPU, in seconds.
+
+python -m offline.fit_predictor --trace trace.safetensors --out predictor.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eldr_serve.files import write_whole
+from offline.predictor import FOLDS, fit_signature_predictor
+from tools.cli import BadInput, run
+from tools.progress import progress_bar
+from tools.trace import CalibrationTrace
+
+
+def fit_predictor(
+    trace: Annotated[
+        Path, typer.Option(help="CalibrationTrace file with token ids, from offline.calibrate.")
+    ],
+    out: Annotated[Path, typer.Option(help="SignaturePredictor file to write (safetensors).")],
+    rank: Annotated[
+        int, typer.Option(min=1, help="Numbers a token id; the file has 4 x rank bytes for each token id.")
+    ] = 64,
+    report: Annotated[Path | None, typer.Option(help="Write what the fit found (JSON).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the folds that choose the penalty.")] = 0,
+) -> None:
+    """Fit what each token adds to a prompt's experts; says how well it predicts prompts not fitted to."""
+    for path in filter(None, (out, report)):
+        if not path.parent.is_dir():
+            raise BadInput(f"the folder {path.parent} is not there")
+    loaded = CalibrationTrace.load(trace)
+    with progress_bar() as progress:
+        bar = progress.add_task("fitting, fold by fold", total=FOLDS + 1)
+        predictor, found = fit_signature_predictor(
+            loaded, rank=rank, seed=seed, done=lambda: progress.advance(bar)
+        )
+    if report is not None:
+        write_whole(report, json.dumps(found, indent=1) + "\n")
+    predictor.save(out)
+    typer.echo(
+        f"{found['prompts']} prompts, {found['token_ids_seen']} of {found['vocabulary']} token ids seen; of "
+        f"prompts not fitted to: cosine {found['cosine']:.2f}, gain over the mean {found['gain']:.2f}; "
+        f"rank {found['rank']}, {found['mib']:.1f} MiB, {found['seconds']:.1f} s; wrote {out}"
+    )
+
+
+if __name__ == "__main__":
+    run(fit_predictor)

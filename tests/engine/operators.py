@@ -1,0 +1,79 @@
+"""Which of torch's functions and operators some code calls, and which of them wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# A mask of booleans is `nonzero` on a GPU, and a tensor in an `if` or a format `_local_scalar_dense`.
+WAITING = {
+    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
+    "nonzero", "masked_select", "unique", "_unique2", "_local_scalar_dense", "equal",
+}  # fmt: skip
+
+
+class Operators:
+    """Notes the names of what is called in the functions around which it is put."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._noting = True
+
+    def note(self, name: str) -> None:
+        if self._noting:
+            self.names.add(name)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            # What Python calls, since on a CPU some of it is no operator; and what it comes down to.
+            with _Functions(self), _Dispatched(self):
+                return function(*args, **kwargs)
+
+        return noted
+
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """This function, called within another, is not noted."""
+
+        @wraps(function)
+        def unnoted(*args: Any, **kwargs: Any) -> Any:
+            self._noting = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._noting = True
+
+        return unnoted
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()
+        self._operators = operators
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operators.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()
+        self._operators = operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operators.note(func.overloadpacket.__name__)
+        if any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in _indices(func, args)
+        ):
+            self._operators.note("nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+def _indices(func: Any, args: Any) -> Any:
+    return args[1] if func.overloadpacket.__name__ in ("index", "index_put", "index_put_") else ()

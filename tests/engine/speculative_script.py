@@ -1,0 +1,78 @@
+"""One in-process engine that decodes speculatively: what its steps verified, and what was counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [[7, 8, 9, 10] * 12, [5, 6] * 20 + [7], [3] * 33, [11, 12, 13] * 9]
+TOKENS = 24
+DRAFTS = 3
+
+
+def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) -> None:
+    from vllm import LLM, SamplingParams
+
+    from eldr_serve.engine.config import engine_kwargs
+    from eldr_serve.engine.connector import EldrConnector
+
+    drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
+    # A draft model with experts of its own, which are not to be counted.
+    drafting |= {"model": drafter} if method == "draft_model" else {"prompt_lookup_max": 3}
+    steps: list[Any] = []  # of each step: prompt's number -> (position of its first token, its drafts)
+    plan = EldrConnector._plan
+
+    def planned(self: EldrConnector, scheduler_output: Any) -> Any:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        steps.append(
+            {
+                int(name.split("-")[0]): (
+                    self._requests[name].num_computed_tokens,
+                    list(drafts.get(name, ())),
+                )
+                for name in scheduler_output.num_scheduled_tokens
+            }
+        )
+        return plan(self, scheduler_output)
+
+    EldrConnector._plan = planned  # type: ignore[method-assign]
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=256,
+        num_gpu_blocks_override=64,
+        disable_log_stats=False,
+        **engine_kwargs(role, device="cpu", speculative_config=drafting, async_scheduling=mode == "async"),
+    )
+    engine = llm.llm_engine
+    records: list[dict[str, Any]] = []
+    known = engine.engine_core.engine_core.scheduler.make_stats
+
+    def make_stats(spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *a: Any, **k: Any) -> Any:
+        records.extend(kv_connector_stats.data["steps"] if kv_connector_stats else [])
+        return known(spec_decoding_stats, kv_connector_stats, *a, **k)
+
+    engine.engine_core.engine_core.scheduler.make_stats = make_stats
+    params = SamplingParams(
+        max_tokens=1 if role == "prefill" else TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": {"do_remote_decode": True}} if role == "prefill" else None,
+    )
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    report = {
+        "drafting": engine.vllm_config.speculative_config is not None,
+        "outputs": [list(output.outputs[0].token_ids) for output in outputs],
+        "signatures": [(output.kv_transfer_params or {}).get("eldr_signature") for output in outputs],
+        "steps": steps,
+        "records": records,
+    }
+    Path(out).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    main(*sys.argv[1:])

@@ -1,0 +1,148 @@
+"""A step's counting waits for nothing: all sizes are known on the host, and results are copied apart."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from operators import WAITING, Operators
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router
+
+from eldr_serve.engine import capture as module
+from eldr_serve.engine.capture import ExpertCapture, StepPlan
+from eldr_serve.engine.host_copy import HostCopies, HostCopy
+from eldr_serve.engine.signature_cache import active_experts
+
+LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
+PLAN = StepPlan(
+    begun=[3, 1, 2],
+    finished_prompts={"a": [3], "b": [1, 2]},
+    traced={"b": [7, 8]},
+    requests=2, tokens=8, drafts=6, kv_tokens=12,
+)  # fmt: skip
+SLOTS = [12, 13, 14, 4, 5, 6, 7, 8, -1, -1]  # three tokens of a, five of b, padding
+
+
+class Router:
+    top_k, global_num_experts = K, EXPERTS
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None] | None) -> None:
+        assert capture_fn is not None
+        self.show = capture_fn
+
+
+def step(device: str = "cpu") -> tuple[Any, Any, Tensor]:
+    """One step, and what its tokens chose int32[T,L,K]."""
+    routers = [Router() for _ in range(LAYERS)]
+    capture = ExpertCapture(routers, max_tokens=16, device=device, num_blocks=6, block_size=SIZE)
+    chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS, device=device).topk(K).indices.int()
+    for layer, router in enumerate(routers):
+        router.show(chosen[:, layer])
+    counts, active = capture.after_forward(torch.tensor(SLOTS, device=device), PLAN)
+    return counts, active, chosen
+
+
+def test_a_step_counts_what_its_tokens_chose() -> None:
+    counts, active, shown = step()
+    chosen = shown.numpy()
+    for request, tokens in {"a": chosen[:3], "b": chosen[3:8]}.items():
+        expected = np.zeros((LAYERS, EXPERTS), int)
+        for token in tokens:
+            for layer in range(LAYERS):
+                expected[layer, token[layer]] += 1
+        np.testing.assert_array_equal(counts.prompts[request].wait(), expected)
+    np.testing.assert_array_equal(counts.routes["b"].wait(), chosen[6:8])
+    assert active.wait().tolist() == [len(np.unique(chosen[:8, layer])) for layer in range(LAYERS)]
+
+
+def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have none: what asks for one, or for a size that depends on one, raises."""
+    monkeypatch.setattr(module, "HostCopies", lambda device: SimpleNamespace(start=lambda tensor: tensor))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # lists of blocks come from the host
+        counts, active, _ = step()
+    assert {r: c.shape for r, c in counts.prompts.items()} == dict.fromkeys("ab", (LAYERS, EXPERTS))
+    assert counts.routes["b"].shape == (2, LAYERS, K)
+    assert active.shape == (LAYERS,)
+
+
+def test_shared_experts_that_a_kernel_runs_with_the_others_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own router, as on AMD with AITER: it shows two shared experts after the chosen ones."""
+    monkeypatch.setattr(fused_topk_bias_router.rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
+    router = fused_topk_bias_router.FusedTopKBiasRouter(
+        K, EXPERTS, torch.zeros(EXPERTS), scoring_func="softmax", num_fused_shared_experts=2
+    )
+    capture = ExpertCapture([router], max_tokens=8, device="cpu", num_blocks=2, block_size=8)
+    logits = torch.rand(8, EXPERTS)
+    _, shown = router._select_experts(logits, logits)
+    assert shown.shape == (8, K + 2)
+    counts, _ = capture.after_forward(
+        torch.arange(8), StepPlan(begun=[0], finished_prompts={"a": [0]}, requests=1, tokens=8)
+    )
+    chosen = logits.topk(K).indices.flatten()
+    assert counts.prompts["a"].wait().tolist() == [torch.bincount(chosen, minlength=EXPERTS).tolist()]
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda chosen: chosen[:, chosen[0, :, 0] >= 0],
+        lambda chosen: chosen.sum().item(),
+        lambda chosen: active_experts(chosen, EXPERTS).tolist(),
+        lambda chosen: chosen.nonzero(),
+        lambda chosen: chosen.numpy(),
+        lambda chosen: bool(chosen[0, 0, 0] >= 0),
+        lambda chosen: chosen.masked_select(chosen > 1),
+    ],
+)
+def test_what_would_wait_is_noticed(waits: Callable[[Tensor], Any]) -> None:
+    operators = Operators()
+    operators.around(waits)(torch.ones((LAYERS, 4, K), dtype=torch.int16))
+    assert operators.names & WAITING
+    with (
+        FakeTensorMode(),
+        pytest.raises((DataDependentOutputException, DynamicOutputShapeException, RuntimeError)),
+    ):
+        waits(torch.ones((LAYERS, 4, K), dtype=torch.int16))
+
+
+class Event:
+    """A CUDA event that is over when it is waited for."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+
+
+def test_a_copy_is_ready_when_its_event_is_over() -> None:
+    event = Event()
+    copy = HostCopy(np.arange(3), event, torch.arange(3))
+    assert not copy.ready
+    event.over = True
+    assert copy.ready
+    assert HostCopies("cpu").start(torch.arange(3)).ready
+
+
+def test_a_copy_is_waited_for_where_it_is_pickled() -> None:
+    event = Event()
+    there = pickle.loads(pickle.dumps(HostCopy(np.arange(3), event, torch.arange(3))))
+    assert event.over
+    assert there.ready
+    assert there.wait().tolist() == [0, 1, 2]

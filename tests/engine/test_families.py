@@ -1,0 +1,67 @@
+"""Every MoE family that is said to work is counted exactly, under both of vLLM's model runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.families import FAMILIES
+from benchmarks.model_families import RUNNERS, rows
+
+ALWAYS = {("GPT-OSS", "V1"), ("Qwen3-Next", "V1")}  # sliding windows, and recurrent states
+GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4}
+REFUSED = {
+    "ERNIE-4.5": "correction bias",
+    "LFM2-MoE": "NIXL cannot transfer",
+    "Qwen3.5-MoE": "failed to be inspected",  # vLLM imports torchvision for it, which setup removes on CPUs
+}
+MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
+NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
+Row = Callable[[str, str], dict[str, Any]]
+
+everything = pytest.mark.parametrize(
+    ("family", "runner"),
+    [
+        pytest.param(family, runner, marks=[] if (family, runner) in ALWAYS else pytest.mark.families)
+        for family in FAMILIES
+        for runner in RUNNERS
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Row:
+    """Family and runner -> line of the table; those that were selected are served together."""
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    by_family_and_runner = {
+        (row["family"], row["runner"]): row
+        for runner in RUNNERS
+        for row in rows(
+            dict.fromkeys(c["family"] for c in chosen if c["runner"] == runner),
+            [runner],
+            tmp_path_factory.mktemp(runner),
+        )
+    }
+    return lambda family, runner: by_family_and_runner[family, runner]
+
+
+@everything
+def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner: str) -> None:
+    row = found(family, runner)
+    if family in REFUSED:
+        assert not row["starts"]
+        assert REFUSED[family] in row["note"]
+        return
+    assert row["starts"], row["note"]
+    assert row["captured"] == row["prompts_exact"] == row["decodes_exact"] == row["requests"] > 0
+    assert (row["preemptions"] > 0) == (family not in NEVER_PREEMPTED)
+    assert (row["in_several_steps"] > 0, row["with_prefix_hit"] > 0) == (family not in MLA,) * 2
+    assert len(row["kv_groups"].split("; ")) == GROUPS.get(family, 1)
+    if FAMILIES[family].exact:
+        assert row["differ_from_hf"] == row["tokens_near_ties"] == 0

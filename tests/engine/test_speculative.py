@@ -1,0 +1,91 @@
+"""Speculative decoding on real engines: a step's record counts what it verified, drafts and all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_model
+from scripts import run_script
+from speculative_script import PROMPTS, TOKENS
+
+from eldr_serve.signature import unpack_counts
+
+RUNS = {  # name -> role, method, scheduler, port of NIXL
+    "ngram": ("decode", "ngram", "sync", "21881"),
+    "draft model": ("decode", "draft_model", "sync", "21882"),
+    "asynchronous": ("decode", "draft_model", "async", "21883"),
+    "prefill": ("prefill", "draft_model", "sync", "21884"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Name of a run -> its report."""
+    drafter = tiny_model.make(tmp_path_factory.mktemp("drafter"), seed=1)
+
+    @cache
+    def report(name: str) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("engine") / "report.json"
+        role, method, mode, port = RUNS[name]
+        run_script(
+            "speculative_script.py", model, drafter, out, role, method, mode,
+            VLLM_NIXL_SIDE_CHANNEL_PORT=port,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    return report
+
+
+def decode_steps(report: dict[str, Any]) -> list[dict[int, tuple[int, list[int]]]]:
+    """Of each step that decodes alone: prompt's number -> (position of its first token, its drafts)."""
+    steps = [{int(number): fed for number, fed in step.items()} for step in report["steps"]]
+    return [s for s in steps if s and all(at >= len(PROMPTS[number]) for number, (at, _) in s.items())]
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft model", "asynchronous"])
+def test_a_record_counts_the_experts_of_all_tokens_that_a_step_verifies(
+    run: Callable[[str], dict[str, Any]], choices: Callable[[list[int]], np.ndarray], name: str
+) -> None:
+    report = run(name)
+    steps = decode_steps(report)
+    assert len(report["records"]) == len(steps)
+    rejected = 0
+    for step, record in zip(steps, report["records"], strict=True):
+        verified, kv_tokens = [], 0
+        for number, (at, drafts) in step.items():
+            text = PROMPTS[number] + report["outputs"][number]
+            verified.append(choices(text[: at + 1] + drafts)[at:])
+            kv_tokens += at + 1 + len(drafts)
+            rejected += drafts != text[at + 1 : at + 1 + len(drafts)]
+        experts = np.concatenate(verified)  # [tokens, L, k]
+        active = [len(np.unique(experts[:, layer])) for layer in range(tiny_model.LAYERS)]
+        assert record["active_by_layer"] == active
+        assert record["requests"] == len(step)
+        assert record["kv_tokens"] == kv_tokens
+        assert record["seconds"] > 0
+    assert rejected, "no draft was rejected, so a step's tokens are those of the text"
+    assert len(steps) < len(PROMPTS) * TOKENS
+
+
+def test_drafts_change_no_text(run: Callable[[str], dict[str, Any]]) -> None:
+    assert run("ngram")["outputs"] == run("draft model")["outputs"] == run("asynchronous")["outputs"]
+
+
+def test_a_prefill_engine_with_a_drafter_counts_its_prompts_alone(
+    run: Callable[[str], dict[str, Any]], choices: Callable[[list[int]], np.ndarray]
+) -> None:
+    report = run("prefill")
+    assert report["drafting"]
+    for prompt, signature in zip(PROMPTS, report["signatures"], strict=True):
+        expected = np.zeros((tiny_model.LAYERS, tiny_model.EXPERTS), int)
+        for token in choices(prompt):
+            for layer, experts in enumerate(token):
+                expected[layer, experts] += 1
+        np.testing.assert_array_equal(unpack_counts(signature), expected)

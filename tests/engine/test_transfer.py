@@ -1,0 +1,33 @@
+"""A KV cache of several groups goes to a decode engine, which then writes what it would have alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+from transfer_script import TOKENS
+
+from benchmarks.harness.families import FAMILIES
+
+CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # a token: layers x top-k
+RECURRENT = {"Qwen3-Next"}  # NIXL leaves a prompt's last token to the decode engine
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", CHOICES)
+def test_a_decode_engine_writes_what_it_would_alone(tmp_path: Path, family: str) -> None:
+    model, out = FAMILIES[family].make(tmp_path / "model"), tmp_path / "found.json"
+    arguments = {
+        "model": str(model),
+        "dtype": FAMILIES[family].engine["dtype"],
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 160,
+    }
+    run_script("transfer_script.py", json.dumps(arguments), out)
+    for length, found in zip(TOKENS, json.loads(out.read_text()), strict=True):
+        assert found["pulled"] == found["computed"]
+        assert found["counted"] == (length - (family in RECURRENT)) * CHOICES[family]
+        assert found["answered_prompt"]
+        assert len(found["groups"]) > 1

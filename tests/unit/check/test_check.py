@@ -1,0 +1,244 @@
+"""`eldr check` on the shipped deployments, and on wrong ones that each get one sentence.
+
+vLLM is really asked, once for all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from in_process import python
+from shipped import ROOT
+
+from eldr_serve.check.check import Checked, check
+from eldr_serve.check.machine import GIB, Pool, gpu_of, read_cluster, with_gpu
+from eldr_serve.check.report import as_json
+
+pytestmark = pytest.mark.slow
+
+SHIPPED = sorted((ROOT / "deployments").glob("*.yaml"))
+CLUSTER = read_cluster(ROOT / "ray_cluster.yaml")
+CPU = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24)]
+Edit = Callable[[dict[str, Any]], None]
+
+
+def qwen(edit: Edit) -> tuple[str, Edit]:
+    return "qwen3_30b_8p16d", edit
+
+
+def both(**engine_kwargs: Any) -> Edit:
+    def edit(args: dict[str, Any]) -> None:
+        for role in ("prefill_config", "decode_config"):
+            args[role]["engine_kwargs"] |= engine_kwargs
+
+    return edit
+
+
+def decode(**changes: Any) -> Edit:
+    return lambda args: args["decode_config"].update(changes)
+
+
+def decode_deployment(**changes: Any) -> Edit:
+    def edit(args: dict[str, Any]) -> None:
+        config = args["decode_config"]["deployment_config"]
+        config |= changes
+        config["autoscaling_config"] |= changes.get("autoscaling_config", {})
+
+    return edit
+
+
+def scaling(**changes: Any) -> Edit:
+    return lambda args: args["decode_config"]["deployment_config"]["autoscaling_config"].update(changes)
+
+
+def without_moe_backend(args: dict[str, Any]) -> None:
+    for role in ("prefill_config", "decode_config"):
+        del args[role]["engine_kwargs"]["moe_backend"]
+
+
+def two_ranks_apart(args: dict[str, Any]) -> None:
+    args["decode_config"]["engine_kwargs"]["tensor_parallel_size"] = 2
+    scaling(max_replicas=8, initial_replicas=8)(args)
+
+
+def environment(**values: str) -> Edit:
+    return lambda args: args["decode_config"]["runtime_env"]["env_vars"].update(values)
+
+
+# name -> shipped file, edit of its args, words of its one error.
+WRONG: dict[str, tuple[str, Edit, str]] = {
+    "a_key_misspelt": (*qwen(lambda args: args.update(rooter={})), "rooter"),
+    "an_unknown_engine_argument": (*qwen(both(max_num_seq=3)), "max_num_seq"),
+    "no_config": (
+        *qwen(decode(model_loading_config={"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"})),
+        "config.json of Qwen/Other",
+    ),
+    "two_models": (
+        *qwen(decode(model_loading_config={"model_id": "b", "model_source": "Qwen/Qwen3-30B-A3B"})),
+        "decode_config for 'b'",
+    ),
+    "a_gpu_that_is_not_there": (*qwen(decode(accelerator_type="B200")), "accelerator_type B200"),
+    "a_resource_that_is_not_there": (
+        *qwen(decode(placement_group_config={"bundle_per_worker": {"GPU": 1, "decoder": 1}})),
+        "'decoder'",
+    ),
+    "too_many": (*qwen(scaling(max_replicas=49)), "1 of 49 decode replicas find no node"),
+    "too_large_for_the_gpu": (
+        "qwen3_235b_2p8d",
+        lambda args: [args[role].update(accelerator_type="H100") for role in ("prefill_config",)],
+        "find no node",
+    ),
+    "no_room_for_a_sequence": (
+        *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(gpu_memory_utilization=0.79)),
+        "holds no sequence",
+    ),
+    "weights_do_not_fit": (
+        *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(gpu_memory_utilization=0.5)),
+        "prefill does not fit on H100",
+    ),
+    "hidden_choices": (
+        "gpt_oss_120b_8p16d",
+        lambda args: args["prefill_config"]["engine_kwargs"].update(moe_backend="triton"),
+        "OAITritonMxfp4ExpertsMonolithic",
+    ),
+    "speculative": (
+        *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(max_model_len=99999)),
+        "99999",
+    ),
+    "nixl_in_rays_ports": (
+        *qwen(decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 19990})),
+        "Ray's client and workers",
+    ),
+    "serves_own_scaling": (
+        *qwen(
+            scaling(
+                policy={
+                    "policy_function": "ray.serve.autoscaling_policy:replica_queue_length_autoscaling_policy"
+                }
+            )
+        ),
+        "Serve's own",
+    ),
+    "to_zero": (*qwen(scaling(min_replicas=0)), "set min_replicas"),
+    "scaled_and_fixed": (*qwen(decode_deployment(num_replicas=3)), "not both"),
+    "ranks_apart": (*qwen(two_ranks_apart), "8 of 8 decode replicas would each spread over several nodes"),
+    "too_little_memory": (
+        "cpu_demo",
+        environment(VLLM_CPU_KVCACHE_SPACE="9"),
+        "the engines on node nodes-0 need",
+    ),
+    "one_nixl_port": (
+        "cpu_demo",
+        environment(VLLM_NIXL_SIDE_CHANNEL_PORT="23000"),
+        "share NIXL's port 23000",
+    ),
+    "nixl_ports_meet": (
+        "cpu_demo",
+        decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}),
+        "meet decode's 20000-20001 on one node",
+    ),
+    "one_port_twice": (
+        *qwen(lambda args: args["ingress"].update(port=8000)),
+        "both listen at port 8000",
+    ),
+}
+
+
+def edited(name: str) -> dict[str, Any]:
+    file, edit, _ = WRONG.get(name, ("gpt_oss_120b_8p16d", without_moe_backend, ""))
+    document = copy.deepcopy(yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text()))
+    document = json.loads(json.dumps(document))  # what aliases share is edited apart
+    edit(document["applications"][0]["args"])
+    return document
+
+
+def cluster(path: Path, device: str) -> list[Pool]:
+    if device == "cpu":
+        return CPU
+    small = path.stem == "ranks_apart"
+    return [pool for pool in CLUSTER if not (small and pool.name.endswith("_of_8"))]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+    folder = tmp_path_factory.mktemp("deployments")
+    (folder / "models").symlink_to(ROOT / "deployments/models")
+    paths = list(SHIPPED)
+    for name in ("gpt_oss_by_itself", *WRONG):
+        paths.append(folder / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump(edited(name)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        found = check(paths, cluster)
+    return {path.stem: outcome for path, outcome in zip(paths, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in SHIPPED])
+def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, Checked]) -> None:
+    outcome = outcomes[name]
+    assert [finding.sentence for finding in outcome.findings] == []
+    assert outcome.starts
+    for engines, _, answer in outcome.answers:
+        assert answer.kv_tokens >= answer.max_model_len, engines.role
+        assert answer.kernels
+        assert not any(hidden for _, hidden in answer.kernels)
+
+
+def test_where_vllm_would_choose_a_kernel_that_hides_its_choices_ours_is_shown(
+    outcomes: dict[str, Checked],
+) -> None:
+    outcome = outcomes["gpt_oss_by_itself"]
+    assert outcome.starts
+    assert {name for *_, answer in outcome.answers for name, _ in answer.kernels} == {"MarlinExperts"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_one_gets_one_sentence(name: str, outcomes: dict[str, Checked]) -> None:
+    errors = [finding.sentence for finding in outcomes[name].findings if finding.severity == "error"]
+    assert len(errors) == 1, errors
+    assert WRONG[name][2] in errors[0]
+    assert not outcomes[name].starts
+    assert "\n" not in errors[0]
+
+
+def test_weights_are_those_that_were_published(outcomes: dict[str, Checked]) -> None:
+    """Parameters, in thousands of millions, by the model cards; two bytes each."""
+    for name, published in {"qwen3_30b_8p16d": 30.5, "gemma_4_26b_8p16d": 25.2}.items():
+        assert outcomes[name].answers[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
+    four = outcomes["qwen3_235b_2p8d"].answers[0][2].weights
+    assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
+
+
+def test_kv_tokens_by_hand(outcomes: dict[str, Checked]) -> None:
+    """Qwen3-30B-A3B: 48 layers, keys and values, 4 heads of 128, 2 bytes, blocks of 16 tokens."""
+    answer = outcomes["qwen3_30b_8p16d"].answers[1][2]
+    block = 16 * 48 * 2 * 4 * 128 * 2
+    assert answer.kv_tokens == answer.kv // block * 16
+    assert answer.kv == int(gpu_of("H100").memory_gib * GIB * 0.9) - answer.weights - answer.reserve
+
+
+def test_json_has_it_all(outcomes: dict[str, Checked]) -> None:
+    found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
+    assert found["starts"]
+    prefill, decode = found["engines"]
+    assert prefill["nixl_ports"] == [20000, 20004]
+    assert decode["replicas"] == {"min": 2, "initial": 8, "max": 8}
+    held = [held for node in found["nodes"] if node["pool"] == "decode_of_8" for held in node["replicas"]]
+    assert sorted(number for _, number in held) == list(range(8))
+
+
+def test_the_command_says_it_and_exits_with_1() -> None:
+    done = python(
+        "-m", "eldr_serve.command", "check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"
+    )
+    assert done.returncode == 1, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert [finding["severity"] for finding in found["findings"]] == ["error", "error"]
+    assert all("does not fit on L40S" in finding["sentence"] for finding in found["findings"])
+    assert len(with_gpu(CLUSTER, gpu_of("L40S"))) == len(CLUSTER)

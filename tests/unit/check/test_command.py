@@ -1,0 +1,66 @@
+"""What `eldr check` refuses before it asks anybody, and how it reads clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from in_process import sentence
+from shipped import ROOT
+from typer.testing import CliRunner
+
+from eldr_serve.check.machine import described, gpu_of, read_cluster, with_gpu
+from eldr_serve.command import app
+
+YAML = "deployments/qwen3_30b_8p16d.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "1", "--cluster", "ray_cluster.yaml"], "--cluster"),
+        (["--resource", "decode=1"], "--nodes"),
+        (["--gpu", "cpu"], "--nodes"),
+        (["--nodes", "1", "--gpu", "V100"], "'V100'"),
+        (["--nodes", "1", "--gpu", "H100", "--resource", "decode"], "NAME=AMOUNT"),
+        (["--cluster", "Makefile"], "Makefile"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert said in sentence(CliRunner().invoke(app, ["check", YAML, *arguments], prog_name="eldr"))
+
+
+def test_the_shipped_cluster_has_what_the_shipped_deployments_name() -> None:
+    pools = {pool.name: pool for pool in read_cluster(ROOT / "ray_cluster.yaml")}
+    assert pools["head"].nodes == 1
+    assert pools["head"].gpu is None
+    assert pools["decode"].gpu == gpu_of("H100")
+    assert pools["decode_of_8"].resources["GPU"] == pools["decode_of_8"].resources["decode"] == 8
+
+
+def test_another_gpu_changes_the_kind_and_nothing_else() -> None:
+    (before,) = described(
+        gpu_of("H100"), nodes=2, gpus_per_node=4, cpus_per_node=8, memory_gib=9, resources={"decode": 4}
+    )
+    (after,) = with_gpu([before], gpu_of("H200", 100))
+    assert after.gpu is not None
+    assert after.gpu.memory_gib == 100
+    assert dict(after.resources) == {"CPU": 8, "GPU": 4, "decode": 4, "accelerator_type:H200": 1}
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "available_node_types: {a: {}}", "available_node_types: 3"])
+def test_a_file_that_is_no_cluster(text: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(ValueError, match="is not a cluster file"):
+        read_cluster(tmp_path / "cluster.yaml")
+
+
+def test_gpus_without_a_kind(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "head_node_type: a\navailable_node_types: {a: {max_workers: 1, resources: {GPU: 1}}}"
+    )
+    with pytest.raises(ValueError, match="accelerator_type:KIND"):
+        read_cluster(tmp_path / "cluster.yaml")

@@ -1,0 +1,27 @@
+"""An engine's memory, against numbers computed by hand."""
+
+from __future__ import annotations
+
+from eldr_serve.check.machine import GIB
+from eldr_serve.check.memory import FIXED_GIB, Step, kv_bytes, reserve_bytes
+
+QWEN3_30B = Step(
+    tokens=16384, sequences=64, hidden=2048, top_k=8, expert_width=768, vocabulary=151936, element=2
+)
+
+
+def test_the_reserve_is_the_sum_of_its_parts() -> None:
+    moe = 16384 * 8 * 2048 * 2 + 16384 * 8 * 2048 * 2  # both of the kernel's work areas are H wide here
+    hidden = 6 * 16384 * 2048 * 2
+    logits = 3 * 64 * 151936 * 4
+    assert reserve_bytes(QWEN3_30B, "gpu") == 3 * GIB + moe + hidden + logits == 4_814_307_328
+    assert (
+        reserve_bytes(QWEN3_30B, "gpu") - reserve_bytes(QWEN3_30B, "cpu")
+        == GIB / 2
+        == ((FIXED_GIB["gpu"] - FIXED_GIB["cpu"]) * GIB)
+    )
+
+
+def test_what_is_left_is_what_the_share_leaves() -> None:
+    assert kv_bytes(80, 0.9, 57 * GIB, 5 * GIB) == 10 * GIB
+    assert kv_bytes(40, 0.9, 57 * GIB, 5 * GIB) == -26 * GIB

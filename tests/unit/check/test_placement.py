@@ -1,0 +1,110 @@
+"""Where replicas go, against all ways in which they could."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_serve.check.machine import Pool
+from eldr_serve.check.placement import Replicas, place
+
+STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
+sizes = st.integers(1, 3)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[Pool]:
+    """Two pools of nodes with GPUs, one with a resource of its own."""
+    return [
+        Pool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}),
+        Pool(
+            "b", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4)), "extra": draw(st.integers(0, 4))}
+        ),
+    ]
+
+
+@st.composite
+def replicas(draw: st.DrawFn, name: str = "x") -> Replicas:
+    bundle = {"GPU": draw(sizes)} | ({"extra": 1} if draw(st.booleans()) else {})
+    return Replicas(name, draw(st.integers(1, 4)), [bundle] * draw(sizes), draw(st.sampled_from(STRATEGIES)))
+
+
+def most(pools: list[Pool], wanted: Replicas) -> int:
+    """How many of the replicas can be placed at all, by trying every node for every bundle."""
+    nodes = tuple(
+        tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
+        for pool in pools
+        for _ in range(pool.nodes)
+    )
+    asks = [tuple(int(bundle.get(name, 0)) for name in ("GPU", "extra")) for bundle in wanted.bundles]
+
+    @cache
+    def placed(free: tuple[tuple[int, ...], ...], left: int) -> int:
+        best = 0
+        for chosen in product(range(len(free)), repeat=len(asks)) if left else ():
+            distinct = len(set(chosen))
+            if wanted.strategy == "STRICT_PACK" and distinct > 1:
+                continue
+            if wanted.strategy == "STRICT_SPREAD" and distinct < len(asks):
+                continue
+            after = [list(node) for node in free]
+            for node, ask in zip(chosen, asks, strict=True):
+                after[node] = [has - amount for has, amount in zip(after[node], ask, strict=True)]
+            if all(has >= 0 for node in after for has in node):
+                best = max(best, 1 + placed(tuple(sorted(map(tuple, after))), left - 1))
+        return best
+
+    return placed(tuple(sorted(nodes)), wanted.count)
+
+
+@settings(max_examples=300, deadline=None)
+@given(clusters(), replicas(), replicas("y"))
+def test_no_node_gives_more_than_it_has_and_none_is_forgotten(
+    pools: list[Pool], one: Replicas, other: Replicas
+) -> None:
+    placed = place(pools, [one, other])
+    assert all(left >= 0 for node in placed.nodes for left in node.free.values())
+    for wanted in (one, other):
+        there = {number for node in placed.nodes for name, number in node.held if name == wanted.name}
+        assert len(there) + placed.missing.get(wanted.name, 0) == wanted.count
+        nodes = Counter(number for node in placed.nodes for name, number in node.held if name == wanted.name)
+        assert sum(count > 1 for count in nodes.values()) == placed.spread.get(wanted.name, 0)
+        if wanted.strategy == "STRICT_PACK":
+            assert set(nodes.values()) <= {1}
+        if wanted.strategy == "STRICT_SPREAD":
+            assert set(nodes.values()) <= {len(wanted.bundles)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(clusters(), replicas())
+def test_never_more_than_can_be_and_one_wherever_one_can_be(pools: list[Pool], wanted: Replicas) -> None:
+    found = wanted.count - place(pools, [wanted]).missing.get(wanted.name, 0)
+    can = most(pools, wanted)
+    assert found <= can
+    assert (found > 0) == (can > 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+def test_like_engines_fill_like_nodes(nodes: int, per_node: int, ranks: int, count: int) -> None:
+    """The shipped topologies: whole nodes of one pool, engines that stay together."""
+    pools = [Pool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
+    wanted = Replicas("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
+    assert place(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "missing"), [("PACK", 2, 0), ("STRICT_PACK", 0, 1)])
+def test_an_engine_of_two_on_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
+    placed = place([Pool("a", 3, {"GPU": 1})], [Replicas("x", 1, [{"GPU": 1}] * 2, strategy)])
+    assert sum(bool(node.held) for node in placed.nodes) == nodes
+    assert (placed.missing.get("x", 0), placed.spread.get("x", 0)) == (missing, int(nodes == 2))
+
+
+def test_parts_of_a_resource_are_counted_exactly() -> None:
+    wanted = Replicas("x", 11, [{"CPU": 0.1}])
+    assert place([Pool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}

@@ -1,0 +1,133 @@
+"""Fits of a signature predictor: the ridge by brute force, unseen prompts, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process import command, sentence
+from scipy.sparse import csr_array
+from traces import synthetic_trace
+
+from eldr_serve.online_predictor import OnlinePredictor
+from eldr_serve.signature_predictor import SignaturePredictor
+from offline.predictor import (
+    agreement,
+    dual_ridge,
+    expert_frequencies,
+    fit_signature_predictor,
+    token_shares,
+    token_weights,
+)
+
+TRACE = synthetic_trace(150)
+FIT, TEST = np.arange(90), np.arange(90, 150)
+
+
+def test_shares_are_counted_by_hand() -> None:
+    shares = token_shares([np.array([2, 2, 0]), np.array([1])], 4)
+    np.testing.assert_allclose(shares.toarray(), [[1 / 3, 0, 2 / 3, 0], [0, 1, 0, 0]])
+    weights = token_weights(shares)
+    assert weights[3] == weights.max() > weights[0] > weights[1]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.integers(2, 12), st.integers(1, 20), st.floats(1e-3, 10))
+def test_the_dual_is_the_ridge(seed: int, n: int, width: int, penalty: float) -> None:
+    rng = np.random.default_rng(seed)
+    x, y, new = rng.normal(size=(n, width)), rng.normal(size=(n, 3)), rng.normal(size=(4, width))
+    strength = penalty * np.trace(x @ x.T) / n
+    rows = np.linalg.solve(x.T @ x + strength * np.eye(width), x.T @ y)
+    (dual,) = dual_ridge(x @ x.T, y, [penalty])
+    np.testing.assert_allclose(new @ x.T @ dual, new @ rows, rtol=1e-6, atol=1e-8)
+
+
+def test_at_full_rank_the_predictor_is_that_ridge() -> None:
+    fit = TRACE.subset(FIT)
+    predictor, report = fit_signature_predictor(fit, rank=10_000)
+    shares, y = token_shares(fit.prompts, fit.vocabulary), expert_frequencies(fit)
+    features = (shares * token_weights(shares)[None, :]).toarray()
+    kernel = features @ features.T
+    (dual,) = dual_ridge(kernel, y - y.mean(axis=0), [report["penalty"]])
+    new = token_shares(TRACE.subset(TEST).prompts, TRACE.vocabulary) * token_weights(shares)[None, :]
+    wanted = y.mean(axis=0) + csr_array(new).toarray() @ features.T @ dual
+    hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
+    found = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    # What each token's row would still vary by, had it been learnt alone.
+    noise = 0.3 * np.trace(kernel) / len(kernel)
+    alone = [
+        1 / (noise / w**2 + (x**2).sum())
+        for w, x in zip(token_weights(shares), shares.toarray().T, strict=True)
+    ]
+    np.testing.assert_allclose(predictor.variance, alone, rtol=1e-5)
+
+
+def test_prompts_that_the_fit_has_not_seen_are_predicted_and_more_rank_does_it_better() -> None:
+    def gain(rank: int) -> float:
+        predictor, report = fit_signature_predictor(TRACE.subset(FIT), rank=rank)
+        test = TRACE.subset(TEST)
+        predicted = np.array([predictor.predict(prompt) for prompt in test.prompts]).reshape(len(TEST), -1)
+        frequencies = predicted / test.prompt_tokens[:, None]
+        found = agreement(frequencies, expert_frequencies(test), predictor.mean.reshape(1, -1))
+        assert report["rank"] == rank
+        assert found["gain"] == pytest.approx(report["gain"], abs=0.3)
+        return found["gain"]
+
+    one, two = gain(1), gain(2)  # three domains differ in two directions
+    assert two > one + 0.1
+    assert two > 0.4
+
+
+def test_learning_goes_on_from_the_fit_and_makes_it_better() -> None:
+    few, rest = TRACE.subset(np.arange(12)), TRACE.subset(np.arange(12, 150))
+    predictor, _ = fit_signature_predictor(few)
+    online = OnlinePredictor(predictor)
+    errors = []
+    for prompt, counts in zip(rest.prompts, rest.prefill_counts, strict=True):
+        both = [p.predict(prompt) for p in (predictor, online.predictor)]
+        errors.append([np.square(p - counts).sum() / len(prompt) ** 2 for p in both])
+        online.observe(prompt, counts)
+    frozen, learnt = np.mean(errors[70:], axis=0)
+    assert learnt < frozen
+    assert online.on
+
+
+def test_a_token_of_no_prompt_adds_nothing() -> None:
+    fit = TRACE.subset(FIT)
+    predictor, report = fit_signature_predictor(replace(fit, vocabulary=fit.vocabulary + 5))
+    assert not predictor.tokens[fit.vocabulary :].any()
+    assert report["token_ids_seen"] == len(np.unique(fit.token_ids))
+    assert predictor.variance[fit.vocabulary :].min() >= predictor.variance.max()
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:
+    TRACE.save(tmp_path / "trace")
+    out, report = tmp_path / "predictor", tmp_path / "report.json"
+    done = command("offline.fit_predictor", trace=tmp_path / "trace", out=out, report=report, rank=4)
+    assert done.exit_code == 0, done.stderr
+    predictor, found = SignaturePredictor.load(out), json.loads(report.read_text())
+    predictor.require_fit(model="m", tokenizer="t", shape=TRACE.prefill_counts.shape[1:], top_k=TRACE.top_k)
+    assert predictor.tokens.shape == (TRACE.vocabulary, found["rank"])
+    assert predictor.fingerprint == TRACE.fingerprint
+    assert found["prompts"] == 150
+    assert "gain over the mean" in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "said"), [("old", "no token ids"), ("few", "too few"), ("none", "nowhere")])
+def test_what_cannot_be_fitted_is_refused_in_one_sentence(kind: str, said: str, tmp_path: Path) -> None:
+    trace = tmp_path / ("nowhere" if kind == "none" else "trace")
+    if kind == "old":
+        replace(TRACE, token_ids=None).save(trace)
+    if kind == "few":
+        TRACE.subset(np.arange(9)).save(trace)
+    assert said in sentence(command("offline.fit_predictor", trace=trace, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

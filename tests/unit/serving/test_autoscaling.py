@@ -1,0 +1,82 @@
+"""How many engines Serve's autoscaler is asked for, with Ray's own context and through its own wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.serve._private.autoscaling_state import _apply_autoscaling_config
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from eldr_serve.serving.app import llm_config
+from eldr_serve.serving.autoscaling import IN_FLIGHT, by_requests_in_flight
+
+POLICY = "eldr_serve.serving.autoscaling:by_requests_in_flight"
+
+
+def context(
+    counts: dict[str, float], *, running: int, target: int | None = None, now: float = 0.0, **config: Any
+) -> AutoscalingContext:
+    """Replicas r0, r1, ... run; of some of them there are counts."""
+    return AutoscalingContext(
+        deployment_id=None, deployment_name="decode", app_name="eldr", current_num_replicas=running,
+        target_num_replicas=running if target is None else target,
+        running_replicas=[f"r{number}" for number in range(running)], total_num_requests=0,
+        total_queued_requests=0, aggregated_metrics={IN_FLIGHT: counts} if counts else {}, raw_metrics={},
+        capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=16, policy_state={},
+        last_scale_up_time=None, last_scale_down_time=None, current_time=now,
+        config=AutoscalingConfig(max_replicas=16, target_ongoing_requests=10, **config),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("counts", "running", "desired"),
+    [
+        ({"r0": 10, "r1": 10}, 2, 2),
+        ({"r0": 30, "r1": 10}, 2, 4),  # the sum counts, not who holds it
+        ({"r0": 1, "r1": 0}, 2, 0.1),
+        ({"r0": 0, "r1": 0}, 2, 0),
+    ],
+)
+def test_each_engine_gets_its_target(counts: dict[str, float], running: int, desired: float) -> None:
+    assert by_requests_in_flight(context(counts, running=running)) == (pytest.approx(desired), {})
+
+
+@pytest.mark.parametrize(
+    ("counts", "desired"),
+    [({}, 3), ({"r0": 1}, 3), ({"r0": 60}, 6)],  # nobody reported; too few; enough for more engines already
+)
+def test_while_an_engine_has_not_reported_none_is_taken_away(
+    counts: dict[str, float], desired: float
+) -> None:
+    assert by_requests_in_flight(context(counts, running=3))[0] == desired
+
+
+def test_without_engines_the_target_stands() -> None:
+    assert by_requests_in_flight(context({}, running=0, target=2))[0] == 2
+
+
+def test_serve_takes_it_by_import_path_and_adds_its_bounds_and_delays() -> None:
+    policy = AutoscalingPolicy(
+        policy_function=POLICY
+    ).get_policy()  # through cloudpickle, as in the controller
+    scaled = _apply_autoscaling_config(policy)
+    busy = {"r0": 40.0, "r1": 40.0}
+    assert scaled(context(busy, running=2, upscale_delay_s=0))[0] == 8
+    assert scaled(context(busy, running=2, upscale_delay_s=60))[0] == 2
+
+
+def test_a_scaled_deployment_gets_the_policy_unless_it_names_one() -> None:
+    given = {
+        "model_loading_config": {"model_id": "m"},
+        "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
+    }
+    assert _policy(given) == POLICY
+    given["deployment_config"]["autoscaling_config"]["policy"] = {"policy_function": "my.module:mine"}
+    with pytest.raises(ValueError, match="my"):  # Serve imports it at once
+        _policy(given)
+
+
+def _policy(given: dict[str, Any]) -> Any:
+    config = llm_config(given, "decode", directory_name="d", kv_lease_s=30.0)
+    return config.deployment_config["autoscaling_config"]["policy"]["policy_function"]

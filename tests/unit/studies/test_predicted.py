@@ -1,0 +1,105 @@
+"""The study of predicted signatures, small: what is measured was not fitted on, and what must show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_process import command, sentence
+from traces import favourites_trace, saved
+
+from studies import signature_methods
+from studies.figures import predicted
+from studies.figures.common import Options
+from studies.reproduce import reproduce
+
+DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 requests a domain, each domain with favourite experts and token ids."""
+    shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
+    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, observed: Path) -> Options:
+    for name, value in {"SIZES": (20, 40), "USUAL": 40, "WORKERS": (4,), "LEARNT": 80}.items():
+        monkeypatch.setattr(predicted, name, value)
+    monkeypatch.setattr(predicted, "GROUPS", ("all", "task"))
+    return Options((observed,), requests=240, seeds=(0, 1))
+
+
+def test_what_is_measured_was_not_fitted_on(small: Options) -> None:
+    trace = predicted._prompts(small).trace
+    for group in ("all", "language", "task"):
+        parts = [predicted._split(trace, group, size, seed=3) for size in (20, 40)]
+        (few, _), (more, test) = parts
+        assert set(few) < set(more)
+        assert not set(more) & set(test)
+        assert (parts[0][1] == test).all()
+    among = predicted._members(trace, "all")
+    domains = predicted._domains(trace, among)
+    assert sorted(np.concatenate(domains)) == sorted(among)
+    assert all(len({trace.domains[i] for i in part}) == 1 for part in domains)
+
+
+@pytest.mark.slow
+def test_every_method_sees_the_domain(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted, "GROUPS", ("all",))
+    rows = predicted.methods(small)
+    served = "served predictor, rank 64"
+    found = {row["method"]: row for row in rows if row["workload"] == "all" and row["prompts"] == 40}
+    assert served in found
+    assert found["prefill"]["prefill_gain"] == pytest.approx(1)
+    for method, row in found.items():
+        assert row["decode_cosine"] > 0.5, method
+        assert row["cluster_experts_pct"] < -10, method
+        assert row["decode_cosine_lowest"] <= row["decode_cosine"] <= row["decode_cosine_highest"]
+    sizes = {row["prompts"] for row in rows if row["method"] == served}
+    assert sizes == {20, 40}
+
+
+def test_placement_gains_by_predicted_signatures(small: Options) -> None:
+    rows = predicted.placement(small)
+    for row in rows:
+        assert row["p50_change_pct"] < -3, row["signature"]
+    true = [row for row in rows if row["signature"] == "true prefill"]
+    assert {row["p50_share_of_gain_pct"] for row in true} == {100}
+
+
+def test_learning_online_follows_a_shift_that_a_frozen_fit_does_not(small: Options) -> None:
+    rows = [row for row in predicted.shift(small) if row["workload"] == "task"]
+    cosine = {row["signature"]: row["first_100_cosine"] for row in rows}
+    assert cosine["online"] > cosine["frozen"] + 0.1
+    assert cosine["true prefill"] == pytest.approx(1)
+
+
+def test_a_domain_that_no_fit_saw_is_predicted_worse(small: Options) -> None:
+    rows = [row for row in predicted.held_out(small) if row["workload"] == "task"]
+    change = {row["signature"]: row["p50_change_pct"] for row in rows}
+    assert change["predicted, own domain seen"] < change["predicted, own domain not seen"]
+
+
+def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) -> None:
+    from tools.trace import CalibrationTrace
+
+    bare = tmp_path / "bare.safetensors"
+    replace(CalibrationTrace.load(observed), token_ids=None).save(bare)
+    said = sentence(command(reproduce, "predicted", "methods", trace=bare, out=tmp_path / "x.json"))
+    assert "no routes or no token ids" in said
+
+
+@pytest.mark.slow
+def test_a_bag_of_embeddings_learns_and_repeats() -> None:
+    shape = {"each": 30, "num_layers": 2, "num_experts": 16, "steps": 10, "others": 0.05}
+    prompts = signature_methods.Prompts.of(favourites_trace(("a", "b"), **shape))
+    fit, test = prompts[np.arange(0, 60, 2)], prompts[np.arange(1, 60, 2)]
+    found = [signature_methods.bag_of_embeddings(fit, test) for _ in range(2)]
+    np.testing.assert_array_equal(*found)
+    mean = fit.frequencies.mean(axis=0)
+    error, of_mean = (np.square(guess - test.frequencies).sum() for guess in (found[0], mean))
+    assert error < 0.7 * of_mean

@@ -1,0 +1,124 @@
+"""A predictor learns from what prefills return, and is off while the mean of recent prompts is better."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_signature_predictor import PREDICTOR, E, L, R, V, predictor
+
+from eldr_serve import online_predictor
+from eldr_serve.online_predictor import OnlinePredictor
+from eldr_serve.signature_predictor import SignaturePredictor
+
+TRUTH = predictor(1, scale=0.2)
+
+
+def prompts(number: int, seed: int, low: int = 0, high: int = V) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(low, high, rng.integers(3, 30)) for _ in range(number)]
+
+
+def linear(p: SignaturePredictor, ids: np.ndarray) -> np.ndarray:
+    """Counts without the clipping, so that least squares has a truth to find."""
+    return (p.mean + np.tensordot(p.hidden(ids), p.experts, axes=1)) * len(ids)
+
+
+def test_what_prefills_return_is_learnt() -> None:
+    untaught = replace(TRUTH, tokens=np.zeros_like(TRUTH.tokens), variance=np.full(V, 1e3, np.float32))
+    online = OnlinePredictor(untaught)
+    for ids in prompts(600, 2):
+        online.observe(ids, linear(TRUTH, ids))
+    np.testing.assert_allclose(
+        linear(online.predictor, np.arange(V)), linear(TRUTH, np.arange(V)), atol=0.01 * V
+    )
+    assert online.on
+    assert online.gain > 0.9
+    assert online.cosine > 0.9
+    assert online.status == {"on": True, "prompts": 600, "cosine": online.cosine, "gain": online.gain}
+    assert not untaught.tokens.any()  # the fitted one is as it was
+
+
+def test_directions_turn_to_what_they_miss_and_stay_orthonormal(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = replace(predictor(4, scale=0.2), variance=np.full(V, 1e3, np.float32))
+    gains = []
+    for rate in (online_predictor._RATE, 0):
+        monkeypatch.setattr(online_predictor, "_RATE", rate)
+        online = OnlinePredictor(start)
+        for ids in prompts(1000, 5):
+            online.observe(ids, linear(TRUTH, ids))
+        found = online.predictor.experts.reshape(R, -1).astype(float)
+        np.testing.assert_allclose(found @ found.T, np.eye(R), atol=1e-3)
+        gains.append(online.gain)
+    assert gains[0] > gains[1] + 0.2
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+def test_prompts_of_one_token_are_learnt_as_least_squares_would(seed: int, times: int) -> None:
+    """With one token a prompt there is no covariance between tokens, and the diagonal is exact."""
+    rng = np.random.default_rng(seed)
+    start = replace(predictor(seed), variance=rng.uniform(0.1, 5, V).astype(np.float32))
+    online = OnlinePredictor(start)
+    ids = np.zeros(3, np.int64)
+    within = rng.normal(size=(times, R)).astype(np.float32)  # so that the directions have nothing to turn to
+    seen = start.mean + np.tensordot(within, start.experts, axes=1)
+    for frequencies in seen:
+        online.observe(ids, frequencies * len(ids))
+    prior = 1 / start.variance[0]
+    np.testing.assert_allclose(
+        online.predictor.tokens[0],
+        (prior * start.tokens[0] + within.sum(axis=0)) / (prior + times),
+        rtol=2e-3,
+        atol=2e-4,
+    )
+    np.testing.assert_allclose(online.predictor.variance[0], 1 / (prior + times), rtol=1e-3)
+    np.testing.assert_array_equal(online.predictor.tokens[1:], start.tokens[1:])
+
+
+def test_a_predictor_worse_than_the_mean_is_off_until_it_is_better(caplog: pytest.LogCaptureFixture) -> None:
+    misled = replace(TRUTH, tokens=-TRUTH.tokens, variance=np.full(V, 0.5, np.float32))
+    online = OnlinePredictor(misled)
+    states = []
+    with caplog.at_level(logging.WARNING):
+        for ids in prompts(1000, 3):
+            online.observe(ids, TRUTH.predict(ids))
+            states.append(online.on)
+            assert (online.predict(ids) is None) == (not online.on)
+    assert states[0]
+    assert False in states
+    assert states[-1]
+    changes = [a != b for a, b in itertools.pairwise(states)]
+    assert sum(changes) == len(caplog.records) == 2
+    assert "off" in caplog.records[0].message
+    assert "on again" in caplog.records[1].message
+
+
+def test_a_prompt_is_judged_before_it_is_learnt() -> None:
+    untaught = replace(TRUTH, tokens=np.zeros_like(TRUTH.tokens), variance=np.full(V, 1e6, np.float32))
+    online = OnlinePredictor(untaught)
+    online.observe([1, 2, 3], TRUTH.predict([1, 2, 3]))
+    assert online.gain == pytest.approx(0, abs=1e-3)
+    np.testing.assert_allclose(online.predictor.predict([1, 2, 3]), TRUTH.predict([1, 2, 3]), atol=0.05)
+
+
+def test_tokens_outside_the_vocabulary_and_empty_prompts_teach_nothing() -> None:
+    online = OnlinePredictor(PREDICTOR)
+    online.observe([], np.zeros((L, E)))
+    assert online.prompts == 0
+    online.observe([V, -1, V + 9], TRUTH.predict([0, 1, 2]))
+    assert online.prompts == 1
+    np.testing.assert_array_equal(online.predictor.tokens, PREDICTOR.tokens)
+
+
+@pytest.mark.parametrize("counts", [np.zeros((L, E + 1)), np.full((L, E), np.nan), np.zeros(E)])
+def test_counts_that_are_none_are_refused_and_change_nothing(counts: np.ndarray) -> None:
+    online = OnlinePredictor(PREDICTOR)
+    with pytest.raises(ValueError, match="counts must be finite"):
+        online.observe([1, 2], counts)
+    assert online.prompts == 0
+    np.testing.assert_array_equal(online.predictor.tokens, PREDICTOR.tokens)

@@ -1,0 +1,143 @@
+"""A prompt's tokens say its experts: the artifact, its checks, and what it predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from eldr_serve.records import ArtifactError
+from eldr_serve.signature_predictor import SignaturePredictor, tokenizer_fingerprint
+
+V, R, L, E, K = 11, 3, 2, 5, 2
+
+
+def predictor(seed: int = 0, scale: float = 1.0) -> SignaturePredictor:
+    rng = np.random.default_rng(seed)
+    mean = rng.uniform(0.3, 0.6, (L, E))
+    mean *= K / mean.sum(axis=1, keepdims=True)
+    directions = rng.normal(size=(R, L, E))
+    directions -= directions.mean(axis=2, keepdims=True)  # what one expert gains others lose
+    experts = np.linalg.qr(directions.reshape(R, -1).T)[0].T.reshape(R, L, E)
+    parts = (mean, scale * rng.normal(size=(V, R)), experts, np.ones(V))
+    return SignaturePredictor("m", "t", K, *(np.ascontiguousarray(a, np.float32) for a in parts))
+
+
+PREDICTOR = predictor()
+
+
+def by_hand(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
+    """Token by token and cell by cell."""
+    found = np.zeros((L, E))
+    for layer in range(L):
+        for expert in range(E):
+            added = [
+                sum(float(p.tokens[t, r]) * float(p.experts[r, layer, expert]) for r in range(R))
+                for t in ids
+                if 0 <= t < V
+            ]
+            found[layer, expert] = min(max(p.mean[layer, expert] + sum(added) / len(ids), 0), 1)
+        found[layer] *= K * len(ids) / found[layer].sum()
+    return found
+
+
+@given(st.lists(st.integers(-3, V + 3), min_size=1, max_size=20), st.integers(0, 5))
+def test_a_prediction_is_the_mean_and_what_each_token_adds(ids: list[int], seed: int) -> None:
+    p = predictor(seed)
+    found = p.predict(ids)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, by_hand(p, ids), rtol=2e-4, atol=1e-4)
+    np.testing.assert_allclose(found.sum(axis=1), K * len(ids), rtol=1e-4)  # as a prompt's counts do
+
+
+def test_a_prompt_of_no_known_token_is_the_mean_prompt() -> None:
+    for ids in ([V, V + 7, -1], np.array([2**40], np.uint64)):
+        np.testing.assert_allclose(PREDICTOR.predict(ids), PREDICTOR.mean * len(ids), rtol=1e-5)
+    assert not PREDICTOR.predict([]).any()
+
+
+@given(arrays(np.float32, (L, E), elements=st.floats(-100, 100, width=32)))
+def test_whatever_tokens_add_counts_are_counts(added: np.ndarray) -> None:
+    length = np.linalg.norm(added)
+    direction = added / length if length > 1e-3 else np.eye(L, E, dtype=np.float32) / np.sqrt(L)
+    one = np.ones(1, np.float32)
+    p = replace(
+        PREDICTOR,
+        tokens=one[None] * np.float32(length),
+        experts=direction[None].astype(np.float32),
+        variance=one,
+    )
+    found = p.predict([0, 0, 0])
+    assert np.isfinite(found).all()
+    assert (found >= 0).all()
+    np.testing.assert_allclose(found.sum(axis=1), 3 * K, rtol=1e-4)
+
+
+# -- the file -----------------------------------------------------------------------------------------
+
+
+def test_the_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    PREDICTOR.save(tmp_path / "file")
+    loaded = SignaturePredictor.load(tmp_path / "file")
+    assert loaded.to_bytes() == PREDICTOR.to_bytes() == (tmp_path / "file").read_bytes()
+    assert (loaded.model, loaded.tokenizer, loaded.top_k) == ("m", "t", K)
+    np.testing.assert_array_equal(loaded.predict([1, 2, 2]), PREDICTOR.predict([1, 2, 2]))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("length", [0, 8, 100, 300, -1])
+def test_a_cut_file_is_refused(length: int) -> None:
+    with pytest.raises(ArtifactError, match="the predictor"):
+        SignaturePredictor.from_bytes(PREDICTOR.to_bytes()[:length])
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"mean": PREDICTOR.mean * 2}, "add up"),
+        ({"mean": -PREDICTOR.mean}, "add up"),
+        ({"mean": np.array([[2, 0, 0, 0, 0]] * L, np.float32)}, "add up"),
+        ({"mean": PREDICTOR.mean[0]}, "shape"),
+        ({"tokens": PREDICTOR.tokens[:, 0]}, "shape"),
+        ({"tokens": PREDICTOR.tokens.astype(np.float64)}, "float32"),
+        ({"tokens": np.full((V, R), np.nan, np.float32)}, "finite"),
+        ({"variance": PREDICTOR.variance[1:]}, "V entries"),
+        ({"variance": -PREDICTOR.variance}, "negative"),
+        ({"experts": PREDICTOR.experts[:2]}, "shape"),
+        ({"experts": 2 * PREDICTOR.experts}, "orthonormal"),
+        ({"experts": PREDICTOR.experts[:, :, :4]}, "shape"),
+    ],
+)
+def test_arrays_that_are_no_predictor_are_refused(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ArtifactError, match=word):
+        replace(PREDICTOR, **changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        ({"model": "n"}, "model m, not n"),
+        ({"tokenizer": "u"}, "tokenizer t, not u"),
+        ({"shape": (L, E + 1)}, "layers and experts"),
+        ({"top_k": 3}, "experts a token 2, not 3"),
+    ],
+)
+def test_another_model_is_refused_with_one_sentence(other: dict[str, Any], word: str) -> None:
+    own: dict[str, Any] = {"model": "m", "tokenizer": "t", "shape": (L, E), "top_k": K}
+    PREDICTOR.require_fit(**own)
+    with pytest.raises(ArtifactError, match=word) as refused:
+        PREDICTOR.require_fit(**(own | other))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_tokenizer_is_named_by_its_tokens_and_their_ids_in_any_order() -> None:
+    name = tokenizer_fingerprint({"a": 0, "b": 1})
+    assert name == tokenizer_fingerprint({"b": 1, "a": 0})
+    others = ({"a": 1, "b": 0}, {"a": 0}, {"a": 0, "b": 1, "c": 2}, {"a": 0, "\ud800": 1})
+    assert len({name, *map(tokenizer_fingerprint, others)}) == 5
