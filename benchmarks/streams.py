@@ -26,6 +26,7 @@ from itertools import product
 from typing import Annotated, Any
 
 import httpx
+import numpy as np
 import psutil
 import typer
 
@@ -35,6 +36,7 @@ from benchmarks.harness.cluster import local_ray, wait_ready
 from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.results import publish
+from tools.stats import median_ci
 
 _WAYS: dict[str, dict[str, str]] = {
     "proxy": {},
@@ -139,6 +141,25 @@ def _parsed(loads: str) -> list[tuple[int, float]]:
         raise BadInput(f"loads are TOKENS@MILLISECONDS with commas, not {loads!r}") from None
 
 
+def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a way, count and load: medians of its rounds, those that matter most with an interval."""
+    found = []
+    about = ("way", "streams", "tokens", "gap_ms")
+    for key in dict.fromkeys(tuple(row[name] for name in about) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in about) == key]
+        row: dict[str, Any] = dict(zip(about, key, strict=True)) | {"rounds": len(mine)}
+        for name, value in mine[0].items():
+            if name in ("requests", "failures", "leases_left"):
+                row[name] = sum(one[name] for one in mine)
+            elif isinstance(value, int | float) and name not in about:
+                row[name] = float(np.median([one[name] for one in mine]))
+        for name in ("ttft_p99_ms", "tokens_per_s", "server_us_per_token"):
+            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([one[name] for one in mine])
+        row["errors"] = dict(sum((Counter(one["errors"]) for one in mine), Counter()))
+        found.append(row)
+    return found
+
+
 def streams(
     counts: Annotated[str, typer.Option(help="Concurrent streams, one row each.")] = "500,1000,2000",
     ways: Annotated[
@@ -170,7 +191,7 @@ def streams(
                 prefill_ms / 1000, decode_replicas, port, seed,
             ).result()  # fmt: skip
     publish(
-        "streams", rows,
+        "streams", _of_rounds(rows),
         inputs={
             "ramp_s": ramp_s, "prefill_ms": prefill_ms,
             "decode_replicas": decode_replicas, "rounds": rounds, "quiet": QUIET,
