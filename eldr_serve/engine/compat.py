@@ -303,8 +303,8 @@ def choose_open_kernel(vllm_config: VllmConfig) -> None:
         )
 
 
-def _hides_choices(kernel: type) -> bool:
-    """Whether it routes inside, and has no record of what it chose."""
+def _hides_choices(kernel: Any) -> bool:
+    """Whether a kernel's class routes inside, and has no record of what it chose."""
     replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
     return issubclass(kernel, FusedMoEExpertsMonolithic) and kernel.supports_routing_replay_capture is replay
 
