@@ -9,6 +9,7 @@ does not fit raises ArtifactError, with one sentence that names the file.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,30 @@ class _TableRecord(Record):
     domains: list[str]
 
 
+class Artifact(ABC):
+    """What is saved as one file."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """The file's content; equal artifacts give equal bytes."""
+
+    @classmethod
+    @abstractmethod
+    def from_bytes(cls, data: bytes, *, name: str = "the file") -> Self:
+        """Parse a file's content; ArtifactError, with the name, if it is not one."""
+
+    def save(self, path: Path | str) -> None:
+        """Write the file, whole or not at all."""
+        write_whole(Path(path), self.to_bytes())
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a file; ArtifactError if it is missing or is not one."""
+        return cls.from_bytes(read_file(path), name=str(path))
+
+
 @dataclass(frozen=True, eq=False)
-class RoutingTable:
+class RoutingTable(Artifact):
     """How to make a signature and where its clusters lie.
 
     Attributes:
@@ -143,15 +166,6 @@ class RoutingTable:
                 fingerprint=record.fingerprint,
             ),
         )
-
-    def save(self, path: Path | str) -> None:
-        """Write the file, whole or not at all."""
-        write_whole(Path(path), self.to_bytes())
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Read a file; ArtifactError if it is missing or is not one."""
-        return cls.from_bytes(read_file(path), name=str(path))
 
 
 def pack_file(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:

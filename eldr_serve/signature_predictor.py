@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
-from eldr_serve.artifacts import pack_file, unpack_file
-from eldr_serve.files import write_whole
-from eldr_serve.records import Record, build, read_file, require
+from eldr_serve.artifacts import Artifact, pack_file, unpack_file
+from eldr_serve.records import Record, build, require
 
 Floats = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2
@@ -42,7 +40,7 @@ def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class SignaturePredictor:
+class SignaturePredictor(Artifact):
     """What each token of a prompt adds to its expert frequencies.
 
     Attributes:
@@ -153,12 +151,3 @@ class SignaturePredictor:
                 arrays["experts"], arrays["variance"], record.fingerprint,
             ),
         )  # fmt: skip
-
-    def save(self, path: Path | str) -> None:
-        """Write the file, whole or not at all."""
-        write_whole(Path(path), self.to_bytes())
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Read a file; ArtifactError if it is missing or is not one."""
-        return cls.from_bytes(read_file(path), name=str(path))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_serve.artifacts import pack_file, unpack_file
-from eldr_serve.files import write_whole
-from eldr_serve.records import Record, build, read_file, require
+from eldr_serve.artifacts import Artifact, pack_file, unpack_file
+from eldr_serve.records import Record, build, require
 
 
 class _TraceRecord(Record):
@@ -26,7 +24,7 @@ class _TraceRecord(Record):
 
 
 @dataclass(frozen=True, eq=False)
-class CalibrationTrace:
+class CalibrationTrace(Artifact):
     """Which experts N requests used.
 
     Attributes:
@@ -200,12 +198,3 @@ class CalibrationTrace:
                 vocabulary=record.vocabulary,
             ),
         )
-
-    def save(self, path: Path | str) -> None:
-        """Write the file, whole or not at all."""
-        write_whole(Path(path), self.to_bytes())
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Read a file; ArtifactError if it is missing or is not one."""
-        return cls.from_bytes(read_file(path), name=str(path))
