@@ -15,9 +15,8 @@ from eldr_serve.check.machine import GIB
 from eldr_serve.check.memory import Step, kv_bytes, reserve_bytes
 from eldr_serve.engine.compat import DescribedEngine, UnsupportedEngineError
 
-_GPU_BLOCK = (
-    16  # by table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others
-)
+# By table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others.
+_GPU_BLOCK = 16
 
 
 def answer(

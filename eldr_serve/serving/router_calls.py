@@ -49,8 +49,9 @@ class RouterCalls:
             if error.status < 500:
                 raise SwapRefused(error.body.decode()) from None
             raise
-        finally:
+        except asyncio.CancelledError:
             call.cancel()
+            raise
         return pickle.loads(chunk.payload if chunk else b"")
 
     def close(self) -> None:
