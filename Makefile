@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-engine test-families test-demo test-e2e lint format demo bench tables clean
+.PHONY: help setup browser test test-unit test-engine test-families test-faults test-demo test-e2e lint format demo bench \
+	tables docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -53,6 +54,9 @@ test-engine: setup ## the engine extension on a real vLLM CPU engine
 test-families: setup ## every MoE family on a real engine, under both model runners of vLLM
 	$(BIN)/python -m pytest -m families tests/engine
 
+test-faults: setup ## the fault harness at length: every mutation of the code is found; processes die in turn
+	$(BIN)/python -m pytest -m faults tests/unit tests/e2e
+
 test-demo: setup browser ## the README's first command, small, to its report
 	$(BIN)/python -m pytest tests/e2e/test_demo.py
 
@@ -77,6 +81,13 @@ bench: setup ## run the benchmarks; results in benchmarks/results
 tables: setup ## rewrite docs/tables, docs/plots and the README's table from benchmarks/results
 	$(BIN)/python -m benchmarks.harness.tables
 	$(BIN)/python -m benchmarks.harness.plots
+
+docs: setup ## build the documentation site into out/site, without network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo 'open out/site/index.html'
+
+package: setup ## build sdist and wheel into out/dist
+	$(BIN)/python -m build --no-isolation --outdir out/dist
 
 clean: ## remove what runs left behind (not .venv)
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,7 @@ import typer
 from tools.cli import BadInput, run
 
 _GROUPS = {  # modules of several commands
+    "ep_engine": ("ep_choice", "ep_shift"),
     "expert_use": (
         "activation_by_domain", "prefill_decode", "same_domain", "signature_quality", "signature_space",
     ),
@@ -30,7 +31,17 @@ MODULES = {
 }
 NAMES = sorted(MODULES)
 # Engines or Ray Serve for minutes each; one engine for up to an hour each.
-SERVING = {"capture_overhead", "handover", "live", "model_families", "peers", "prefix_cache", "streams"}
+SERVING = {
+    "capture_overhead",
+    "ep_choice",
+    "ep_shift",
+    "handover",
+    "live",
+    "model_families",
+    "peers",
+    "prefix_cache",
+    "streams",
+}
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 
 

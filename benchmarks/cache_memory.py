@@ -20,8 +20,8 @@ import typer
 import yaml
 
 from benchmarks.harness import options
-from eldr_serve.engine.config import engine_kwargs
-from eldr_serve.engine.signature_cache import SignatureCache, cell_dtype
+from eldr_serve.engine.vllm.config import engine_kwargs
+from eldr_serve.engine.vllm.signature_cache import SignatureCache, cell_dtype
 from tools.cli import BadInput, run
 from tools.results import publish
 
@@ -47,6 +47,7 @@ SHAPES = {
     "Qwen/Qwen3-30B-A3B": Shape(48, 128, ((48, 4, 128),)),
     "Qwen/Qwen3-235B-A22B": Shape(94, 128, ((94, 4, 128),)),
     "openai/gpt-oss-120b": Shape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
+    "out/demo_model_4_heads": Shape(6, 64, ((6, 1, 64),)),
     "google/gemma-4-26B-A4B-it": Shape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
 }
 
@@ -95,11 +96,12 @@ def cache_memory(
     ] = "16,32,64,128",
     out: options.Out = None,
 ) -> None:
-    """Compare both caches' bytes for the prefill engines of every deployment."""
+    """Compare both caches' bytes for the engines of every deployment that prefill."""
     rows = []
     cpu_block = int(engine_kwargs("prefill", device="cpu")["block_size"])
     for path in sorted(deployments.glob("*.yaml")):
-        config = yaml.safe_load(path.read_text())["applications"][0]["args"]["prefill_config"]
+        arguments = yaml.safe_load(path.read_text())["applications"][0]["args"]
+        config = arguments.get("prefill_config") or arguments["decode_config"]  # whole replicas count there
         engine = config["engine_kwargs"]
         on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
         sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]

@@ -32,7 +32,7 @@ from benchmarks.harness import options
 from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
 from benchmarks.harness.engines import ENGINE_ENV
 from benchmarks.harness.synthetic import TOP_K, E, L, random_spec, table_near
-from eldr_serve.engine.capture import ExpertCapture
+from eldr_serve.engine.vllm.capture import ExpertCapture
 from eldr_serve.routing import Loads, PlacementRequest, make_policy
 from eldr_serve.signature import pack_counts, unpack_counts
 from tools.cli import BadInput, run

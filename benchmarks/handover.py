@@ -35,11 +35,13 @@ from benchmarks.harness.client import Answer, allow_open_files, closed_loop, com
 from benchmarks.harness.cluster import local_ray, wait_ready
 from benchmarks.harness.engines import our_arguments
 from benchmarks.harness.prompts import MODEL, bodies
+from eldr_serve.client import Client
 from eldr_serve.serving.stages import WINDOW
 from tools.cli import run
 from tools.prometheus import total
 from tools.results import publish
 
+_KEY = "handover"
 _KV_PULL = "ray_vllm_nixl_xfer_time_seconds"
 
 
@@ -103,9 +105,9 @@ def handover(
         from benchmarks.harness.timed_decode import TimedDecodeServer
         from eldr_serve.serving.app import build_app
 
-        with patch("eldr_serve.serving.app.DecodeServer", TimedDecodeServer):
+        with patch("eldr_serve.serving.app.LLMDecodeServer", TimedDecodeServer):
             arguments = our_arguments(deployment, model, decode_replicas=1)
-            application = build_app(arguments | {"ingress": {"port": port}})
+            application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
         serve.run(application, name="eldr", route_prefix="/")
         url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
         wait_ready(url, 180)
@@ -114,7 +116,7 @@ def handover(
         for count in map(int, in_flight.split(",")):
             seconds, transfers = _settled(metrics)
             answers = asyncio.run(_load(url, work, requests, count))
-            stages = httpx.get(f"{url}/eldr/status", timeout=60).json()["ingress"]["stages"]
+            stages = Client(url, _KEY).status()["ingress"]["stages"]
             stages |= decode.stages.remote().result()
             after_s, after = _settled(metrics)
             kv_pull_ms = 1000 * (after_s - seconds) / max(1.0, after - transfers)

@@ -100,7 +100,7 @@ class _Layer:
     def __init__(
         self, torch: Any, device: str, hidden: int, intermediate: int, experts: int, seed: int
     ) -> None:
-        from eldr_serve.engine.compat import fused_moe
+        from eldr_serve.engine.vllm.compat.moe import fused_moe
 
         self._torch, self._device, self._hidden = torch, device, hidden
         torch.manual_seed(seed)

@@ -19,8 +19,8 @@ can be made in several short runs.
 The whole product against the whole peer, engines that spend their time on experts:
 
     python -m benchmarks.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
-        --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 60 --warm-up 160 \\
-        --min-tokens 32 --max-tokens 96 --systems eldr,vllm-router-polled \\
+        --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 160 \\
+        --min-tokens 80 --max-tokens 240 --max-prompt-tokens 128 --systems eldr,vllm-router-polled \\
         --router-policies random,round_robin,power_of_two,consistent_hash,cache_aware \\
         --vllm-router-venv router-venv --rounds 2 --out benchmarks/results/peers_4d.json
 """
@@ -144,19 +144,23 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
 async def _trial(
     send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
 ) -> Any:
-    """One row for each load; `warm_up` requests first that do not count."""
+    """One row for each load, of answers that end while the loop goes on as before and after them.
+
+    What begins together would else queue for prefill together. `warm_up` answers come first.
+    """
     found = {}
     async with session(_TIMEOUT_S) as http:
-        first = work[::-1]
-        await closed_loop(
-            lambda n: send(http, first[n % len(first)]), requests=warm_up, in_flight=max(8, max(loads))
-        )
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
             answers = await closed_loop(
-                lambda n: send(http, work[n % len(work)]), requests=requests, in_flight=in_flight
+                lambda n: send(http, work[n % len(work)]),
+                requests=warm_up + requests + in_flight,
+                in_flight=in_flight,
             )
-            found[str(in_flight)] = summary(answers) | {"errors": errors(answers)}
+            answers.sort(key=lambda answer: answer.end)
+            counted = answers[warm_up : warm_up + requests]
+            row = summary(counted, answers[warm_up - 1].end)
+            found[str(in_flight)] = row | {"errors": errors(counted)}
     return found
 
 
@@ -170,12 +174,12 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name in ("requests", "failures"):
                 row[name] = sum(m[name] for m in measured)
             for name in (
-                "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "requests_per_s",
+                "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "latency_p50_ms",
+                "requests_per_s",
             ):  # fmt: skip
                 row[name] = float(np.median([m[name] for m in measured]))
-            _, row["ttft_p50_low_ms"], row["ttft_p50_high_ms"] = median_ci(
-                [m["ttft_p50_ms"] for m in measured]
-            )
+            for name in ("ttft_p50_ms", "tpot_p50_ms", "requests_per_s"):
+                _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in measured])
             rows.append(row)
     return sorted(rows, key=lambda row: (row["in_flight"], row["system"]))
 
@@ -187,7 +191,7 @@ def peers(
         int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
     ] = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
-    warm_up: Annotated[int, typer.Option(min=1, help="Requests before them, in no figure.")] = 16,
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, in no figure.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
     min_tokens: Annotated[int | None, typer.Option(min=2, help="At least; as many if not given.")] = None,
     intermediate: options.Intermediate = 32,
@@ -196,6 +200,9 @@ def peers(
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
     work: options.Work = options.WORK,
     prompts: options.Prompts = options.PROMPTS,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
+    ] = None,
     vllm_router_venv: Annotated[
         Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
     ] = None,
@@ -212,12 +219,16 @@ def peers(
     allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv, router_policies)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
-    asked = bodies(prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+    asked = bodies(
+        prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens,
+        most_prompt_tokens=max_prompt_tokens, seed=seed,
+    )  # fmt: skip
     loads = [int(load) for load in in_flight.split(",")]
     inputs: dict[str, Any] = {
         "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
         "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
         "stream_interval": stream_interval, "deployment": deployment.stem, "prompts": prompts.name,
+        "max_prompt_tokens": max_prompt_tokens,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []

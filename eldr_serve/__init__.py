@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eldr_serve.artifacts import RoutingTable
     from eldr_serve.client import Client, ServiceError
+    from eldr_serve.errors import ConfigurationError
     from eldr_serve.expert_placement import ExpertPlacement
     from eldr_serve.records import ArtifactError
     from eldr_serve.routing import (
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     )
     from eldr_serve.routing.checks import check_policy
     from eldr_serve.serving.app import build_app
-    from eldr_serve.serving.errors import ConfigurationError
 
 __all__ = [
     "ArtifactError",
@@ -56,7 +56,7 @@ _HOMES = {
     "ArtifactError": "records",
     "build_app": "serving.app",
     "check_policy": "routing.checks",
-    "ConfigurationError": "serving.errors",
+    "ConfigurationError": "errors",
 }
 
 

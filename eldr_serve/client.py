@@ -1,4 +1,4 @@
-"""A running service over HTTP, as its operator sees it: status, policy, table, what its engines report."""
+"""A running service over HTTP, as its operator sees it: status, policy, artifacts, what engines report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Client:
 
     Args:
         url: of its ingress.
-        admin_key: for set_policy and swap_table.
+        admin_key: for set_policy, what swaps, and all but the rough lines of the status.
         timeout_s: of each call.
     """
 
@@ -44,6 +44,10 @@ class Client:
     def swap_table(self, table: bytes) -> dict[str, Any]:
         """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
         return self._ask("PUT", "table", content=table)
+
+    def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
+        """Swap the predictor, given as a SignaturePredictor file's content; returns the live settings."""
+        return self._ask("PUT", "predictor", content=predictor)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
         """Until no request holds a lease."""

@@ -1,10 +1,13 @@
-"""The command `eldr`: the repository's commands, loaded when asked for, and a running service's operation."""
+"""The command `eldr`: jobs, loaded when asked for, and a running service's operation."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import secrets
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from eldr_serve.home import BUNDLE
+
+_JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
 _SERVICE = "A running service"
 _DEPLOYMENT = "A deployment"
@@ -29,6 +35,7 @@ _LAZY = {
         "Fit what foretells a prompt's experts from its tokens, on a calibration trace.",
     ),
     "refit": ("offline.refit:refit", "Fit a table for the decode replicas that serve now, and swap it in."),
+    "live-refit": ("offline.live_refit:live_refit", "Keep the table fitted to traffic and replicas: a job."),
     "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
     "simulate": ("offline.simulate:simulate", "Run a scenario's policies in simulation."),
     "compare": ("loadgen.compare:compare", "Compare policies on a running service, with intervals."),
@@ -41,15 +48,17 @@ class _Lazy(TyperCommand):
     """A command that is imported when it is run, completed or asked for its help."""
 
     def __init__(self, name: str, where: str, summary: str) -> None:
-        panel = _DEPLOYMENT if where.startswith("eldr_serve.") else _REPOSITORY
+        panels = {"eldr_serve": _DEPLOYMENT, "studies": _REPOSITORY, "benchmarks": _REPOSITORY}
+        panel = panels.get(where.partition(".")[0], _JOBS)
         super().__init__(name, help=summary, rich_help_panel=panel)
         self._where = where
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Of the command itself."""
-        return self._loaded().make_context(info_name, args, parent, **extra)
+        return self.loaded().make_context(info_name, args, parent, **extra)
 
-    def _loaded(self) -> Any:
+    def loaded(self) -> Any:
+        """The command itself; ValueError, one sentence, if what it needs is not installed."""
         module, _, function = self._where.partition(":")
         app = typer.Typer(add_completion=False)
         try:
@@ -89,23 +98,39 @@ app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=Fal
 Url = Annotated[str, typer.Option(help="Where the service's ingress listens.")]
 AdminKey = Annotated[
     str | None,
-    typer.Option(envvar="ELDR_ADMIN_KEY", help="Key for changes of the service.", show_default=False),
+    typer.Option(envvar="ELDR_ADMIN_KEY", help="The service's admin key.", show_default=False),
 ]
 _URL = "http://127.0.0.1:8000"
 
 
+def loaded(command: Any) -> Any:
+    """The subcommand with its arguments and options; one that is not imported yet is imported."""
+    return command.loaded() if isinstance(command, _Lazy) else command
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"eldr-serve {version('eldr-serve')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _eldr() -> None:
+def _eldr(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Expert-locality-aware serving of mixture-of-experts models: jobs, studies and operation."""
 
 
 @app.command(rich_help_panel=_SERVICE)
 def status(
     url: Url = _URL,
+    admin_key: AdminKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the service answers, as JSON.")] = False,
 ) -> None:
-    """Show workers, their load in requests and tokens, policy, table and counters."""
-    found = _client(url).status()
+    """Show workers, their load in requests and tokens, policy, table and counters: all to the admin key."""
+    found = _client(url, admin_key).status()
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
@@ -147,8 +172,85 @@ def table(
     _print_json(client.status().get("table") if file is None else client.swap_table(file.read_bytes()))
 
 
+@app.command(rich_help_panel=_SERVICE)
+def predictor(
+    file: Annotated[
+        Path | None, typer.Argument(help="SignaturePredictor to swap in; none shows the live one.")
+    ] = None,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show how well signatures are predicted, or swap in another predictor, of eldr fit-predictor."""
+    client = _client(url, admin_key)
+    _print_json(
+        client.status().get("predictor") if file is None else client.swap_predictor(file.read_bytes())
+    )
+
+
+keys = typer.Typer(no_args_is_help=True)
+app.add_typer(keys, name="keys", help="The file of inference keys and tenants.", rich_help_panel=_DEPLOYMENT)
+KeysFile = Annotated[Path, typer.Option("--file", help="The deployment's ingress.keys_file.")]
+_KEYS_FILE = Path("keys.json")
+
+
+@keys.command()
+def add(
+    tenant: Annotated[str, typer.Argument(help="Whose key; a new name makes a new tenant.")],
+    file: KeysFile = _KEYS_FILE,
+    priority: Annotated[
+        float | None, typer.Option(help="Weight of the tenant's share while requests wait; else 1.")
+    ] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(help="Of all the tenant's keys.")] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option(help="Prompt and generated tokens, of all the tenant's keys.")
+    ] = None,
+) -> None:
+    """Make a key and print it, this once: the file keeps its SHA-256. Limits given change the tenant's."""
+    from eldr_serve.serving.keys import Keys, add_key, read_keys, write_keys
+
+    given = {
+        "priority": priority,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+    }
+    key = f"eldr-{secrets.token_urlsafe(32)}"
+    limits = {name: value for name, value in given.items() if value is not None}
+    write_keys(file, add_key(read_keys(file) if file.exists() else Keys(), tenant, key, limits))
+    typer.echo(key)
+
+
+@keys.command("list")
+def list_keys(file: KeysFile = _KEYS_FILE) -> None:
+    """Show tenants, their limits and the beginnings of their keys' SHA-256."""
+    from eldr_serve.serving.keys import read_keys
+
+    found = read_keys(file)
+    _print_json(
+        {
+            name: limits.model_dump(exclude_none=True)
+            | {"keys": {k.sha256[:12]: str(k.created) for k in found.keys if k.tenant == name}}
+            for name, limits in found.tenants.items()
+        }
+    )
+
+
+@keys.command()
+def revoke(
+    sha256: Annotated[str, typer.Argument(help="Beginning of its SHA-256, see `eldr keys list`.")],
+    file: KeysFile = _KEYS_FILE,
+) -> None:
+    """Take a key out of the file; the service refuses it within seconds."""
+    from eldr_serve.serving.keys import read_keys, revoke_key, write_keys
+
+    write_keys(file, revoke_key(read_keys(file), sha256))
+
+
 def main() -> None:
     """The entry point."""
+    if BUNDLE.is_dir():
+        sys.path.insert(0, str(BUNDLE))
+        # of the jobs' own processes, and of Ray's workers where a job starts them
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BUNDLE), os.getenv("PYTHONPATH")]))
     app(prog_name="eldr")
 
 
@@ -167,7 +269,18 @@ def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
-    for name in ("model", "router", "policy", "table", "leases", "pool", "step_cost", "decode_totals"):
+    names = (
+        "model",
+        "router",
+        "policy",
+        "table",
+        "predictor",
+        "leases",
+        "pool",
+        "step_cost",
+        "decode_totals",
+    )
+    for name in names:
         if found.get(name) is not None:
             grid.add_row(name, _line(found[name] if name != "policy" else _policy(found)))
     grid.add_row("ingress", _line(found.get("ingress", {})))

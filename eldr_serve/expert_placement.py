@@ -184,6 +184,21 @@ def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.b
     return hosts
 
 
+def check_fits(placement: ArrayLike, *, layers: int, slots: int, num_experts: int, ranks: int) -> None:
+    """Raise ValueError, with one sentence, where an engine cannot hold a placement int[L, P].
+
+    Args:
+        layers, slots, num_experts, ranks: the engine's L, P, E and G.
+    """
+    shape = np.shape(placement)
+    if shape != (layers, slots):
+        raise ValueError(
+            f"the placement has {shape[0]} layers of {shape[1] if len(shape) > 1 else 0} slots, "
+            f"the model {layers} of {slots}"
+        )
+    hosts_of(placement, num_experts, ranks)
+
+
 def _sidecar(path: Path) -> Path:
     if path.suffix != ".json":
         raise ValueError(f"{path.name} must end in .json: SGLang knows a placement's file by that")

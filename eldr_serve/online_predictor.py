@@ -94,7 +94,7 @@ class OnlinePredictor:
 
     def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
         tokens, variance = self.predictor.tokens, self.predictor.variance
-        directions = self.predictor.experts.reshape(tokens.shape[1], -1)  # a view
+        directions = self.predictor.experts.reshape(tokens.shape[1], true.size)  # a view
         deviation: Floats = (true - self.predictor.mean).reshape(-1)
         wanted: Floats = directions @ deviation
         seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)

@@ -80,7 +80,7 @@ class SignaturePredictor(Artifact):
             require(array.dtype == np.float32, f"{name} is not float32")
             require(bool(np.isfinite(array).all()), f"{name} is not finite")
         require(bool((self.variance >= 0).all()), "a variance is negative")
-        directions = self.experts.reshape(len(self.experts), -1)
+        directions = self.experts.reshape(len(self.experts), self.mean.size)
         skew = abs(directions @ directions.T - np.eye(len(directions)))
         require(not skew.size or float(skew.max()) < _SKEW_TOLERANCE, "the directions are not orthonormal")
         shares = bool((self.mean >= 0).all() and (self.mean <= 1).all())
@@ -116,21 +116,25 @@ class SignaturePredictor(Artifact):
         total: Floats = self.tokens.take(known, axis=0).sum(axis=0) / np.float32(max(len(token_ids), 1))
         return total
 
-    def require_fit(self, *, model: str, tokenizer: str, shape: tuple[int, int], top_k: int) -> None:
+    def require_fit(
+        self, *, model: str, tokenizer: str | None = None, shape: tuple[int, int] | None = None
+    ) -> None:
         """Refuse to serve another model than the one fitted on.
 
         Args:
-            tokenizer: fingerprint of the served one.
-            shape: (L, E) of the served model.
+            tokenizer: fingerprint of the served one; None while it is not known.
+            shape: (L, E) of the served model; None while it is not known.
 
         Raises:
-            ArtifactError: another model, tokenizer, shape or number of experts a token.
+            ArtifactError: another model, tokenizer or shape.
         """
-        served = (model, tokenizer, shape, top_k)
-        own = (self.model, self.tokenizer, self.mean.shape, self.top_k)
-        names = ("model", "tokenizer", "layers and experts", "experts a token")
-        for name, mine, theirs in zip(names, own, served, strict=True):
-            require(mine == theirs, f"the signature predictor is for {name} {mine}, not {theirs}")
+        served = (model, tokenizer, shape)
+        own = (self.model, self.tokenizer, self.mean.shape)
+        for name, mine, theirs in zip(("model", "tokenizer", "layers and experts"), own, served, strict=True):
+            require(
+                theirs is None or mine == theirs,
+                f"the signature predictor is for {name} {mine}, not {theirs}",
+            )
 
     def to_bytes(self) -> bytes:
         """The file's content; equal predictors give equal bytes."""

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.client import Client
 from eldr_serve.files import write_whole
+from eldr_serve.home import ROOT
 from loadgen.figures import method, policy_rows
 from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
@@ -48,9 +49,10 @@ def compare(
     rate: Annotated[float | None, typer.Option(help="Open loop: requests/s, Poisson arrivals.")] = None,
     in_flight: Annotated[int | None, typer.Option(help="Closed loop: requests in flight, always.")] = None,
     host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
-    prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts with domains.")] = Path(
-        "demo_model/prompts"
-    ),
+    prompts: Annotated[
+        Path,
+        typer.Option(help="JSONL file or folder of prompts with domains.", show_default="the demo model's"),
+    ] = ROOT / "demo_model/prompts",
     trial_seconds: Annotated[int, typer.Option(help="Measured part of a trial, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
     burn_in_seconds: Annotated[

@@ -27,11 +27,14 @@ import httpx
 import typer
 from rich.console import Console
 
+from eldr_serve.client import ServiceError
 from loadgen.hostile_cases import Case, by_hand, from_openapi, known, mutations
+from loadgen.hostile_connections import occupied, slow_request
+from loadgen.remains import settle
 from tools.cli import BadInput, run
 from tools.progress import progress_bar
 
-_SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease of 30 s at most
+_SLOW_TOKENS = 1000
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _STREAMED_ERROR = re.compile(rb'data: (\{"error".*\})')
 
@@ -124,32 +127,6 @@ async def send_all(
     return outcomes
 
 
-def remains(url: str) -> list[str]:
-    """What the service still holds, one entry each; empty where it is idle."""
-    status = httpx.get(f"{url}/eldr/status", timeout=30).raise_for_status().json()
-    held = {
-        "requests in flight": status["ingress"]["in_flight"],
-        "leases": status["leases"] + status["ingress"]["leases"],
-        "requests in the decode queue": status["decode_queue"]["size"],
-        "requests on decode workers": sum(worker["in_flight"] for worker in status["workers"]),
-        "KV tokens on decode workers": sum(worker["kv_tokens"] for worker in status["workers"]),
-        "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),
-        "KV usage of decode": sum(status["ingress"]["decode_kv_usage"].values()),
-    }
-    return [f"{what}: {amount}" for what, amount in held.items() if amount]
-
-
-def settle(url: str, model: str, timeout_s: float = _SETTLE_S) -> list[str]:
-    """What is wrong with the service after all answers have ended; empty where it is well."""
-    deadline = time.monotonic() + timeout_s
-    while (held := remains(url)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 4}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
-    wrong = [f"left behind: {what}" for what in held]
-    return wrong if answer.status_code == 200 else [*wrong, f"a valid request got {answer.status_code}"]
-
-
 def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
     """So many cases: what broke the service once, and of the rest a third of each kind."""
     document = httpx.get(f"{url}/openapi.json", timeout=30).raise_for_status().json()
@@ -180,6 +157,8 @@ def hostile(
     ] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
     limit_s: Annotated[float, typer.Option(min=0.1, help="The longest that an answer may take, s.")] = 5.0,
+    idle: Annotated[int, typer.Option(min=0, help="Idle connections that are held meanwhile.")] = 0,
+    slow: Annotated[int, typer.Option(min=0, help="Streams that nobody reads meanwhile.")] = 0,
     replay: Annotated[Path | None, typer.Option(help="Send the requests of this file instead.")] = None,
     out: Annotated[Path, typer.Option(help="JSON-lines file of the violations.")] = Path("out/hostile.jsonl"),
 ) -> None:
@@ -192,10 +171,15 @@ def hostile(
         served = model or httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
         with Console(stderr=True).status(f"making {cases} requests: minutes where they are thousands"):
             todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
-        sending = send_all(todo, address.hostname, address.port or 80, in_flight=in_flight, limit_s=limit_s)
-        outcomes = asyncio.run(sending)
-        wrong = settle(url, served)
-    except httpx.HTTPError as error:
+        where = address.hostname, address.port or 80
+
+        async def sending() -> list[Outcome]:
+            async with occupied(*where, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)):
+                return await send_all(todo, *where, in_flight=in_flight, limit_s=limit_s)
+
+        outcomes = asyncio.run(sending())
+        wrong = settle(url, served, admin_key)
+    except (httpx.HTTPError, ServiceError) as error:
         raise BadInput(f"{url} does not answer as eldr-serve: {error}") from error
     violations = [outcome for outcome in outcomes if outcome.problem]
     out.parent.mkdir(parents=True, exist_ok=True)

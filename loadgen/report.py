@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
+from eldr_serve.pages import style
 from loadgen.figures import active_by_round
 from loadgen.trial import Trial
 from tools.results import cell
@@ -65,7 +66,7 @@ def page(
         verdict: the first line, red if `bad`.
     """
     return _PAGES.get_template("report.html").render(
-        title=title, verdict=verdict, bad=bad, rows=_cells(rows), explanation=explanation,
+        style=style(), title=title, verdict=verdict, bad=bad, rows=_cells(rows), explanation=explanation,
         pictures=[(heading, _png(figure)) for heading, figure in pictures],
         settings=_cells([{"setting": key, "value": value} for key, value in settings.items()]),
     )  # fmt: skip

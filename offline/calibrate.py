@@ -22,8 +22,10 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
+from eldr_serve.engine.protocol import Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
+from eldr_serve.home import model_folder
 from eldr_serve.signature import unpack_counts
 from eldr_serve.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import Prompt, balanced_sample, read_prompts
@@ -37,58 +39,35 @@ _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats a
 
 
 class EngineActor:
-    """One vLLM engine that reports the experts of each prompt's prefill and decode."""
+    """One engine that reports the experts of each prompt's prefill and decode."""
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-        from vllm import LLM
+        from eldr_serve.engine.vllm.tracer import VllmTracer
 
-        self._llm = LLM(**kwargs)
-        config = self._llm.llm_engine.vllm_config
-        self._max_model_len: int = config.model_config.max_model_len
+        self._tracer = VllmTracer(kwargs, port)
 
-    def trace(
-        self, prompts: list[Prompt], max_tokens: int, temperature: float, routes: bool, chat: bool
-    ) -> list[dict[str, Any]]:
-        """One record a prompt; a prompt that is too long for the context is cut at its end."""
-        tokenizer = self._llm.get_tokenizer()
-        room = self._max_model_len - max_tokens
-        tokens = [prompt_tokens(tokenizer, p.text, chat)[:room] for p in prompts]
-        return self.trace_tokens(prompts, tokens, max_tokens, temperature, routes)
+    def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
+        """See trace_texts."""
+        return trace_texts(self._tracer, prompts, sampling, chat)
 
-    def trace_tokens(
-        self,
-        prompts: list[Prompt],
-        tokens: list[list[int]],
-        max_tokens: int,
-        temperature: float,
-        routes: bool,
-        ignore_eos: bool = False,
-        seeds: Sequence[int | None] | None = None,
-    ) -> list[dict[str, Any]]:
-        """One record a prompt, given as token ids; with a seed its text can be sampled again."""
-        from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                ignore_eos=ignore_eos,
-                seed=seed,
-                extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": routes}},
-            )
-            for seed in seeds or [None] * len(tokens)
-        ]
-        outputs = self._llm.generate([{"prompt_token_ids": t} for t in tokens], params, use_tqdm=False)
-        return [
-            {
-                "id": prompt.id,
-                "domain": prompt.domain,
-                "token_ids": list(output.prompt_token_ids),
-                **(output.kv_transfer_params or {}),
-            }
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+def trace_texts(
+    tracer: Tracer, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
+) -> list[dict[str, Any]]:
+    """One record a prompt; a prompt that is too long for the context is cut at its end."""
+    room = tracer.max_model_len - sampling.max_tokens
+    tokens = [prompt_tokens(tracer.tokenizer, p.text, chat)[:room] for p in prompts]
+    return trace_tokens(tracer, prompts, tokens, [sampling] * len(tokens))
+
+
+def trace_tokens(
+    tracer: Tracer, prompts: Sequence[Prompt], tokens: Sequence[list[int]], sampling: Sequence[Sampling]
+) -> list[dict[str, Any]]:
+    """One record a prompt, given as token ids."""
+    return [
+        {"id": prompt.id, "domain": prompt.domain, **traced}
+        for prompt, traced in zip(prompts, tracer.trace(tokens, sampling), strict=True)
+    ]
 
 
 def prompt_tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
@@ -114,13 +93,12 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
     except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError) as error:
         raise BadInput(f"{deployment} is not a deployment with a decode_config ({error!r})") from error
     device = (config.get("accelerator_config") or {}).get("kind", "gpu")
-    if Path(source).is_dir():
-        source = str(Path(source).resolve())
     arguments = copy.deepcopy(config.get("engine_kwargs") or {})
     kwargs = engine_kwargs("calibrate", device=device, **arguments)
     environment = ENVIRONMENT | ((config.get("runtime_env") or {}).get("env_vars") or {})
     gpus = float(kwargs.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
-    return model_id, {"model": source, **kwargs}, environment, {"num_gpus": gpus, "num_cpus": 0.1}
+    engine = {"model": model_folder(source) or source, **kwargs}
+    return model_id, engine, environment, {"num_gpus": gpus, "num_cpus": 0.1}
 
 
 def build_trace(
@@ -199,8 +177,8 @@ def calibrate(
     if len(todo) < len(chosen):
         typer.echo(f"going on with an interrupted run: {len(chosen) - len(todo)} prompts are done")
     if todo:
-        sampling = (max_tokens, temperature, routes, chat)
-        _run_pool(todo, kwargs, environment, resources, actors, journal, sampling)
+        sampling = Sampling(max_tokens, temperature, routes=routes)
+        _run_pool(todo, kwargs, environment, resources, actors, journal, (sampling, chat))
     records = [journal.get(p.id) for p in chosen]
     trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes, _vocabulary(kwargs["model"]))
     trace.save(out)

@@ -1,6 +1,6 @@
 """The whole product on one small machine: serve, calibrate, fit, swap, compare three policies, report.
 
-    python -m offline.demo            (or: make demo)
+    eldr demo            (or: make demo)
 
 Starts a Ray cluster and the application of its own, and stops both at the end, also when interrupted.
 With --keep the service goes on after the report, until Ctrl-C.
@@ -8,15 +8,12 @@ With --keep the service goes on after the report, until Ctrl-C.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +23,10 @@ import yaml
 from rich.console import Console
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.client import Client, ServiceError
+from eldr_serve.client import Client
 from eldr_serve.files import write_whole
-from eldr_serve.serving.ray_settings import QUIET
+from eldr_serve.home import ROOT
+from loadgen import application
 from loadgen.figures import method, policy_rows
 from loadgen.report import distributions, load_over_time, page
 from loadgen.trial import Shape, Trial, drive
@@ -40,7 +38,6 @@ from tools.trace import CalibrationTrace
 
 KEY = "demo"
 console = Console()
-_POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _COLUMNS = (
     "policy", "requests", "failures", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "active_experts",
@@ -85,82 +82,19 @@ def _command(module: str, *arguments: object, log: Path) -> None:
 
 @contextmanager
 def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> Iterator[Client]:
-    for wanted in (port, port + 1):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", wanted)) == 0:
-                raise BadInput(f"something listens at port {wanted} already; give another --port")
-    # Before ray is imported: a cluster of this demo alone, which needs no token and reports to nobody.
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    import ray
-    from ray import serve
-
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
         arguments[role]["model_loading_config"]["model_source"] = str(model)
-    arguments["admin_key"] = KEY
-    arguments["ingress"] = arguments.get("ingress", {}) | {"port": port}
-    for noisy in ("ray", "ray.serve", "vllm", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    service = Client(f"http://127.0.0.1:{port}", KEY)
+    application.check_port(port)
     try:
         with _step("starting the engines (1 prefill, 2 decode)") as tell:
-            with ThreadPoolExecutor(1) as importing:
-                builder = importing.submit(_builder)  # while Ray starts
-                tell("a Ray cluster of its own")
-                context = ray.init(
-                    "local",
-                    num_cpus=8,
-                    log_to_driver=False,
-                    logging_level="error",
-                    object_store_memory=400_000_000,
-                    include_dashboard=dashboard,
-                )
-                serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
-                tell("importing Ray Serve LLM and vLLM")
-                application = builder.result()(arguments)
-            target = serve.RunTarget(application, name="eldr", route_prefix="/")
-            serve.run_many([target], wait_for_applications_running=False)
-            while (state := serve.status().applications["eldr"]).status != "RUNNING":
-                if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise BadInput(f"the application did not start: {state.message}")
-                tell(_replicas_up(state.deployments))
-                time.sleep(_POLL_S)
-            while not (ingress := _ingress_status(service)).get("ready"):
-                tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV trials")
-                time.sleep(0.5)
+            service, address = application.start(arguments, port, KEY, dashboard=dashboard, tell=tell)
         if dashboard:
-            console.print(f"Ray's dashboard: http://{context.dashboard_url}", soft_wrap=True)
+            console.print(f"Ray's dashboard: {address}", soft_wrap=True)
         yield service
     finally:
         with _step("stopping everything"):
-            serve.shutdown()
-            ray.shutdown()
-
-
-def _ingress_status(service: Client) -> dict[str, Any]:
-    """Empty while the ingress does not listen yet."""
-    try:
-        found: dict[str, Any] = service.status()["ingress"]
-    except ServiceError:
-        return {}
-    return found
-
-
-def _builder() -> Callable[[dict[str, Any]], Any]:
-    from eldr_serve.serving.app import build_app
-
-    return build_app
-
-
-def _replicas_up(deployments: dict[str, Any]) -> str:
-    """How many replicas of each deployment run, of how many; `deployments` as in `serve.status()`."""
-    parts = []
-    for name, deployment in sorted(deployments.items()):
-        up, total = deployment.replica_states.get("RUNNING", 0), sum(deployment.replica_states.values())
-        parts.append(f"{name.partition(':')[0]} {up} of {total}")
-    return f"up: {', '.join(parts)}"
+            application.stop()
 
 
 def _report(
@@ -193,10 +127,13 @@ def _until_interrupted(what: str) -> None:
 
 
 def demo(
-    prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts with domains.")] = Path(
-        "demo_model/prompts"
-    ),
-    deployment: Annotated[Path, typer.Option(help="Deployment YAML.")] = Path("deployments/cpu_demo.yaml"),
+    prompts: Annotated[
+        Path,
+        typer.Option(help="JSONL file or folder of prompts with domains.", show_default="the demo model's"),
+    ] = ROOT / "demo_model/prompts",
+    deployment: Annotated[
+        Path, typer.Option(help="Deployment YAML.", show_default="cpu_demo.yaml, which comes along")
+    ] = ROOT / "deployments/cpu_demo.yaml",
     intermediate: Annotated[
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 512,
@@ -214,9 +151,7 @@ def demo(
 ) -> None:
     """Serve the demo model and compare shortest-queue, locality-band and marginal-cost on it."""
     out.mkdir(parents=True, exist_ok=True)
-    model = Path("demo_model/weights").resolve()
-    if not (model / "config.json").exists():
-        raise BadInput("demo_model/weights is not there: run the demo from the repository's root")
+    model = ROOT / "demo_model/weights"
     if intermediate > 32:
         with _step(f"widening the experts from 32 to {intermediate} neurons"):
             wide = (out / f"model_{intermediate}").resolve()

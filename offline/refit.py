@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import ray
 import typer
 
+from eldr_serve.errors import SwapRefused
 from eldr_serve.serving.decode_router import actor_name, find
-from eldr_serve.serving.errors import SwapRefused
 from offline.fitting import fit_table
 from tools.cli import BadInput, run
 from tools.trace import CalibrationTrace

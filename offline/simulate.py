@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eldr_serve.client import Client
 from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
 from offline.simulation.calibration import FittedCost, fit_steps, from_status
 from offline.simulation.cluster import Cluster
@@ -135,9 +135,8 @@ def _in_parallel(scenario: Scenario, processes: int, on_row: Callable[[int], Non
 
 def _calibrate(source: str, out: Path) -> None:
     if source.startswith(("http://", "https://")):
-        where = source.rstrip("/") + "/eldr/status"
-        with urllib.request.urlopen(where, timeout=10) as answer:
-            fitted = from_status(json.load(answer), where)
+        status = Client(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
+        fitted = from_status(status, source)
     else:
         fitted = fit_steps(Path(source))
     fitted.save(out)

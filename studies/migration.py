@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from scipy.optimize import linear_sum_assignment
 
 from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.moves import aligned as in_place
+from eldr_serve.experts.moves import pair
 from offline.placement.cost import Seconds
 
 Ints = NDArray[np.int64]
@@ -87,21 +89,10 @@ def aligned(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) 
     Raises:
         ValueError: placements of different shapes, or slots that do not divide by the ranks.
     """
-    before, after = _pair(old, new, ranks)
-    shape = before.shape
-    before, after = before.reshape(len(before), ranks, -1), after.reshape(len(after), ranks, -1).copy()
-    for layer in range(len(before)):
-        if alike:
-            experts = 1 + int(max(before[layer].max(), after[layer].max()))
-            counts = [
-                np.stack([np.bincount(row, minlength=experts) for row in side[layer]])
-                for side in (before, after)
-            ]
-            shared = np.minimum(counts[0][:, None], counts[1][None, :]).sum(axis=2)
-            after[layer] = after[layer][linear_sum_assignment(shared, maximize=True)[1]]
-        for rank in range(ranks):
-            after[layer, rank] = _in_place(before[layer, rank], after[layer, rank])
-    return after.reshape(shape)
+    before, after = pair(old, new, ranks)
+    if alike:
+        after = np.stack([_renamed(*rows, ranks) for rows in zip(before, after, strict=True)])
+    return in_place(before, after, ranks)
 
 
 def plan_migration(
@@ -125,7 +116,7 @@ def plan_migration(
     Raises:
         ValueError: shapes that do not agree, no window, or an expert that no rank holds.
     """
-    before, after = _pair(old, new, topology.ranks)
+    before, after = pair(old, new, topology.ranks)
     windows = np.asarray(windows_s, np.float64)
     if windows.ndim != 1 or not windows.size or not np.isfinite(windows).all() or windows.min() < 0:
         raise ValueError("compute windows must be a list of times, 0 s or more")
@@ -243,24 +234,14 @@ def _steps(idle_s: Floats, windows_s: Floats) -> Ints:
     return steps
 
 
-def _pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
-    before, after = np.asarray(old), np.asarray(new)
-    if before.ndim != 2 or before.shape != after.shape:
-        raise ValueError(f"placements of shapes {before.shape} and {after.shape} do not agree")
-    if before.shape[1] % ranks:
-        raise ValueError(f"{before.shape[1]} slots do not divide by {ranks} ranks")
-    return before, after
-
-
-def _in_place(old: Ints, new: Ints) -> Ints:
-    """The new experts of a rank; those that it held keep their slots."""
-    slots = np.full(len(old), -1)
-    coming = []
-    for expert in new.tolist():
-        free = np.flatnonzero((old == expert) & (slots < 0))
-        if len(free):
-            slots[free[0]] = expert
-        else:
-            coming.append(expert)
-    slots[slots < 0] = coming
-    return slots
+def _renamed(old: Ints, new: Ints, ranks: int) -> Ints:
+    """The ranks of a layer's new placement, exchanged so that most experts stay where they are."""
+    experts = 1 + int(max(old.max(), new.max()))
+    counts = [
+        np.stack([np.bincount(row, minlength=experts) for row in side.reshape(ranks, -1)])
+        for side in (old, new)
+    ]
+    shared = np.minimum(counts[0][:, None], counts[1][None, :]).sum(axis=2)
+    order = linear_sum_assignment(shared, maximize=True)[1]
+    renamed: Ints = new.reshape(ranks, -1)[order].reshape(-1)
+    return renamed

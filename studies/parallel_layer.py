@@ -218,7 +218,7 @@ def vllm_products(w13: Tensor, w2: Tensor) -> Products:
 
     A pair of a token and an expert is a row with one expert: a rank then computes its own pairs alone.
     """
-    from eldr_serve.engine.compat import fused_moe  # vLLM is there where this is asked for
+    from eldr_serve.engine.vllm.compat.moe import fused_moe  # vLLM is there where this is asked for
 
     fused = fused_moe(w13, w2)
 

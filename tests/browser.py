@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
+import tools.browser
+
 _PROBE = (
     "<script>addEventListener('load', () => {document.body.dataset.images = "
     "[...document.images].map(i => i.naturalWidth).join(' ')})</script>"
@@ -16,10 +16,8 @@ _PROBE = (
 
 def chromium(page: Path, scratch: Path, *options: str) -> str:
     """What headless Chromium prints for the page; `scratch` is a folder for its profile."""
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    assert found, "no Chromium: run `make browser` as root, or install the Debian package chromium"
     done = subprocess.run(
-        [found, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        [tools.browser.chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          f"--user-data-dir={scratch / 'profile'}", "--window-size=1400,2600", *options, page.as_uri()],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

@@ -22,11 +22,13 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from benchmarks.harness.engines import WEIGHTS, weights_name
+from benchmarks.harness.engines import weights_name
 from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
+from demo_model.widen import WEIGHTS
+from eldr_serve.engine.protocol import Sampling
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
-from offline.calibrate import EngineActor, build_trace, prompt_tokens
+from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 from tools.cli import BadInput, run
 from tools.trace import CalibrationTrace
 
@@ -100,7 +102,8 @@ def capture(
     """Run prompts on one engine; write their expert counts, routes and token ids."""
     from transformers import AutoTokenizer
 
-    from eldr_serve.engine.config import engine_kwargs
+    from eldr_serve.engine.vllm.config import engine_kwargs
+    from eldr_serve.engine.vllm.tracer import VllmTracer
 
     everything = read_prompts([prompts])
     chosen = [
@@ -121,15 +124,16 @@ def capture(
         enable_chunked_prefill=False,
         seed=seed,
     )
-    engine = EngineActor({"model": str(WEIGHTS), **kwargs}, port=free_port())
+    tracer = VllmTracer({"model": str(WEIGHTS), **kwargs}, free_port())
     records = []
     for start in track(range(0, len(chosen), 32), description="capturing routes"):
         part = slice(start, start + 32)
         # One token more than wanted: the last one sampled never passes the gates.
-        records += engine.trace_tokens(
-            chosen[part], ids[part], output_tokens + 1, TEMPERATURE, True, ignore_eos=True,
-            seeds=range(start, start + len(ids[part])),
-        )  # fmt: skip
+        sampling = [
+            Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=of_prompt, routes=True)
+            for of_prompt in range(start, start + len(ids[part]))
+        ]
+        records += trace_tokens(tracer, chosen[part], ids[part], sampling)
     trace.parent.mkdir(parents=True, exist_ok=True)
     build_trace("eldr-demo", records, _TOP_K, routes=True, vocabulary=tokenizer.get_vocab()).save(trace)
     write_whole(tokens, json.dumps(ids))

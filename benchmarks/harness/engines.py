@@ -21,7 +21,8 @@ import yaml
 
 from benchmarks.harness.cluster import ROOT
 from benchmarks.harness.prompts import MODEL
-from eldr_serve.engine.config import engine_kwargs
+from demo_model.widen import WEIGHTS
+from eldr_serve.engine.vllm.config import engine_kwargs
 from tools.cli import BadInput
 
 ENGINE_ENV = {
@@ -31,7 +32,6 @@ ENGINE_ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-WEIGHTS = ROOT / "demo_model" / "weights"
 
 
 def weights_name() -> str:
@@ -39,10 +39,15 @@ def weights_name() -> str:
     return hashlib.sha256((WEIGHTS / "SHA256SUMS").read_bytes()).hexdigest()[:8]
 
 
+def engine_roles(arguments: dict[str, Any]) -> list[str]:
+    """Keys of the engines' settings in a deployment's `args`; whole engines have but one."""
+    return [role for role in ("prefill_config", "decode_config") if role in arguments]
+
+
 def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = None) -> dict[str, Any]:
     """`args` of a deployment YAML, with the model that is given."""
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
-    for role in ("prefill_config", "decode_config"):
+    for role in engine_roles(arguments):
         arguments[role] = copy.deepcopy(arguments[role])
         arguments[role]["model_loading_config"]["model_source"] = str(model.resolve())
     if decode_replicas is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.replay_engine import free_port
-from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
+from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
 CHUNK = 48  # tokens a step, where blocks are not longer
 OUTPUT = 12  # tokens generated a prompt
@@ -44,7 +44,8 @@ class Seen:
     """
 
     def __init__(self, core: Any) -> None:
-        from eldr_serve.engine.compat import before_eplb_mapping, moe_routers
+        from eldr_serve.engine.vllm.compat.eplb import before_eplb_mapping
+        from eldr_serve.engine.vllm.compat.moe import moe_routers
 
         self._choices: dict[tuple[int, ...], list[list[list[int]]]] = defaultdict(list)
         self._requests = core.scheduler.requests

@@ -18,15 +18,15 @@ from typing import Any
 
 from benchmarks.harness.cluster import local_ray, wait_ready
 from benchmarks.harness.cpu_speed import probed
-from benchmarks.harness.engines import WEIGHTS, our_arguments
+from benchmarks.harness.engines import engine_roles, our_arguments
 from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
+from benchmarks.harness.prompts import no_longer_than
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.client import Client
 from eldr_serve.serving.ray_settings import QUIET
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.trial import read_trials
 from loadgen.workload import Prompt, read_prompts
-from offline.calibrate import prompt_tokens
 from tools.cli import BadInput
 from tools.journal import Journal
 from tools.stats import Slo
@@ -50,7 +50,7 @@ def wide_arguments(
 ) -> dict[str, Any]:
     """`args` of a deployment for a widened model, whose engines spend their time on experts."""
     arguments = our_arguments(deployment, model, decode_replicas)
-    for role in ("prefill_config", "decode_config"):
+    for role in engine_roles(arguments):
         arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
         arguments[role]["engine_kwargs"] |= {
             "kv_cache_memory_bytes": _KV_BYTES,
@@ -61,14 +61,8 @@ def wide_arguments(
 
 def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
     """Those of the ids, without the longer ones."""
-    from transformers import AutoTokenizer
-
-    wanted, tokenizer = set(ids), AutoTokenizer.from_pretrained(WEIGHTS)
-    return [
-        p
-        for p in read_prompts([prompts])
-        if p.id in wanted and len(prompt_tokens(tokenizer, p.text, chat=True)) <= most_tokens
-    ]
+    wanted = set(ids)
+    return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted), most_tokens, chat=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
     from vllm import LLM, SamplingParams
 
     from benchmarks.harness.switched import Switch
-    from eldr_serve.engine.config import engine_kwargs
+    from eldr_serve.engine.vllm.config import engine_kwargs
 
     kwargs = engine_kwargs(
         "prefill", device="cpu", block_size=job["block_size"], async_scheduling=False, kv_lease_s=5.0,

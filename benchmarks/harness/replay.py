@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.capture import Captured, captured, groups_of
 from benchmarks.harness.engine_pool import Replays
-from benchmarks.harness.engines import WEIGHTS, weights_name
+from benchmarks.harness.engines import weights_name
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
+from demo_model.widen import WEIGHTS
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import (
     Decision,
@@ -373,14 +374,15 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
     ]
 
 
-def widened(intermediate: int, work: Path) -> Path:
-    """The demo model with experts of that many neurons; made where it is not there."""
-    if intermediate == 32:
+def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
+    """The demo model with experts of that many neurons, and so many heads; made where it is not there."""
+    if intermediate == 32 and heads is None:
         return WEIGHTS
-    path = work / f"model_{intermediate}_{weights_name()}"
+    path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"
     if not (path / "config.json").exists():
         work.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "demo_model.widen", "--intermediate", str(intermediate)]
+        command += [] if heads is None else ["--heads", str(heads)]
         subprocess.run(
             [*command, "--out", str(path)], check=True, env=os.environ | ENGINE_ENV, stdout=subprocess.DEVNULL
         )

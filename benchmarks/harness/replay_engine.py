@@ -86,7 +86,7 @@ class ReplayEngine:
         from vllm import EngineArgs, LLMEngine
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        from eldr_serve.engine.config import engine_kwargs
+        from eldr_serve.engine.vllm.config import engine_kwargs
 
         records: list[dict[str, Any]] = []
 

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from eldr_serve.engine.compat import NixlPullConnector, moe_routers
-from eldr_serve.engine.connector import EldrConnector
-from eldr_serve.engine.scheduler import EldrScheduler
+from eldr_serve.engine.vllm.compat.moe import moe_routers
+from eldr_serve.engine.vllm.compat.nixl import NixlPullConnector
+from eldr_serve.engine.vllm.connector import EldrConnector
+from eldr_serve.engine.vllm.scheduler import EldrScheduler
 
 # Stats are ours in both, some microseconds a step: an engine's metrics are of one kind.
 _BOTH = ("__init__", "get_kv_connector_stats")

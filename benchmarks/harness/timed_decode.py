@@ -8,14 +8,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from eldr_serve.channel import Answer
-from eldr_serve.serving.compat import engine_client
-from eldr_serve.serving.servers import DecodeServer
+from eldr_serve.engine.vllm.compat.serve_llm import engine_client
+from eldr_serve.serving.llm_servers import LLMDecodeServer
 from eldr_serve.serving.stages import Stages
 
 _called_at: ContextVar[float] = ContextVar("called_at")
 
 
-class TimedDecodeServer(DecodeServer):
+class TimedDecodeServer(LLMDecodeServer):
     """Holds these stages of each request; vLLM's own stamps are of the same clock.
 
     `engine`: the whole; of it `admit`: until the engine core has the request; `wait`: until its first step
@@ -25,7 +25,8 @@ class TimedDecodeServer(DecodeServer):
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         self._stages = Stages()
         await super().__init__(*args, **kwargs)
-        client = engine_client(self.engine)
+        engine: Any = self._engine
+        client = engine_client(engine.server.engine)
         self._generate = client.generate
         client.generate = self._stamped
 

@@ -1,6 +1,16 @@
 """One connection between an ingress replica and an engine replica, for all calls between the two."""
 
-from eldr_serve.channel.client import Call, CallFailed, Channel, ChannelLost, Chunk, SlowReader
+from eldr_serve.channel.client import Call, CallFailed, CallLate, Channel, ChannelLost, Chunk, SlowReader
 from eldr_serve.channel.server import Answer, ChannelServer
 
-__all__ = ["Answer", "Call", "CallFailed", "Channel", "ChannelLost", "ChannelServer", "Chunk", "SlowReader"]
+__all__ = [
+    "Answer",
+    "Call",
+    "CallFailed",
+    "CallLate",
+    "Channel",
+    "ChannelLost",
+    "ChannelServer",
+    "Chunk",
+    "SlowReader",
+]

@@ -26,6 +26,10 @@ class SlowReader(RuntimeError):  # noqa: N818
     """A stream's client reads too slowly; the stream was cancelled."""
 
 
+class CallLate(TimeoutError):  # noqa: N818
+    """The engine has sent nothing for too long, though its channel is open; the call was cancelled."""
+
+
 class CallFailed(RuntimeError):  # noqa: N818
     """The engine's own word that a call has failed; raised where it says so, and where it is heard.
 
@@ -49,7 +53,8 @@ class Chunk:
     """What of an answer has come since it was last looked at."""
 
     payload: bytes
-    tokens: int  # generated tokens in it
+    tokens: int = 0  # generated tokens in it
+    ids: bytes = b""  # uint32 ids of those tokens that came with theirs
 
 
 class Call:
@@ -60,9 +65,13 @@ class Call:
         self._number = number
         self._unread: list[bytes] = []
         self._unread_bytes = self._tokens = 0
+        self._ids: list[bytes] = []
         self._over = False
         self._error: Exception | None = None
         self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._heard_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.on_overflow: Callable[[], None] = lambda: None  # told once, when the call is cancelled for that
 
     async def read(self) -> Chunk | None:
@@ -72,17 +81,37 @@ class Call:
             CallFailed: the engine says so.
             ChannelLost: the connection was lost; nobody knows what became of the call.
             SlowReader: this was called too rarely.
+            CallLate: see `expect`.
         """
         while not self._unread:
+            if self._error is not None and (self._over or isinstance(self._error, CallLate)):
+                raise self._error
             if self._over:
-                if self._error is not None:
-                    raise self._error
                 return None
             self._news.clear()
             await self._news.wait()
-        chunk = Chunk(b"".join(self._unread), self._tokens)
-        self._unread, self._unread_bytes, self._tokens = [], 0, 0
+        chunk = Chunk(b"".join(self._unread), self._tokens, b"".join(self._ids))
+        self._unread, self._ids, self._unread_bytes, self._tokens = [], [], 0, 0
         return chunk
+
+    def expect(self, first_s: float, gap_s: float) -> None:
+        """Give the call up if nothing comes for `first_s`, or nothing more for `gap_s` after that.
+
+        The time is looked at now and then, not with each part of the answer.
+        """
+        first_by = self._loop.time() + first_s
+        self._timer = self._loop.call_later(min(first_s, gap_s), self._look, first_by, gap_s)
+
+    def _look(self, first_by: float, gap_s: float) -> None:
+        now = self._loop.time()
+        until = first_by if self._heard_at is None else self._heard_at + gap_s
+        if until > now:
+            self._timer = self._loop.call_at(min(until, now + gap_s), self._look, first_by, gap_s)
+            return
+        since = "for its first token" if self._heard_at is None else "between two tokens"
+        self._error = self._error or CallLate(f"too long {since}")
+        self.cancel()
+        self._news.set()
 
     def cancel(self) -> None:
         """Tell the engine to stop; calling it again, or after the end, does nothing."""
@@ -100,24 +129,29 @@ class Call:
 
     # -- for the channel -------------------------------------------------------------------------
 
-    def data(self, payload: bytes, tokens: int) -> None:
-        """A part of the answer has come."""
+    def data(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        """A part of the answer has come, perhaps with its tokens' ids (uint32)."""
         if self._error is not None:
             return
+        self._heard_at = self._loop.time()
         if self._unread and self._unread_bytes + len(payload) > MAX_UNREAD_BYTES:
             self._error = SlowReader(f"{self._unread_bytes} bytes of a stream are unread")
-            self._unread = []
+            self._unread, self._ids = [], []
             self.cancel()
             self.on_overflow()
             return
         self._unread.append(payload)
         self._unread_bytes += len(payload)
         self._tokens += tokens
+        if ids:
+            self._ids.append(ids)
         self._news.set()
 
     def over(self, error: Exception | None) -> None:
         """Nothing more will come."""
         self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._error = self._error or error
         self._news.set()
 
@@ -184,6 +218,11 @@ class Channel(Peer):
         if kind == Kind.DATA:
             if call in self._calls:
                 self._calls[call].data(payload, tokens)
+        elif kind == Kind.TOKENS:
+            if len(payload) < 4 * tokens:
+                raise BrokenFrame(f"{tokens} tokens in {len(payload)} bytes")
+            if call in self._calls:
+                self._calls[call].data(payload[4 * tokens :], tokens, payload[: 4 * tokens])
         elif kind in (Kind.END, Kind.FAIL):
             found = self._calls.pop(call, None)
             if found is not None:

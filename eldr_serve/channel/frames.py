@@ -1,7 +1,10 @@
 """Frames: `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian; `length` is the payload's.
 
     ingress -> engine   HELLO (version and secret), CALL, CANCEL, PING
-    engine -> ingress   WELCOME, DATA, END, FAIL, PING, LEAVING
+    engine -> ingress   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING
+
+A TOKENS is a DATA whose payload begins with the ids of its `tokens` tokens, u32 each, little-endian: what an
+ingress needs to have another engine go on with the answer.
 
 A call's frames end with one END or FAIL, also after a CANCEL: then nobody works for the call any more.
 """
@@ -12,7 +15,7 @@ import struct
 from collections.abc import Iterator
 from enum import IntEnum
 
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("!IBII")
 MAX_HELLO_BYTES = 1024
 MAX_FRAME_BYTES = 64 * 2**20  # a request's body and what prefill said of it
@@ -31,6 +34,7 @@ class Kind(IntEnum):
     FAIL = 7
     PING = 8
     LEAVING = 9
+    TOKENS = 10
 
 
 class BrokenFrame(ValueError):  # noqa: N818
@@ -38,7 +42,7 @@ class BrokenFrame(ValueError):  # noqa: N818
 
 
 def frame(kind: Kind, call: int = 0, payload: bytes = b"", tokens: int = 0) -> bytes:
-    """One frame. `call`: number of the call on this connection; `tokens`: generated tokens in a DATA."""
+    """One frame. `call`: number of the call on this connection; `tokens`: generated tokens in it."""
     return HEAD.pack(len(payload), kind, call, tokens) + payload
 
 

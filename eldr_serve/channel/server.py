@@ -37,9 +37,14 @@ class Answer:
         self._connection = connection
         self._call = call
 
-    def send(self, payload: bytes, tokens: int = 0) -> None:
-        """Send a part of the answer, with how many generated tokens are in it."""
-        self._connection.say(HEAD.pack(len(payload), Kind.DATA, self._call, tokens), payload)
+    def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
+        """Send a part of the answer, with how many generated tokens are in it.
+
+        Args:
+            ids: uint32 each, of all those tokens, or empty.
+        """
+        kind = Kind.TOKENS if ids else Kind.DATA
+        self._connection.say(HEAD.pack(len(ids) + len(payload), kind, self._call, tokens), ids, payload)
 
 
 # Answers a call: its method, its header and body. What it raises is told as `describe` words it.

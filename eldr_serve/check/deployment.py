@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import eldr_serve.serving.imports  # noqa: F401
+import eldr_serve.engine.vllm.imports  # noqa: F401
 
 import json
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import yaml
 from ray.serve.llm import LLMConfig
 
 from eldr_serve.check.placement import Replicas
-from eldr_serve.serving.app import engine_configs, parse
-from eldr_serve.serving.compat import engine_placement
+from eldr_serve.engine.vllm.compat.serve_llm import engine_placement
+from eldr_serve.serving.app import EngineRole, engine_configs, parse
 from eldr_serve.serving.config import EldrArgs
 
 APPLICATION = "eldr_serve.serving.app:build_app"
@@ -34,7 +34,7 @@ class EngineDeployment:
         model: its config.json.
     """
 
-    role: Literal["prefill", "decode"]
+    role: EngineRole
     config: LLMConfig
     least: int
     initial: int
@@ -72,13 +72,13 @@ class Deployment:
 
     Attributes:
         args: of our application.
-        engines: of both roles.
+        engines: of both roles, or whole ones.
         ingress: its replicas.
         proxy_port: Serve's own HTTP port.
     """
 
     args: EldrArgs
-    engines: tuple[EngineDeployment, EngineDeployment]
+    engines: tuple[EngineDeployment, ...]
     ingress: Replicas
     proxy_port: int
 
@@ -102,21 +102,18 @@ def read_deployment(path: Path, model: Path | None = None) -> Deployment:
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not a deployment with one application {APPLICATION}") from error
     args = parse(found)
-    prefill, decode = engine_configs(args)
     options = args.ingress_deployment_config
     actor = options.get("ray_actor_options", {})
     bundle = {"CPU": float(actor.get("num_cpus", 1)), **actor.get("resources", {})}
     return Deployment(
         args,
-        (_engines("prefill", prefill, path, model), _engines("decode", decode, path, model)),
+        tuple(_engines(role, config, path, model) for role, config in engine_configs(args).items()),
         Replicas("ingress", int(options.get("num_replicas", 1)), [bundle]),
         int(proxy),
     )
 
 
-def _engines(
-    role: Literal["prefill", "decode"], config: LLMConfig, path: Path, model: Path | None
-) -> EngineDeployment:
+def _engines(role: EngineRole, config: LLMConfig, path: Path, model: Path | None) -> EngineDeployment:
     bundles, strategy = engine_placement(config)
     options = config.deployment_config
     scaling = options.get("autoscaling_config")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 from eldr_serve.check.deployment import Deployment, EngineDeployment
@@ -136,18 +137,13 @@ def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
                     f"{role}'s NIXL ports {_span(numbers)} meet those of {holder} ({_span([first, last])}): "
                     "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
                 )
-    prefill, decode = (engines.role for engines in deployment.engines)
-    together = {
-        role
-        for node in placed.nodes
-        if len({n for n, _ in node.held} & {prefill, decode}) == 2
-        for role in wanted
-    }
-    if together and set(wanted[prefill]) & set(wanted[decode]):
-        yield _error(
-            f"prefill's NIXL ports {_span(wanted[prefill])} meet decode's {_span(wanted[decode])} on one "
-            "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
-        )
+    for one, other in combinations(wanted, 2):
+        together = any({one, other} <= {name for name, _ in node.held} for node in placed.nodes)
+        if together and set(wanted[one]) & set(wanted[other]):
+            yield _error(
+                f"{one}'s NIXL ports {_span(wanted[one])} meet {other}'s {_span(wanted[other])} on one "
+                "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
+            )
     for role, numbers in wanted.items():
         crowded = any(sum(name == role for name, _ in node.held) > 1 for node in placed.nodes)
         if crowded and len(set(numbers)) < len(numbers):

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from eldr_serve.check.machine import GIB
 from eldr_serve.check.memory import Step, kv_bytes, reserve_bytes
-from eldr_serve.engine.compat import DescribedEngine, UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
 # By table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others.
 _GPU_BLOCK = 16

@@ -1,0 +1,1 @@
+"""Engines: what serving asks of one (`protocol`), vLLM's (`vllm`), and one that computes nothing (`fake`)."""

@@ -11,6 +11,7 @@ from eldr_serve.routing.placer import Placer
 from eldr_serve.routing.policies import CentroidTable, Policy, QueuedPolicy, worker_similarity
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
 from eldr_serve.routing.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
+from eldr_serve.routing.shadow import Saving, Shadow
 from eldr_serve.routing.types import (
     Decision,
     Loads,
@@ -43,6 +44,8 @@ __all__ = [
     "Predictor",
     "PromptKeyed",
     "QueuedPolicy",
+    "Saving",
+    "Shadow",
     "State",
     "StepCost",
     "StepSums",

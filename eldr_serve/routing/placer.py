@@ -6,15 +6,18 @@ Plain Python: nothing in here knows of Ray or of simulated time, and nothing wai
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from eldr_serve.routing.cost import StepCost
+from eldr_serve.routing.fairness import fair_order
 from eldr_serve.routing.guard import GuardedPolicy
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.policies import Policy, worker_similarity
+from eldr_serve.routing.shadow import Shadow
 from eldr_serve.routing.types import Decision, Loads, Placement, PlacementRequest, State
 
 
@@ -47,6 +50,7 @@ class Placer:
         self.running: dict[str, Placement] = {}
         self.queue: dict[str, Placement] = {}
         self._policy = GuardedPolicy(policy, failed)
+        self._shadow: Shadow | None = None
         self._failed = failed
         self._ledger = LoadLedger() if ledger is None else ledger
         self._rng = np.random.default_rng(seed)
@@ -65,13 +69,17 @@ class Placer:
         Args:
             closed: workers that take no more requests.
         """
-        if list(workers) != self._workers:
+        changed = list(workers) != self._workers
+        if changed:
             self._workers = list(workers)
             self._slot = {worker: slot for slot, worker in enumerate(workers) if worker is not None}
             self._places = self._ledger.places(workers)
-            self._tell_all()
         shut = set(closed)
         self._open = np.array([worker is not None and worker not in shut for worker in workers], bool)
+        if self._shadow is not None:
+            self._shadow.set_workers(self._workers, self._open)
+        if changed:
+            self._tell_all()
 
     @property
     def policy(self) -> Policy:
@@ -84,6 +92,13 @@ class Placer:
             self._policy.update_cost_model(cost)
         self._tell_all()
 
+    def set_shadow(self, shadow: Shadow | None) -> None:
+        """Tell `shadow` all that the policy is told from now on, and first what runs; None: nobody."""
+        self._shadow = shadow
+        if shadow is not None:
+            shadow.set_workers(self._workers, self._open)
+            self._tell_all()
+
     def forget_scores(self) -> None:
         """The table is another one: what waits is not similar to its centroids by the old one's measure."""
         for placement in self.queue.values():
@@ -91,7 +106,8 @@ class Placer:
 
     def update_cost_model(self, cost: StepCost) -> None:
         """A decode step costs this at present."""
-        self._policy.update_cost_model(cost)
+        for told in self._told():
+            told.update_cost_model(cost)
 
     def loads(self, exclude: Iterable[str] = ()) -> Loads:
         """Of each slot; the excluded workers are not available."""
@@ -135,6 +151,13 @@ class Placer:
         self.finish(placement.request_id)
         self._run(placement)
 
+    def counted(self, request: PlacementRequest) -> None:
+        """The request's prompt has been counted: its true signature and length; ignored if it runs not."""
+        placement = self.running.get(request.request_id)
+        if placement is not None:
+            placement.request = request
+            self._run(placement)
+
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Requests have generated so many tokens in all; unknown ones and steps back are ignored."""
         known = {
@@ -146,7 +169,8 @@ class Placer:
             self.running[request_id].generated_tokens = tokens
             self._ledger.progress(request_id, tokens)
         if known:
-            self._policy.on_progress(known)
+            for told in self._told():
+                told.on_progress(known)
 
     def finish(self, request_id: str) -> None:
         """The request neither waits nor runs any more; unknown ones are ignored."""
@@ -164,8 +188,17 @@ class Placer:
         placement.become(State.QUEUED)
         self.queue[placement.request_id] = placement
 
-    def _decisions(self) -> Iterator[tuple[Placement, Decision]]:
+    def _in_turn(self) -> list[Placement]:
+        """The queue as fair shares of tenants serve it."""
         waiting = list(self.queue.values())
+        tenants = [(placement.request.tenant, placement.request.priority) for placement in waiting]
+        if len(set(tenants)) < 2:
+            return waiting
+        held = Counter(placement.request.tenant for placement in self.running.values())
+        return [waiting[index] for index in fair_order(tenants, held)]
+
+    def _decisions(self) -> Iterator[tuple[Placement, Decision]]:
+        waiting = self._in_turn()
         if self._policy.queues:
             requests = [placement.request for placement in waiting]
             for index, decision in self._policy.dispatch(requests, self.loads(), self._rng):
@@ -199,16 +232,23 @@ class Placer:
         if running is not None:
             running.become(State.DONE)
             self._ledger.release(request_id)
-            self._policy.on_finished(request_id)
+            for told in self._told():
+                told.on_finished(request_id)
 
     def _tell(self, placement: Placement, decision: Decision | None = None) -> None:
         slot = self._slot.get(placement.replica)
-        if slot is None:
-            self._policy.on_finished(placement.request_id)
-            return
-        self._policy.on_assigned(placement.request, slot, decision)
-        if placement.generated_tokens:
-            self._policy.on_progress({placement.request_id: placement.generated_tokens})
+        for told in self._told():
+            if slot is None:
+                told.on_finished(placement.request_id)
+                continue
+            told.on_assigned(placement.request, slot, decision)
+            if placement.generated_tokens:
+                told.on_progress({placement.request_id: placement.generated_tokens})
+
+    def _told(self) -> Iterator[GuardedPolicy | Shadow]:
+        yield self._policy
+        if self._shadow is not None:
+            yield self._shadow
 
     def _tell_all(self) -> None:
         for placement in self.running.values():

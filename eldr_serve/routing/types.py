@@ -20,12 +20,15 @@ class PlacementRequest:
 
     Attributes:
         signature: the prompt's expert counts, unsigned[L,E] (or the encoded unit vector); None if unknown.
+            Where they are predicted, floating[L,E].
         similarity: float32[K], the cosine to each centroid of the table of `table_version`, where a caller
             has scored the signature, which it may then leave out.
         prompt_key: equal for equal prompts.
-        signature_missing: prefill gave no signature that can be used.
+        signature_missing: there is no signature that can be used, nor a prediction.
+        predicted: the signature is a prediction from the prompt's tokens.
         exclude: workers that have just failed this request.
         may_wait: in the decode queue, where the policy keeps one; else it is placed at once.
+        tenant, priority: whose it is, and the weight of their fair share of workers while requests wait.
     """
 
     request_id: str
@@ -37,8 +40,11 @@ class PlacementRequest:
     prompt_key: str | None = None
     table_version: int = 0
     signature_missing: bool = False
+    predicted: bool = False
     exclude: tuple[str, ...] = ()
     may_wait: bool = False
+    tenant: str = ""
+    priority: float = 1.0
 
     def __post_init__(self) -> None:
         if 0 <= self.prompt_tokens <= _MOST_TOKENS and 0 <= self.max_new_tokens <= _MOST_TOKENS:

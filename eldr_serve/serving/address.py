@@ -11,7 +11,7 @@ import ray
 from eldr_serve.channel import Channel, ChannelLost, ChannelServer
 from eldr_serve.channel.frames import VERSION
 from eldr_serve.channel.server import Describe, Handler
-from eldr_serve.serving.errors import Overloaded
+from eldr_serve.errors import Overloaded
 
 MAX_CALLS = 1_000_000  # as Ray Serve LLM sets it for its engines: they queue inside
 

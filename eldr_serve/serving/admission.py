@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pydantic_core
@@ -18,12 +18,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eldr_serve.errors import BadRequest, Refused, error_body
 from eldr_serve.renamed import renamed
-from eldr_serve.serving.errors import BadRequest, Refused, error_body
+from eldr_serve.serving.audit import Audit
+from eldr_serve.serving.keys import digest
+from eldr_serve.serving.places import Places
+from eldr_serve.serving.tenants import Tenants, Visit
 
 MIB = 2**20
-_MAX_TABLE_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
+_MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READING = ("GET", "HEAD", "OPTIONS")
+_FOR_EVERYBODY = ("/openapi.json",)
 # Digits or an exponent, be it within a string, that may not fit in 64 bits: then each number is looked at.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
@@ -53,6 +58,32 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     max_sequences: int = Field(
         default=256, ge=1, description="answers to one request (prompts x n); one that asks for more gets 400"
     )
+    keys_file: Path | None = Field(
+        default=None,
+        description="inference keys, tenants and their limits (`eldr keys`), on each node of the ingress; "
+        "read again when it changes; none: no key is asked for",
+    )
+    max_wait_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="how long a tenant's request may wait for a place before it gets 429, s; without "
+        "keys_file none waits",
+    )
+    max_waiting: int = Field(
+        default=1024, ge=1, description="requests that may wait for a place in one ingress replica"
+    )
+    max_connections: int = Field(
+        default=16384, ge=1, description="open connections to the port of one replica; one more is closed"
+    )
+    head_timeout_s: float = Field(
+        default=30.0, gt=0, description="time for a request's line and headers to arrive at the port, s"
+    )
+    write_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="how long a client of the port may take nothing of what is sent to it, s; then its "
+        "connection is closed",
+    )
 
 
 class Gate:
@@ -61,40 +92,36 @@ class Gate:
     Args:
         admin_key_sha256: SHA-256 (hex) of the key for what changes the service; None refuses it all.
         count: told the name of each event that /eldr/status counts.
+
+    Raises:
+        KeysError: the file of keys cannot be used.
     """
 
     def __init__(
         self, options: IngressOptions, admin_key_sha256: str | None, count: Callable[[str], None]
     ) -> None:
         self.options = options
+        self.tenants = Tenants(options.keys_file)
+        self.places = Places(options.max_in_flight, options.max_waiting, options.max_wait_s)
+        self.count = count
         self._admin_key_sha256 = admin_key_sha256
-        self._count = count
-        self.in_flight = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Places that are taken."""
+        return self.places.in_flight
 
     def check_key(self, headers: Headers) -> None:
         """Raise Refused unless the headers carry the admin key."""
         if self._admin_key_sha256 is None:
             raise Refused("no admin key is configured: set ELDR_ADMIN_KEY where the app is built", status=403)
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(hashlib.sha256(given).hexdigest(), self._admin_key_sha256):
+        if not self.is_operator(headers):
             raise Refused("the admin key is missing or wrong: send Authorization: Bearer KEY", status=401)
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """One of the places in this replica, for as long as the block runs; Refused if all are taken.
-
-        Nothing is awaited between the check and the count.
-        """
-        if self.in_flight >= self.options.max_in_flight:
-            self._count("refused_overload")
-            raise Refused(
-                f"{self.in_flight} requests are in flight here, the most allowed", status=429, retry_after_s=1
-            )
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+    def is_operator(self, headers: Headers) -> bool:
+        """Whether the headers carry the admin key."""
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
 
 
 class Admission:
@@ -102,7 +129,11 @@ class Admission:
 
     Whatever is posted may reach an engine and takes a place until its answer has ended, however it ends.
     What changes the service (/eldr) needs the admin key, which is looked at before the body is read; it
-    takes no place, so that a full service can still be operated.
+    takes no place, so that a full service can still be operated, and is written to the audit log. All else
+    needs a tenant's key, where there are any, and counts among its requests; everybody may read the OpenAPI
+    document, and of /eldr what that shows without the admin key.
+
+    What comes through has its `tenant` in the request's state, and its `visit`, which the endpoint fills.
 
     Args:
         gate: finds the gate of the running ingress replica.
@@ -113,25 +144,58 @@ class Admission:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in _READING:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         gate, headers = self._gate(), Headers(scope=scope)
-        options, operated = gate.options, scope["path"].startswith("/eldr/")
-        limit = _MAX_TABLE_BYTES if operated else int(options.max_body_mib * MIB)
-        with ExitStack() as held:
-            try:
-                if operated:
-                    gate.check_key(headers)
-                body = await _read(headers, receive, limit, options.body_timeout_s)
-                if not operated:
-                    held.enter_context(gate.place())
-            except Refused as refused:
-                await refused_response(refused)(scope, receive, send)
-                return
-            except ClientDisconnect:
-                return
-            await _while_there(receive, self._app(scope, _replay(body), send))
+        operated = scope["path"].startswith("/eldr/")
+        try:
+            if scope["method"] in _READING:
+                if not operated and scope["path"] not in _FOR_EVERYBODY:
+                    gate.tenants.find(headers.get("authorization", "")).admit()
+                await self._app(scope, receive, send)
+            elif operated:
+                await self._operate(gate, headers, scope, receive, send)
+            else:
+                await self._serve(gate, headers, scope, receive, send)
+        except Refused as refused:
+            if refused.status == 429:
+                gate.count("refused_overload" if refused.kind is None else "refused_limits")
+            await refused_response(refused)(scope, receive, send)
+        except ClientDisconnect:
+            return
+
+    async def _serve(self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = gate.tenants.find(headers.get("authorization", ""))
+        tenant.admit()
+        limit = int(gate.options.max_body_mib * MIB)
+        body = await _read(headers, receive, limit, gate.options.body_timeout_s)
+        visit = Visit(tenant)
+        scope.setdefault("state", {})["visit"] = visit
+
+        async def placed() -> None:
+            async with gate.places.place(tenant):
+                try:
+                    await self._app(scope, _replay(body), send)
+                finally:
+                    visit.settle()
+
+        await _while_there(receive, placed())
+
+    async def _operate(
+        self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        record = Audit(scope, headers)
+        try:
+            gate.check_key(headers)
+            body = await _read(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
+            record.authorised(headers, body)
+            await _while_there(receive, self._app(scope, _replay(body), record.watched(send)))
+        except Refused as refused:
+            record.status = refused.status
+            raise
+        finally:
+            record.write()
 
 
 async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
@@ -221,12 +285,12 @@ def _fits(number: int) -> bool:
 # -- answers -------------------------------------------------------------------------------------
 
 
-def refusal(message: str, status: int, retry_after_s: int | None = None) -> Response:
+def refusal(message: str, status: int, retry_after_s: int | None = None, kind: str | None = None) -> Response:
     """An OpenAI-like error answer."""
     headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    return Response(error_body(message, status), status, headers, "application/json")
+    return Response(error_body(message, status, kind), status, headers, "application/json")
 
 
 def refused_response(error: Refused) -> Response:
     """The answer to a request that was refused."""
-    return refusal(str(error), error.status, error.retry_after_s)
+    return refusal(str(error), error.status, error.retry_after_s, error.kind)

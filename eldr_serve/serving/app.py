@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import eldr_serve.serving.imports  # noqa: F401
+import eldr_serve.engine.vllm.imports  # noqa: F401
 
 import copy
 import hashlib
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -15,24 +14,34 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
-from eldr_serve.engine.config import ENVIRONMENT, engine_kwargs
+from eldr_serve.engine.vllm.compat.serve_llm import (
+    LocalModel,
+    OneProcessLLMConfig,
+    check_ray,
+    to_model_metadata,
+)
+from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
+from eldr_serve.engine.vllm.requests import REQUESTS
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.home import model_folder
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
-from eldr_serve.serving.compat import LocalModel, OneProcessLLMConfig, check_ray, to_model_metadata
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.decode_router import actor_name
-from eldr_serve.serving.errors import ConfigurationError
 from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
+from eldr_serve.serving.llm_servers import LLMDecodeServer, LLMPrefillServer
 from eldr_serve.serving.openapi import openapi_document
-from eldr_serve.serving.servers import DecodeServer, PrefillServer
 
 _ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
 _SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
 _DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
-_PORT_BASE = {"prefill": 20000, "decode": 22000}  # NIXL side channels; replicas add their rank
+EngineRole = Literal["prefill", "decode", "whole"]
+_CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
+# NIXL side channels; replicas add their rank
+_PORT_BASE = {"prefill": 20000, "decode": 22000, "whole": 22000}
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """Build the Ray Serve application: ingress -> prefill deployment, decode deployment.
+    """Build the Ray Serve application: ingress -> prefill deployment, if there is one, and decode deployment.
 
     Args:
         args: see EldrArgs.
@@ -42,26 +51,27 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     check_ray()
     parsed = parse(args)
-    prefill_config, decode_config = engine_configs(parsed)
+    *prefill_config, decode_config = engine_configs(parsed).values()
     model_id = decode_config.model_id
-    prefill = build_llm_deployment(
-        prefill_config,
-        name_prefix="Prefill:",
-        deployment_cls=PrefillServer,
-    )
+    prefill = [
+        build_llm_deployment(config, name_prefix="Prefill:", deployment_cls=LLMPrefillServer)
+        for config in prefill_config
+    ]
     decode = build_llm_deployment(
         decode_config,
         name_prefix="Decode:",
-        deployment_cls=DecodeServer,
+        deployment_cls=LLMDecodeServer,
         bind_kwargs={"router_name": actor_name(parsed.name)},
     )
+    loading = decode_config.model_loading_config
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
     ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
     return ingress.bind(
-        prefill=prefill,
+        prefill=next(iter(prefill), None),
         decode=decode,
+        tokenizer=str(loading.tokenizer_source or loading.model_source or model_id),
         model_card=to_model_metadata(model_id, decode_config).model_dump(),
-        openapi=openapi_document(),
+        openapi=openapi_document(REQUESTS),
         application=parsed.name,
         router=parsed.router.model_copy(update={"model_id": model_id}),
         options=parsed.ingress,
@@ -82,30 +92,30 @@ def parse(args: dict[str, Any]) -> EldrArgs:
         raise ConfigurationError(f"{where}: {first['msg']}") from error
 
 
-def engine_configs(parsed: EldrArgs) -> tuple[LLMConfig, LLMConfig]:
-    """Of the prefill and of the decode engines; raises ConfigurationError."""
+def engine_configs(parsed: EldrArgs) -> dict[EngineRole, LLMConfig]:
+    """Of the engines that requests come to, in this order; raises ConfigurationError."""
+    kv_lease_s = parsed.path.kv_lease_s
+    decode_name = decode_directory(parsed.name)
+    if parsed.prefill_config is None:
+        whole = llm_config(parsed.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s)
+        return {"whole": whole}
     prefill = llm_config(
         parsed.prefill_config,
         "prefill",
         directory_name=prefill_directory(parsed.name),
-        kv_lease_s=parsed.path.kv_lease_s,
+        kv_lease_s=kv_lease_s,
     )
-    decode = llm_config(
-        parsed.decode_config,
-        "decode",
-        directory_name=decode_directory(parsed.name),
-        kv_lease_s=parsed.path.kv_lease_s,
-    )
+    decode = llm_config(parsed.decode_config, "decode", directory_name=decode_name, kv_lease_s=kv_lease_s)
     if prefill.model_id != decode.model_id:
         raise ConfigurationError(
             f"prefill_config is for model {prefill.model_id!r}, decode_config for {decode.model_id!r}"
         )
-    return prefill, decode
+    return {"prefill": prefill, "decode": decode}
 
 
 def llm_config(
     given: dict[str, Any],
-    role: Literal["prefill", "decode"],
+    role: EngineRole,
     *,
     directory_name: str,
     kv_lease_s: float,
@@ -114,8 +124,8 @@ def llm_config(
     config = copy.deepcopy(given)
     loading = config.get("model_loading_config") or {}
     source = loading.get("model_source")
-    if isinstance(source, str) and Path(source).is_dir():
-        loading["model_source"] = str(Path(source).resolve())  # replicas run elsewhere
+    if isinstance(source, str) and (folder := model_folder(source)):
+        loading["model_source"] = folder  # absolute: replicas run elsewhere
         config.setdefault("callback_config", {"callback_class": LocalModel})
     accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
     config["engine_kwargs"] = engine_kwargs(
@@ -140,13 +150,13 @@ def llm_config(
         environment.setdefault(variable, value)
     if accelerator == "cpu" and _alone(config["engine_kwargs"]):
         kind = OneProcessLLMConfig
-        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else vLLM's platform undoes it
+        environment.update(ONE_PROCESS | environment)
     try:
         return kind.model_validate(config)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"{role}_config.{where}: {first['msg']}") from error
+        raise ConfigurationError(f"{_CONFIG[role]}.{where}: {first['msg']}") from error
 
 
 def _alone(kwargs: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a deployment YAML says: two Ray Serve LLM configurations and how requests move between them."""
+"""What a deployment YAML says: one or two Ray Serve LLM configurations and how requests move between them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ class EldrArgs(BaseModel):
     """The `args` of an application in a deployment YAML.
 
     `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`; the KV connector, the
-    scheduler and the request routers are filled in by `build_app`.
+    scheduler and the request routers are filled in by `build_app`. Without `prefill_config` the engines of
+    `decode_config` are whole: they prefill too.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(default="eldr", description="names the DecodeRouter actor; one an application")
-    prefill_config: dict[str, Any] = Field(description="LLMConfig of the prefill deployment")
+    prefill_config: dict[str, Any] | None = Field(
+        default=None, description="LLMConfig of the prefill deployment; none: decode engines prefill too"
+    )
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
     router: RouterSettings = Field(default_factory=RouterSettings)
     prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)

@@ -6,25 +6,30 @@ import asyncio
 import logging
 import pickle
 import time
+from collections import Counter as Counts
 from typing import Any
 
 import ray
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from eldr_serve.channel import Answer, ChannelServer
+from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.routing import Placement, State, StepSums
 from eldr_serve.serving.address import Address, open_channel
-from eldr_serve.serving.errors import SwapRefused, sentence
-from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
+from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
+from eldr_serve.serving.shared_limits import SharedLimits
+from eldr_serve.serving.tenants import Taken
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "eldr"
 _IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
 _REAP_PERIOD_S = 1.0
+_SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
 
 
 class DecodeRouter:
@@ -32,8 +37,10 @@ class DecodeRouter:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._start(settings)
+        self._limits = SharedLimits()
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
-        self._reaper = asyncio.get_event_loop().create_task(self._reap())
+        loop = asyncio.get_event_loop()
+        self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare)]
 
     async def address(self) -> Address:
         """Where clients call all methods but this one (see RouterCalls)."""
@@ -45,18 +52,28 @@ class DecodeRouter:
         result = await getattr(self, method)(*pickle.loads(body))
         answer.send(pickle.dumps(result, protocol=5))
 
-    def _start(self, settings: RouterSettings) -> None:
-        self._started_with = settings
+    def _start(self, settings: RouterSettings, older: Settings | None = None) -> None:
         self._state = RouterState(**dict(settings))
+        self._state.supersede(settings.fingerprint, older)
         self._last_call = time.monotonic()
         self._metrics = _Metrics()
 
     async def configure(self, settings: RouterSettings) -> None:
-        """Start anew if the deployment was changed; leases come back from the clients."""
-        if settings != self._started_with:
-            outbox = self._state.outbox
-            self._start(settings)
+        """Start anew if the deployment was changed: it wins over what operators said before it, which
+        clients would restore. Leases come back from the clients."""
+        outbox, older = self._state.outbox, self._state.settings
+        if settings.fingerprint != older.deployed:
+            self._start(settings, older)
             outbox.close()
+            logger.warning(
+                "the deployed router settings have changed: policy %s %s and %s win over %s %s and table %d",
+                settings.policy,
+                settings.parameters,
+                "no table" if settings.table is None else "the table of the deployment",
+                older.policy,
+                older.parameters,
+                older.table_version,
+            )
 
     async def exchange(self, message: Exchange) -> Reply:
         """Take a client's news and place its requests; see RouterState.exchange."""
@@ -88,24 +105,50 @@ class DecodeRouter:
         self._state.update_workers(replicas)
 
     async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
-        """Take the signature shape that the prefill engines report."""
+        """Take the signature shape that engines report."""
         self._state.expect_signatures(num_layers, num_experts)
 
-    async def observe_steps(self, steps: StepSums) -> None:
-        """Take what a decode engine's steps cost of late."""
-        self._state.observe_steps(steps)
+    async def observe_steps(self, steps: StepSums, replica: str = "") -> None:
+        """Take what the steps of a decode replica's engine cost of late."""
+        self._state.observe_steps(steps, replica)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""
         return self._state.set_policy(policy, parameters)
 
+    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""
+        return self._state.set_shadow(shadow)
+
     async def swap_table(self, table: bytes) -> Settings:
         """Raises SwapRefused with one sentence, and changes nothing, if the table does not fit."""
         return self._state.swap_table(table)
 
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        """Raises SwapRefused with one sentence, and changes nothing, if the predictor does not fit."""
+        return self._state.swap_predictor(predictor, tokenizer)
+
+    async def share_limits(self, ingress: str, taken: Taken) -> dict[str, Taken]:
+        """Take what tenants have taken of their limits at an ingress; the same of each other one."""
+        return self._limits.exchange(ingress, taken)
+
+    async def recent_signatures(self) -> list[NDArray[Any]]:
+        """Unsigned[L,E] expert counts of prompts that were placed lately, the newest last."""
+        return list(self._state.recent)
+
     async def status(self) -> dict[str, Any]:
         """What `GET /eldr/status` shows."""
         return self._state.status()
+
+    async def live(self) -> dict[str, Any]:
+        """What `GET /eldr/live` shows."""
+        return self._state.live()
+
+    async def _compare(self) -> None:
+        """The shadow works a little at a time, and placements go between."""
+        while True:
+            behind = self._state.comparison.catch_up(_SHADOW_WORK_S)
+            await asyncio.sleep(_SHADOW_PAUSE_S if behind else _SHADOW_PERIOD_S)
 
     async def _reap(self) -> None:
         while True:
@@ -146,6 +189,14 @@ class _Metrics:
         self._missing = Counter(
             "eldr_signature_missing_total", "requests placed without signature", ("policy",)
         )
+        self._predicted = Counter(
+            "eldr_signature_predicted_total", "requests placed by a predicted signature", ("policy",)
+        )
+        self._accuracy = {
+            "gain": Gauge("eldr_predictor_gain", "1 - squared error of predictions / that of the mean"),
+            "cosine": Gauge("eldr_predictor_cosine", "of predicted and true deviations from the mean"),
+            "on": Gauge("eldr_predictor_on", "ingress replicas whose predictor is better than the mean"),
+        }
         self._queue_size = Gauge(
             "eldr_decode_queue_size", "prefilled requests that wait for a worker", ("policy",)
         )
@@ -159,7 +210,7 @@ class _Metrics:
         self._failures = Counter(
             "eldr_predictor_failures_total", "predictions that could not be used", ("policy",)
         )
-        self._seen = {"signature_missing": 0, "rerouted": 0, "predictor_failures": 0}
+        self._seen: Counts[str] = Counts()
 
     def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
         tags = {"policy": state.settings.policy}
@@ -168,6 +219,7 @@ class _Metrics:
             if placement.state is State.LEASED:
                 self._band.observe(placement.band, tags)
         self._count("signature_missing", state.counters["signature_missing"], self._missing, tags)
+        self._count("signature_predicted", state.counters["signature_predicted"], self._predicted, tags)
         self._count("rerouted", state.counters["rerouted"], self._reroute, tags)
 
     def _count(self, name: str, total: int, counter: Counter, tags: dict[str, str]) -> None:
@@ -186,6 +238,9 @@ class _Metrics:
         self._queue_size.set(state.queue_size, {"policy": policy})
         self._table.set(state.settings.table_version, {"policy": policy})
         self._count("predictor_failures", state.predictor_failures, self._failures, {"policy": policy})
+        for name, value in (state.prediction or {}).items():
+            if name in self._accuracy:
+                self._accuracy[name].set(value)
         for worker in state.status()["workers"]:
             tags = {"worker": worker["replica"], "policy": policy}
             self._in_flight.set(worker["in_flight"], tags)

@@ -28,6 +28,7 @@ class Fleet:
         self.directory = directory
         self._channels: dict[str, Channel] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}  # keepers, also of replicas that Serve knows no more
         self._live: tuple[str, ...] = ()
 
     def start(self) -> None:
@@ -42,9 +43,9 @@ class Fleet:
     async def stop(self) -> None:
         """Close all channels."""
         self.directory.watch(lambda: None)
-        for keeper in self._keepers.values():
+        for keeper in self._tasks:
             keeper.cancel()
-        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -70,7 +71,10 @@ class Fleet:
             self._update()
         for name in known:
             if name not in self._keepers:
-                self._keepers[name] = asyncio.get_running_loop().create_task(self._keep(name))
+                keeper = asyncio.get_running_loop().create_task(self._keep(name))
+                self._keepers[name] = keeper
+                self._tasks[keeper] = None
+                keeper.add_done_callback(self._tasks.pop)
 
     async def _keep(self, name: str) -> None:
         """Connect, and again after a loss, for as long as Serve knows the replica."""

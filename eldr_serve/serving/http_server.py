@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from eldr_serve.serving.admission import IngressOptions
 
 _BACKLOG = 4096
+_MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers; and what one read brings beyond
 
 
 class _Server(uvicorn.Server):
@@ -20,6 +26,54 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Connection(HttpToolsProtocol):
+    """With what uvicorn leaves open: how many there are, and how large and slow a request's head may be."""
+
+    def __init__(self, options: IngressOptions, **given: Any) -> None:
+        super().__init__(**given)
+        self._options = options
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._options.max_connections:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None:
+            super().data_received(data)
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._head_bytes > _MAX_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._have_head()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._have_head()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._options.head_timeout_s, self.transport.abort)
+
+    def _have_head(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
 class HttpServer:
     """Replicas of one node share the port: the kernel spreads connections over them.
 
@@ -27,13 +81,19 @@ class HttpServer:
         OSError: the port is somebody else's.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    def __init__(self, app: ASGIApp, options: IngressOptions) -> None:
+        assert options.port is not None
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._socket.bind((host, port))
+        # Connections inherit it: the kernel closes one whose client takes nothing for so long.
+        self._socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.write_timeout_s)
+        )
+        self._socket.bind((options.host, options.port))
         config = uvicorn.Config(
-            app, backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
+            app, http=functools.partial(_Connection, options), ws="none",  # type: ignore[arg-type]
+            backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
             date_header=False, proxy_headers=False, timeout_keep_alive=60,
         )  # fmt: skip
         self._server = _Server(config)

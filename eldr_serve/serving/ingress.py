@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,11 +23,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.errors import BadRequest, Overloaded, Refused, SwapRefused, sentence
+from eldr_serve.pages import SELF_CONTAINED, live_page
 from eldr_serve.routing import Placement
 from eldr_serve.serving.admission import (
     Admission,
@@ -34,21 +40,24 @@ from eldr_serve.serving.admission import (
     refused_response,
 )
 from eldr_serve.serving.decode_router import actor_name, connect
-from eldr_serve.serving.errors import BadRequest, Overloaded, Refused, SwapRefused, sentence
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.serving.messages import Answered, NamedPolicy
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
+from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.serving.replicas import directory
 from eldr_serve.serving.router_calls import AWAY, RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.serving.tenants import Visit
 from eldr_serve.serving.warmup import Warmup
-from eldr_serve.serving.wire import Asked, Generation, sequences
+from eldr_serve.serving.wire import Asked, Generation, max_new_tokens, sequences, tenant_salt
 
 logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
-_NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host"}
+_NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host", "x-vllm-priority"}
+_BYTES_A_TOKEN = 4  # of a body, until the prompt's tokens are counted
 
 
 class PolicyChange(BaseModel):
@@ -64,7 +73,9 @@ class EldrIngress:
     """Runs chat and text completions over prefill, placement and decode; other endpoints on a decode engine.
 
     Args:
-        prefill, decode: the deployments; called for their health alone, and to learn their replicas.
+        prefill, decode: the deployments; called for their health alone, and to learn their replicas. Without
+            `prefill` the decode engines are whole.
+        tokenizer: where the model's is, a folder or a name on the hub.
         model_card: what `GET /v1/models` says of the model.
         openapi: the OpenAPI document.
         application: names the DecodeRouter actor.
@@ -77,8 +88,9 @@ class EldrIngress:
     def __init__(
         self,
         *,
-        prefill: DeploymentHandle,
+        prefill: DeploymentHandle | None,
         decode: DeploymentHandle,
+        tokenizer: str,
         model_card: dict[str, Any],
         openapi: dict[str, Any],
         application: str,
@@ -97,11 +109,14 @@ class EldrIngress:
         self._client = RouterClient(calls, self._decode)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
-        engines = Engines(self._prefill, self._decode, max_load_ratio)
-        self._path = RequestPath(engines=engines, client=self._client, options=path_options)
-        self._warmup = Warmup(
-            engines=engines, handles=[prefill, decode], client=self._client, model_id=router.model_id
+        engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
+        self._tokens = PromptTokens(tokenizer)
+        self._tokenises = engines.whole or router.predictor is not None
+        self._path = RequestPath(
+            engines=engines, client=self._client, options=path_options, tokens=self._tokens
         )
+        handles = [handle for handle in (prefill, decode) if handle is not None]
+        self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
         self._started: asyncio.Task[None] | None = None
         self._http: HttpServer | None = None
 
@@ -119,14 +134,24 @@ class EldrIngress:
     async def _start(self) -> None:
         self._prefill.start()
         self._decode.start()
+        if self._tokenises:
+            try:
+                self._client.tokenizer = await self._tokens.fingerprint()
+            except ValueError as error:
+                logger.warning("prompts are placed without a prediction: %s", error)
         try:
             await self._client.call("configure", self._router)
         except AWAY as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
         if self.gate.options.port is not None:
-            self._http = HttpServer(application(), self.gate.options.host, self.gate.options.port)
-        await self._warmup.run()
+            self._http = HttpServer(application(), self.gate.options)
+        tenants, name = self.gate.tenants, uuid.uuid4().hex
+        await asyncio.gather(
+            self._warmup.run(),
+            tenants.watch(),
+            tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
+        )
 
     async def __del__(self) -> None:
         """Serve's hook before it ends the replica: answers end first."""
@@ -145,33 +170,52 @@ class EldrIngress:
 
     async def generate(self, method: str, request: Request) -> Response:
         """Chat and text completions."""
+        asked_at = time.monotonic()
         body = await request.body()
         asked = self._asked(body)
         count, most = sequences(asked), self.gate.options.max_sequences
         if count > most:
             raise BadRequest(f"{count} answers are asked for (prompts x n), the most allowed are {most}")
+        visit: Visit = request.state.visit
+        visit.foresee(len(body) // _BYTES_A_TOKEN, count * max_new_tokens(asked))
         self._client.start()
         generation = Generation(
-            method, body, asked, _headers_for_engines(request), request.headers.get(DOMAIN_HEADER)
+            method,
+            body,
+            asked,
+            _headers_for_engines(request),
+            request.headers.get(DOMAIN_HEADER),
+            visit.tenant.name,
+            visit.tenant.priority,
+            tenant_salt(visit.tenant.name, asked),
         )
-        leases: list[Placement] = []
         handovers: list[float] = []
         streaming: list[asyncio.Task[Any]] = []
+
+        def placed(lease: Placement) -> None:
+            visit.lease = lease
 
         def cut_off() -> None:
             self._client.count("slow_clients")
             for task in streaming:
                 task.cancel()
 
-        run = self._path.generate(
-            generation, placed=leases.append, handed_over=handovers.append, cut_off=cut_off
-        )
+        run = self._path.generate(generation, placed=placed, handed_over=handovers.append, cut_off=cut_off)
         try:
             first = await anext(run)
         except BaseException:
             await run.aclose()
             raise
-        lease = leases[-1]
+        lease = visit.lease
+        assert lease is not None
+        first_at = time.monotonic()
+
+        def answered() -> None:
+            newest = visit.lease or lease  # another one if the stream was resumed
+            tokens = newest.generated_tokens
+            tpot_s = (time.monotonic() - first_at) / (tokens - 1) if tokens > 1 else None
+            self._client.answered_client(Answered(first_at - asked_at, tpot_s))
+
         headers = {
             "x-eldr-decode-worker": lease.replica,
             "x-eldr-band": str(lease.band),
@@ -181,19 +225,20 @@ class EldrIngress:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
             headers["x-eldr-handover-ms"] = f"{1000 * handovers[-1]:.3f}"
         if asked.stream:
-            return _Streamed(first, run, headers, streaming)
+            return _Streamed(first, run, headers, streaming, answered)
         whole = b"".join([first, *[chunk async for chunk in run]])
         return Response(whole, 200, headers, "application/json")
 
     async def other(self, method: str, request: Request) -> Response:
         """An endpoint that generates nothing: any decode engine's answer, as it is."""
         body = await request.body()
-        self._asked(body)
+        salt = tenant_salt(request.state.visit.tenant.name, self._asked(body))
         in_flight = self._decode.in_flight
         if not in_flight:
             raise Overloaded("no decode replica can be reached")
-        replica = min(in_flight, key=lambda name: (in_flight[name], name))
-        call = self._decode.call(replica, method, {"headers": _headers_for_engines(request)}, body)
+        replica = min(in_flight, key=lambda name: (in_flight[name], random.random()))
+        header = {"headers": _headers_for_engines(request), "cache_salt": salt}
+        call = self._decode.call(replica, method, header, body)
         try:
             chunk = await call.read()
         finally:
@@ -215,22 +260,51 @@ class EldrIngress:
     # -- /eldr -----------------------------------------------------------------------------------
 
     async def status(self, request: Request) -> Response:
-        """Workers, load, policy, table and counters of the router; and this ingress's own part."""
+        """Workers, load, policy, table and counters of the router, and this ingress's own part, to the admin
+        key; to others whether all is well."""
+        if not self.gate.is_operator(request.headers):
+            return JSONResponse(self._coarse())
+        return await self._look("status")
+
+    async def live(self, request: Request) -> Response:
+        """The status, and what the live page draws beside it."""
+        self.gate.check_key(request.headers)
+        return await self._look("live")
+
+    async def _look(self, method: str) -> Response:
         try:
-            status = await self._client.call("status")
+            status = await self._client.call(method)
         except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
         own = {
             "in_flight": self.gate.in_flight,
+            "waiting": self.gate.places.waiting,
             "leases": self._client.leases,
             "router_away": self._client.router_away,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
+            "prefill_in_flight": self._prefill.in_flight,
             "stages": self._path.stages.summary(),
             "prefill_kv_usage": self._prefill.directory.budget.usage,
             "decode_kv_usage": self._decode.directory.budget.usage,
         }
         return JSONResponse(status | {"ingress": own})
+
+    def _coarse(self) -> dict[str, Any]:
+        settings = self._client.link.settings
+        return {
+            "model": self._router.model_id,
+            "policy": settings.policy if settings else None,
+            "prefill_replicas": len(self._prefill.live),
+            "decode_replicas": len(self._decode.live),
+            "ingress": {
+                "ready": self._warmup.ready,
+                "router_away": self._client.router_away,
+                "in_flight": self.gate.in_flight,
+                "leases": self._client.leases,
+            },
+            "details": "with Authorization: Bearer ADMIN_KEY",
+        }
 
     async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""
@@ -240,9 +314,27 @@ class EldrIngress:
             raise BadRequest(sentence(error)) from error
         return await self._administer("set_policy", change.name, change.parameters)
 
+    async def set_shadow(self, request: Request) -> Response:
+        """Compare the live policy with another one from now on; a DELETE ends that."""
+        if request.method == "DELETE":
+            return await self._administer("set_shadow", None)
+        try:
+            change = PolicyChange.model_validate(parse_json(await request.body()))
+        except ValidationError as error:
+            raise BadRequest(sentence(error)) from error
+        return await self._administer("set_shadow", NamedPolicy(change.name, change.parameters))
+
     async def swap_table(self, request: Request) -> Response:
         """Swap the centroid table; the body is a RoutingTable file."""
         return await self._administer("swap_table", await request.body())
+
+    async def swap_predictor(self, request: Request) -> Response:
+        """Swap the signature predictor; the body is a SignaturePredictor file."""
+        try:
+            self._client.tokenizer = await self._tokens.fingerprint()
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return await self._administer("swap_predictor", await request.body(), self._client.tokenizer)
 
     async def _administer(self, method: str, *args: Any) -> Response:
         try:
@@ -255,8 +347,10 @@ class EldrIngress:
             {
                 "policy": settings.policy,
                 "parameters": settings.parameters,
+                "shadow": settings.shadow and asdict(settings.shadow),
                 "settings_version": settings.version,
                 "table_version": settings.table_version,
+                "predictor_version": settings.predictor_version,
             }
         )
 
@@ -266,6 +360,7 @@ class _Streamed(Response):
 
     Args:
         tasks: gets the task that sends them.
+        sent: called when all are sent.
     """
 
     def __init__(
@@ -274,10 +369,11 @@ class _Streamed(Response):
         run: AsyncGenerator[bytes, None],
         headers: dict[str, str],
         tasks: list[asyncio.Task[Any]],
+        sent: Callable[[], None],
     ) -> None:
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._first, self._run, self._tasks = first, run, tasks
+        self._first, self._run, self._tasks, self._sent = first, run, tasks, sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -289,6 +385,7 @@ class _Streamed(Response):
             async for chunk in self._run:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+            self._sent()
         finally:
             await self._run.aclose()
 
@@ -305,19 +402,26 @@ def application() -> Starlette:
             response: Response = await getattr(ingress(), name)(*args, request)
             return response
 
+        answer.__doc__ = getattr(EldrIngress, name).__doc__  # for the reference
         return answer
 
     async def models(request: Request) -> Response:
+        """The model that is served, as OpenAI's list."""
         return JSONResponse({"object": "list", "data": [ingress().model_card]})
 
     async def model(request: Request) -> Response:
+        """The same model by its name."""
         card = ingress().model_card
         if request.path_params["model"] != card["id"]:
             raise Refused(f"there is no model {request.path_params['model']!r}", status=404)
         return JSONResponse(card)
 
     async def openapi(request: Request) -> Response:
+        """This service's OpenAPI document."""
         return JSONResponse(ingress().openapi)
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(live_page(), headers={"Content-Security-Policy": SELF_CONTAINED})
 
     posted = {
         "/v1/chat/completions": endpoint("generate", "chat"),
@@ -335,7 +439,11 @@ def application() -> Starlette:
             Route("/openapi.json", openapi),
             Route("/eldr/status", endpoint("status")),
             Route("/eldr/policy", endpoint("set_policy"), methods=["PUT"]),
+            Route("/eldr/shadow", endpoint("set_shadow"), methods=["PUT", "DELETE"]),
+            Route("/eldr/", page),
+            Route("/eldr/live", endpoint("live")),
             Route("/eldr/table", endpoint("swap_table"), methods=["PUT"]),
+            Route("/eldr/predictor", endpoint("swap_predictor"), methods=["PUT"]),
         ],
         middleware=[
             Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),

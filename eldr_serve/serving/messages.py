@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from eldr_serve.routing import Placement, PlacementRequest
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from eldr_serve.routing import Placement, PlacementRequest, reads_counts
+
+
+@pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class NamedPolicy:
+    """A policy as settings name it."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -17,6 +28,28 @@ class Settings:
     parameters: dict[str, Any]
     table: bytes | None  # a RoutingTable file
     table_version: int
+    predictor: bytes | None = None  # a SignaturePredictor file
+    predictor_version: int = 0
+    deployed: str = ""  # fingerprint of the deployment's own settings that these go back to
+    shadow: NamedPolicy | None = None  # what the live policy is compared with
+
+    @property
+    def read_counts(self) -> bool:
+        """Whether a request's expert counts are read: by the policy, or to price both placements."""
+        return self.shadow is not None or reads_counts(self.policy)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A stream that has ended; from the request's arrival at the ingress, as its client saw it.
+
+    Attributes:
+        ttft_s: to the first chunk.
+        tpot_s: between tokens, mean; None with fewer than two.
+    """
+
+    ttft_s: float
+    tpot_s: float | None
 
 
 @dataclass(frozen=True)
@@ -28,8 +61,11 @@ class Exchange:
     released: tuple[str, ...] = ()
     progress: dict[str, int] = field(default_factory=dict)  # request id -> generated tokens
     held: tuple[Placement, ...] = ()  # LEASED ones that the client made or corrected itself
+    counted: tuple[PlacementRequest, ...] = ()  # with true signatures, of such as were LEASED without
     known_epoch: str = ""
     events: dict[str, int] = field(default_factory=dict)  # counters seen by the client, as increments
+    answered: tuple[Answered, ...] = ()
+    prediction: dict[str, Any] | None = None  # OnlinePredictor.status, where the client has one
 
 
 @dataclass(frozen=True)

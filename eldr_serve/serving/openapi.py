@@ -1,31 +1,34 @@
-"""The OpenAPI document of the service: vLLM's requests, which the ingress passes on without knowing them."""
+"""The OpenAPI document of the service: the engine's requests, which the ingress passes on unknown."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 
-from eldr_serve.serving.compat import ENDPOINT_REQUESTS, ChatCompletionRequest, CompletionRequest
-
-_PATHS: dict[str, Any] = {
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/embeddings": ENDPOINT_REQUESTS["embeddings"],
-    "/v1/score": ENDPOINT_REQUESTS["score"],
-    "/tokenize": ENDPOINT_REQUESTS["tokenize"],
-    "/detokenize": ENDPOINT_REQUESTS["detokenize"],
+_PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
 }
 
 
-def openapi_document() -> dict[str, Any]:
-    """The document as JSON types."""
+def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
+    """The document as JSON types.
+
+    Args:
+        requests: the engine's types of requests, by method.
+    """
     app = FastAPI(title="eldr-serve")
-    for path, request in _PATHS.items():
-        app.post(path)(_endpoint(request))
-    for path in ("/v1/models", "/eldr/status"):
+    for path, method in _PATHS.items():
+        app.post(path)(_endpoint(requests[method]))
+    for path in ("/v1/models", "/eldr/status", "/eldr/live"):
         app.get(path)(_nothing)
-    for path in ("/eldr/policy", "/eldr/table"):
+    for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table"):
         app.put(path)(_nothing)
     return app.openapi()
 

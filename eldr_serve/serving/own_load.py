@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+
+from eldr_serve.errors import Overloaded
 from eldr_serve.routing import LoadLedger, Placement, State
-from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.replicas import Replicas
 
 
@@ -28,7 +32,7 @@ class OwnLoad:
         self._ledger.release(request_id)
 
     def lease(self, placement: Placement, reason: str) -> None:
-        """Lease the least loaded replica that has not failed the request.
+        """Lease the least loaded replica that has not failed the request; several processes differ in ties.
 
         Raises:
             Overloaded: no decode replica is known at all.
@@ -39,6 +43,7 @@ class OwnLoad:
             raise Overloaded("no decode replica is running yet", retry_after_s=5)
         in_flight = self._ledger.loads(self._ledger.places(candidates)).in_flight
         placement.become(State.LEASED)
-        placement.replica, placement.slot = candidates[int(in_flight.argmin())], -1
+        least = np.flatnonzero(in_flight == in_flight.min())
+        placement.replica, placement.slot = candidates[int(random.choice(least))], -1
         placement.band, placement.reason, placement.policy = len(candidates), reason, "own-load"
         self.take(placement)

@@ -1,31 +1,44 @@
-"""The path of one request: prefill, place, decode, release; and what happens when a step fails."""
+"""The path of one request: prefill, place, decode, release; and what happens when a step fails.
+
+An answer whose engine is lost goes on at another one, which computes the prompt and the tokens generated so
+far anew (see continuation.py for the engine's part).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, model_validator
 
-from eldr_serve.channel import Call, CallFailed, ChannelLost
+from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost, Chunk
+from eldr_serve.errors import Overloaded, Refused
 from eldr_serve.renamed import renamed
 from eldr_serve.routing import Placement, PlacementRequest
 from eldr_serve.routing.prefill import choose_prefill
-from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.fleet import Fleet
+from eldr_serve.serving.outliers import Outliers
+from eldr_serve.serving.prompt_tokens import PromptTokens
+from eldr_serve.serving.rate import Rate
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.stages import Stages
+from eldr_serve.serving.true_signature import METHOD, TrueSignature
 from eldr_serve.serving.wire import (
     Generation,
+    created_at,
     decode_header,
+    error_event,
+    is_end,
     max_new_tokens,
     needs_whole_engine,
     prefill_header,
@@ -37,6 +50,7 @@ from eldr_serve.serving.wire import (
 logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
+_LOST = error_event("engine_lost", "the decode engine was lost while it generated; send the request again")
 _LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
 
 
@@ -56,6 +70,30 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         default=3,
         ge=1,
         description="decode calls of one request before its first token; each is of a prefill of its own",
+    )
+    retries_at_once: int = Field(
+        default=64,
+        ge=1,
+        description="requests that one ingress has prefilled and placed again at once, after an engine has "
+        "failed them or was lost; more wait",
+    )
+    retry_wait_s: float = Field(
+        default=10.0, ge=0, description="how long such a request waits for its turn before it is given up, s"
+    )
+    prefill_limit_s: float = Field(
+        default=60.0, gt=0, description="a prefill call that takes longer has failed, s"
+    )
+    first_token_limit_s: float = Field(
+        default=60.0, gt=0, description="so has a decode call without a token for longer, s"
+    )
+    gap_limit_s: float = Field(
+        default=15.0, gt=0, description="so has one without a further token for longer, s"
+    )
+    whole_per_s: float = Field(
+        default=8.0,
+        ge=0,
+        description="requests a second that one ingress sends whole to decode engines while it reaches no "
+        "prefill replica; more wait as for a full KV cache",
     )
     retry_backoff_s: float = Field(
         default=0.05, ge=0, description="mean wait before the first retry, s; then doubled"
@@ -84,11 +122,12 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Engines:
-    """The two deployments of an application."""
+    """The two deployments of an application; where decode engines are whole, `prefill` has no replicas."""
 
     prefill: Fleet
     decode: Fleet
     max_load_ratio: float = 1.25  # a prefill replica above this times the mean load is passed over
+    whole: bool = False  # decode engines prefill too
 
 
 @dataclass(frozen=True)
@@ -98,42 +137,91 @@ class Prefilled:
     request_id: str
     replica: str
     params: dict[str, Any]
-    prompt_tokens: int
-    token_ids: bytes  # uint32
     done_at: float  # time.monotonic()
 
 
 @dataclass
 class _Run:
-    """One request on its way, and what has failed it so far."""
+    """One request on its way, what has come of it, and what has failed it so far."""
 
     request: Generation
+    placed: Callable[[Placement], None]
+    handed_over: Callable[[float], None]
     cut_off: Callable[[], None]
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefills: int = 0  # calls, whatever came of them
     failed_prefills: int = 0
     passed_over: int = 0  # prefill replicas, from the first in the prefix's rank
     failed: list[str] = field(default_factory=list)  # decode replicas
+    cuts: int = 0  # of them after the client had got some of the answer
+    prompt: bytes = b""  # uint32 ids, once a prefill engine has told them
+    foreseen: NDArray[np.uint32] | None = None  # the prompt's ids where no prefill engine tells them
+    tokens: int = 0  # generated
+    ids: bytearray = field(default_factory=bytearray)  # uint32, of those tokens whose engine told them
+    sent: bool = False  # the client has got some of the answer
+    ended: bool = False  # it has got all of it
+    created: int | None = None  # the time in its chunks, s since 1970
+
+    def took(self, chunk: Chunk) -> None:
+        """The next part of the answer has come."""
+        self.tokens += chunk.tokens
+        self.ids += chunk.ids
+        if not chunk.payload:
+            return
+        if not self.sent and self.request.asked.stream:
+            self.created = created_at(chunk.payload)
+        self.sent = True
+        self.ended = not self.request.asked.stream or is_end(chunk.payload)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Another engine can go on after the last token."""
+        return 0 < 4 * self.tokens == len(self.ids)
+
+    @property
+    def token_ids(self) -> NDArray[np.uint32] | None:
+        """uint32[n] of the prompt, as far as they are known before it is decoded."""
+        return np.frombuffer(self.prompt, np.uint32) if self.prompt else self.foreseen
+
+    def start_again(self) -> None:
+        """Nothing that has come is of any use."""
+        self.tokens, self.ids = 0, bytearray()
 
 
 async def prefill_answer(call: Call) -> Any:
-    """What a prefill call says of the prompt (see engine_calls.prefill); ChannelLost if it says nothing."""
+    """What a prefill call says of the prompt (see PrefillServer.answer); ChannelLost if it says nothing."""
     chunk = await call.read()
     if chunk is None:
         raise ChannelLost("it answered nothing")
     return msgspec.msgpack.decode(chunk.payload)
 
 
-class _DecodeFailed(Exception):  # noqa: N818
-    """A decode call ended before its first token. `alive`: its replica is there and said so itself."""
+class _PrefillFailed(Exception):  # noqa: N818
+    """A prefill call has failed, and the request is not at fault."""
 
-    def __init__(self, reason: Any, *, alive: bool) -> None:
+
+class _DecodeFailed(Exception):  # noqa: N818
+    """A decode call has ended before its answer.
+
+    Attributes:
+        replica: its replica.
+        alive: that is there, and said so itself.
+        begun: some of the answer had come by this call.
+    """
+
+    def __init__(self, reason: Any, replica: str, *, alive: bool, begun: bool) -> None:
         super().__init__(f"{reason}")
+        self.replica = replica
         self.alive = alive
+        self.begun = begun
 
 
 class RequestPath:
-    """Runs requests of one ingress over the prefill and the decode deployment."""
+    """Runs requests of one ingress over the prefill and the decode deployment.
+
+    Args:
+        tokens: of prompts, where they must be placed before an engine has tokenised them.
+    """
 
     def __init__(
         self,
@@ -141,10 +229,15 @@ class RequestPath:
         engines: Engines,
         client: RouterClient,
         options: PathOptions,
+        tokens: PromptTokens | None = None,
     ) -> None:
         self._engines = engines
         self._client = client
         self._options = options
+        self._tokens = tokens
+        self._retries = asyncio.Semaphore(options.retries_at_once)
+        self._outliers = {fleet: Outliers() for fleet in (engines.prefill, engines.decode)}
+        self._whole = Rate(options.whole_per_s)
         self._background: set[asyncio.Task[Any]] = set()
         self.stages = Stages()
 
@@ -167,128 +260,191 @@ class RequestPath:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        run = _Run(request, cut_off)
-        split = needs_whole_engine(request.method, request.asked) is None
-        for _ in range(self._options.decode_tries):
-            if run.failed:
-                await self._back_off(len(run.failed))
-            prefilled: Prefilled | None = None
-            if split:
-                await self._room()
-                prefilled = await self._prefill(run)
+        run = _Run(request, placed, handed_over, cut_off)
+        while len(run.failed) < self._options.decode_tries:
+            try:
+                async with aclosing(self._try(run)) as answer:
+                    async for payload in answer:
+                        yield payload
+                return
+            except _PrefillFailed as failure:
+                logger.warning("%s", failure)
+                run.failed_prefills += 1
+                run.passed_over += 1
+                if run.failed_prefills >= self._options.prefill_tries and self._engines.prefill.live:
+                    break
+                self._client.count("prefill_retries")
+            except _DecodeFailed as failure:
+                logger.warning("decode replica %s failed a request: %s", failure.replica, failure)
+                run.failed.append(failure.replica)
+                # If the replica is alive, the blocks may be at fault: let another engine prefill.
+                run.passed_over += failure.alive
+                run.cuts += run.sent and failure.begun
+                if run.sent and (run.cuts > 1 or not run.can_go_on):
+                    break
+                if not run.can_go_on:
+                    run.start_again()
+            except (Refused, CallFailed) as error:
+                if not run.sent:
+                    raise
+                logger.warning("an answer could not go on elsewhere: %s", error)
+                break
+        if not run.sent:
+            prefills, decodes = run.failed_prefills, len(run.failed)
+            raise Overloaded(f"{prefills} prefill attempts failed and {decodes} decode calls of this request")
+        self._client.count("streams_lost")
+        yield _LOST
+
+    async def _try(self, run: _Run) -> AsyncGenerator[bytes, None]:
+        """One decode call, with a prefill of its own."""
+        resumed = run.tokens > 0
+        async with self._turn(run):
+            prefilled = await self._prefill(run) if self._splits(run.request) else None
+            if run.token_ids is None and self._tokens is not None:
+                run.foreseen = await self._tokens.of(run.request.asked)
             placing_at = time.monotonic()
             lease = await self._place(run, prefilled)
-            placed(lease)
-            placed_at = time.monotonic()
-            stream = self._decode(run, lease, prefilled)
-            try:
-                first = await anext(stream)
-                if prefilled is not None:
+        run.placed(lease)
+        if resumed:
+            self._client.progress(run.request_id, run.tokens)
+        placed_at = time.monotonic()
+        first = True
+        chunks = self._decode(run, lease, prefilled)
+        try:
+            async for payload in chunks:
+                if first and prefilled is not None:
                     now = time.monotonic()
-                    handed_over(now - prefilled.done_at)
+                    run.handed_over(now - prefilled.done_at)
                     self.stages.record(
                         place=placed_at - placing_at,
                         first_chunk=now - placed_at,
                         handover=now - prefilled.done_at,
                     )
-                yield first
-                async for chunk in stream:
-                    yield chunk
-                return
-            except _DecodeFailed as failure:
-                logger.warning("decode replica %s failed before a token: %s", lease.replica, failure)
-                run.failed.append(lease.replica)
-                # If the replica is alive, the blocks may be at fault: let another engine prefill.
-                run.passed_over += failure.alive
-            finally:
-                await stream.aclose()
-                self._client.release(run.request_id)
-        raise Overloaded(f"{len(run.failed)} decode replicas failed this request")
+                if first and resumed:
+                    self._client.count("resumed")
+                first = False
+                if payload:
+                    yield payload
+        finally:
+            await chunks.aclose()
+            self._client.release(run.request_id)
 
     # -- steps -----------------------------------------------------------------------------------
 
-    async def _back_off(self, failures: int) -> None:
-        """Wait before a retry, not in step with the others that failed at the same time."""
+    @asynccontextmanager
+    async def _turn(self, run: _Run) -> AsyncIterator[None]:
+        """When a request may be tried: many are tried again when an engine is lost, a few at once."""
+        failures = len(run.failed) + run.failed_prefills
+        if not failures:
+            yield
+            return
+        # Not in step with the others that failed at the same time.
         await asyncio.sleep(self._options.retry_backoff_s * 2 ** (failures - 1) * random.uniform(0.5, 1.5))
+        try:
+            async with asyncio.timeout(self._options.retry_wait_s):
+                await self._retries.acquire()
+        except TimeoutError:
+            raise Overloaded("too many requests have lost their engine") from None
+        try:
+            yield
+        finally:
+            self._retries.release()
 
-    async def _room(self) -> None:
-        """Wait until some prefill replica has room for a prompt."""
+    def _splits(self, request: Generation) -> bool:
+        return not self._engines.whole and needs_whole_engine(request.method, request.asked) is None
+
+    async def _room(self) -> bool:
+        """Wait until some prefill replica has room; False if none can be reached and it goes without."""
         until = time.monotonic() + self._options.prefill_wait_s
         while not self._with_room():
+            if not self._engines.prefill.live and self._whole.take():
+                return False
             if time.monotonic() >= until:
                 self._client.count("refused_prefill_full")
                 why = "the KV caches of all prefill replicas are full"
                 raise Overloaded(why if self._engines.prefill.live else "no prefill replica can be reached")
             await asyncio.sleep(_ROOM_CHECK_S)
+        return True
 
     def _with_room(self) -> list[str]:
         fleet = self._engines.prefill
-        return fleet.directory.budget.with_room(fleet.live)
+        return fleet.directory.budget.with_room(self._outliers[fleet].usable(fleet.live))
 
-    async def _prefill(self, run: _Run) -> Prefilled:
-        """The prompt's blocks; CallFailed if the request itself is at fault."""
-        while (found := await self._try_prefill(run)) is None:
-            run.passed_over += 1
-            run.failed_prefills += 1
-            if run.failed_prefills >= self._options.prefill_tries:
-                raise Overloaded(f"{run.failed_prefills} prefill attempts failed")
-            self._client.count("prefill_retries")
-            await self._back_off(run.failed_prefills)
-        return found
+    async def _prefill(self, run: _Run) -> Prefilled | None:
+        """The prompt's blocks; None if a decode engine is to compute it.
 
-    async def _try_prefill(self, run: _Run) -> Prefilled | None:
-        """One prefill call; None if the engine, not the request, is at fault."""
+        Raises:
+            _PrefillFailed: the engine is at fault.
+            CallFailed: the request is.
+        """
+        if not await self._room():
+            self._client.count("whole_without_prefill")
+            return None
         request, fleet = run.request, self._engines.prefill
         request_id = f"{run.request_id}-p{run.prefills}"
         run.prefills += 1
         in_flight = fleet.in_flight
-        candidates = self._with_room() or list(in_flight)
-        if not candidates:
-            return None
         replica = choose_prefill(
             prompt_head(request.asked),
-            {name: in_flight[name] for name in candidates},
+            {name: in_flight[name] for name in self._with_room()},
             max_load_ratio=self._engines.max_load_ratio,
             attempt=run.passed_over,
         )
         called_at = time.monotonic()
         call: Call | None = None
         try:
-            header = prefill_header(request.method, request_id, request.headers)
-            call = fleet.call(replica, "prefill", header, request.body)
-            found = await prefill_answer(call)
-            self._client.count("prefills")
-            self.stages.record(prefill=time.monotonic() - called_at)
-            return Prefilled(
-                request_id, replica, found["kv"], found["tokens"], found["token_ids"], time.monotonic()
+            header = prefill_header(
+                request.method, request_id, request.headers, request.cache_salt, generated=bytes(run.ids)
             )
+            call = fleet.call(replica, "prefill", header, request.body)
+            call.expect(self._options.prefill_limit_s, self._options.prefill_limit_s)
+            found = await prefill_answer(call)
         except CallFailed as error:
             if error.status < 500:
                 raise
-            logger.warning("prefill replica %s failed a request: %s", replica, error)
+            self._judge(fleet, replica, error)
+            raise _PrefillFailed(f"prefill replica {replica} failed a request: {error}") from error
         except ChannelLost as error:
-            logger.warning("prefill replica %s was lost: %s", replica, error)
-        except BaseException:
+            raise _PrefillFailed(f"prefill replica {replica} was lost: {error}") from error
+        except BaseException as error:
             if call is not None:
                 call.cancel()
                 self._release_kv(request_id, replica)
-            raise
-        return None
+            if not isinstance(error, CallLate):
+                raise
+            self._judge(fleet, replica, error)
+            raise _PrefillFailed(f"prefill replica {replica} took too long") from error
+        self._outliers[fleet].succeeded(replica)
+        run.prompt = found["token_ids"]
+        self._client.count("prefills")
+        self.stages.record(prefill=time.monotonic() - called_at)
+        return Prefilled(request_id, replica, found["kv"], time.monotonic())
+
+    def _judge(self, fleet: Fleet, replica: str, error: Exception) -> None:
+        """A replica that only says that it is full is well."""
+        full = isinstance(error, CallFailed) and error.status == 503
+        if not full and self._outliers[fleet].failed(replica):
+            logger.warning("replica %s fails again and again and is set aside for a while", replica)
+            self._client.count("set_aside")
 
     async def _place(self, run: _Run, prefilled: Prefilled | None) -> Placement:
+        fleet = self._engines.decode
+        usable = self._outliers[fleet].usable(fleet.live)
         placement = PlacementRequest(
             run.request_id,
             None,
-            prompt_tokens=prefilled.prompt_tokens if prefilled else 0,
+            prompt_tokens=len(run.token_ids) if run.token_ids is not None else 0,
             max_new_tokens=max_new_tokens(run.request.asked),
             domain=run.request.domain,
-            exclude=tuple(run.failed),
+            exclude=(*run.failed, *(name for name in fleet.live if name not in usable)),
             prompt_key=prompt_key(run.request.asked),
+            tenant=run.request.tenant,
+            priority=run.request.priority,
         )
         counts = signature_of(prefilled.params) if prefilled else None
         wait_s = 0.0 if run.failed else self._options.queue_ttl_s  # a request is queued once
         try:
-            return await self._client.place(placement, counts, wait_s=wait_s)
+            return await self._client.place(placement, counts, token_ids=run.token_ids, wait_s=wait_s)
         except BaseException:
             if prefilled is not None:
                 self._release_kv(prefilled.request_id, prefilled.replica)
@@ -297,7 +453,7 @@ class RequestPath:
     async def _decode(
         self, run: _Run, lease: Placement, prefilled: Prefilled | None
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the engine's bytes; an engine lost in mid-stream ends them with an error event.
+        """Yield the engine's bytes as they come; none where only tokens have come.
 
         From here on the prompt's blocks are this call's. An engine that reads them tells the prefill
         engine, which gives them to other prompts at once, so no second call may ever name them. Nor are
@@ -305,59 +461,72 @@ class RequestPath:
         An engine whose channel is lost may be alive; then the blocks' lease frees them.
 
         Raises:
-            _DecodeFailed: there is no first token.
+            _DecodeFailed: the answer has not ended.
             CallFailed: the engine refuses the request itself.
         """
         request = run.request
         header = decode_header(
             request.method,
-            f"{run.request_id}-d{len(run.failed)}",
+            run.request_id,
             prefilled.params if prefilled else None,
-            prefilled.token_ids if prefilled else b"",
+            run.prompt,
             request.headers,
+            request.cache_salt,
+            generated=bytes(run.ids),
+            created=run.created,
         )
         call: Call | None = None
-        tokens = 0
+        signature: TrueSignature | None = None
         begun = ended = False
         unread = prefilled
         try:
+            if self._engines.whole and run.token_ids is not None and not run.tokens:
+                signature = self._true_signature(lease, run.token_ids)
             call = self._engines.decode.call(lease.replica, "generate", header, request.body)
             call.on_overflow = run.cut_off
+            if request.asked.stream or prefilled is not None:  # others say nothing before their end
+                call.expect(self._options.first_token_limit_s, self._options.gap_limit_s)
             while (chunk := await call.read()) is not None:
                 begun, unread = True, None
-                tokens += chunk.tokens
-                self._client.progress(lease.request_id, tokens)
+                run.took(chunk)
+                self._client.progress(lease.request_id, run.tokens)
                 yield chunk.payload
             ended = True
             if not begun:
-                raise _DecodeFailed("it answered nothing", alive=True)
+                raise _DecodeFailed("it answered nothing", lease.replica, alive=True, begun=False)
+            self._outliers[self._engines.decode].succeeded(lease.replica)
+        except CallLate as error:
+            self._judge(self._engines.decode, lease.replica, error)
+            if not run.ended:
+                # Before its first token the blocks may be at fault.
+                raise _DecodeFailed(error, lease.replica, alive=not begun, begun=begun) from error
         except CallFailed as error:
             ended = True
-            if not begun and error.status < 500:
+            if not run.sent and not begun and error.status < 500:
                 raise
-            if not begun:
-                raise _DecodeFailed(error, alive=True) from error
-            yield self._lost(lease, error)
+            self._judge(self._engines.decode, lease.replica, error)
+            if not run.ended:
+                raise _DecodeFailed(error, lease.replica, alive=True, begun=begun) from error
         except ChannelLost as error:
             ended = True
             if call is not None:
                 unread = None
-            if not begun:
-                raise _DecodeFailed(error, alive=False) from error
-            yield self._lost(lease, error)
+            if not run.ended:
+                raise _DecodeFailed(error, lease.replica, alive=False, begun=begun) from error
         finally:
             if call is not None and not ended:
                 call.cancel()
+            if signature is not None:
+                signature.over()
             if unread is not None:
                 self._release_kv(unread.request_id, unread.replica, reader=None if ended else call)
 
-    def _lost(self, lease: Placement, error: Exception) -> bytes:
-        """The event that ends a stream whose engine is gone."""
-        logger.warning("decode replica %s was lost in mid-stream: %s", lease.replica, error)
-        self._client.count("streams_lost")
-        message = "the decode engine was lost while it generated; send the request again"
-        body = {"error": {"message": message, "type": "engine_lost", "code": 503}}
-        return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()
+    def _true_signature(self, lease: Placement, token_ids: NDArray[np.uint32]) -> TrueSignature:
+        """The router is told what the prompt uses once its engine has prefilled it."""
+        return TrueSignature(
+            self._engines.decode.call(lease.replica, METHOD, {"id": lease.request_id}),
+            lambda counts, tokens: self._client.counted(lease.request_id, token_ids, counts, tokens),
+        )
 
     def _release_kv(self, request_id: str, replica: str, *, reader: Call | None = None) -> None:
         """Free a prompt's blocks without waiting: this also runs while a request is being cancelled.

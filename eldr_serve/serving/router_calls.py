@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import CallFailed, Channel
-from eldr_serve.serving.errors import SwapRefused
+from eldr_serve.errors import SwapRefused
 
 AWAY = (RayError, ConnectionError, TimeoutError, CallFailed)  # raised where the actor cannot answer
 

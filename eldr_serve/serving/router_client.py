@@ -15,6 +15,7 @@ Each is one Placement, and its state says what is done next (`State`):
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import uuid
 from collections import Counter
@@ -25,17 +26,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Placement, PlacementRequest, State, reads_counts
-from eldr_serve.serving.errors import Overloaded
-from eldr_serve.serving.messages import Exchange, Settings
+from eldr_serve.artifacts import ArtifactError, RoutingTable
+from eldr_serve.errors import Overloaded
+from eldr_serve.online_predictor import OnlinePredictor
+from eldr_serve.routing import Placement, PlacementRequest, State
+from eldr_serve.serving.messages import Answered, Exchange, Settings
 from eldr_serve.serving.own_load import OwnLoad
 from eldr_serve.serving.replicas import Replicas
 from eldr_serve.serving.router_link import Router, RouterLink
+from eldr_serve.signature_predictor import SignaturePredictor
 
 logger = logging.getLogger(__name__)
 
 _RESCORES = 2
+_SAMPLED = 16  # one of so many requests tells the router its signature, whatever the policy reads
 
 
 class RouterClient:
@@ -56,8 +60,12 @@ class RouterClient:
         self._id = uuid.uuid4().hex
         self.link = RouterLink(self._id, router, replicas, self, timeout_s=timeout_s)
         self._own = OwnLoad(replicas)
+        self._scorings = itertools.count()
         self._table: RoutingTable | None = None
         self._table_file: bytes | None = None  # that it was read from
+        self.predictor: OnlinePredictor | None = None
+        self._predictor_file: bytes | None = None
+        self.tokenizer: str | None = None  # fingerprint of the served one; None while it is not known
         self.placements: dict[str, Placement] = {}  # all that are not DONE
         self._answers: dict[str, asyncio.Future[None]] = {}  # of those that somebody waits for
         # What the actor is still to be told.
@@ -65,8 +73,11 @@ class RouterClient:
         self._released: list[str] = []
         self._progress: dict[str, int] = {}
         self._held: set[str] = set()
+        self._counted: set[str] = set()
         self._events: Counter[str] = Counter()
-        self.start, self.stop, self.call = self.link.start, self.link.stop, self.link.call
+        self._signature_shape: tuple[int, ...] | None = None
+        self._finished: list[Answered] = []
+        self.start, self.stop = self.link.start, self.link.stop
 
     @property
     def router_away(self) -> bool:
@@ -78,27 +89,47 @@ class RouterClient:
         """Requests of this process that hold a decode worker now."""
         return sum(p.state is State.LEASED for p in self.placements.values())
 
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call any other method of the actor (see RouterLink.call).
+
+        An actor that has started again knows no shape of signatures, and is told it before it takes a table.
+        """
+        if method == "expect_signatures":
+            self._signature_shape = args
+        elif method in ("swap_table", "swap_predictor") and self._signature_shape is not None:
+            await self.link.call("expect_signatures", *self._signature_shape)
+        return await self.link.call(method, *args)
+
     # -- one request -----------------------------------------------------------------------------
 
     async def place(
         self,
         request: PlacementRequest,
-        counts: NDArray[np.unsignedinteger[Any]] | None,
+        counts: NDArray[Any] | None,
         *,
+        token_ids: NDArray[np.uint32] | None = None,
         wait_s: float = 0.0,
     ) -> Placement:
         """Lease a decode worker. Never fails because routing could not decide.
 
         Args:
             request: without signature, similarity and may_wait, which are filled in here.
-            counts: unsigned[L,E], the prompt's expert counts; None if prefill gave none.
+            counts: unsigned[L,E], the prompt's expert counts; None if prefill gave none. A prediction stands
+                in for them, where there is a predictor.
+            token_ids: uint32[n], the prompt's, where they are known.
             wait_s: how long the request may wait in the decode queue, s; 0: it is placed at once.
 
         Raises:
             Overloaded: no decode replica is known at all, or none was free in time.
         """
         until_s = asyncio.get_running_loop().time() + wait_s
-        placement = Placement(replace(request, signature=counts, may_wait=wait_s > 0), since_s=until_s)
+        true = counts
+        if counts is None and token_ids is not None and self.predictor is not None:
+            counts = self.predictor.predict(token_ids)
+        predicted = true is None and counts is not None
+        placement = Placement(
+            replace(request, signature=counts, predicted=predicted, may_wait=wait_s > 0), since_s=until_s
+        )
         self.placements[request.request_id] = placement
         try:
             for rescore in range(_RESCORES + 2):
@@ -118,7 +149,32 @@ class RouterClient:
             # It may wait in the decode queue, or hold a lease by now, or an answer with one is on its way.
             self.release(request.request_id)
             raise
+        if true is not None and token_ids is not None:
+            self._learn(token_ids, true, len(token_ids))
         return placement
+
+    def counted(
+        self, request_id: str, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int
+    ) -> None:
+        """The engine that the request was placed on has counted its prompt.
+
+        Args:
+            token_ids: uint32[n] that it was predicted from.
+            counts: unsigned[L,E].
+            prompt_tokens: that were counted; a chat's template has some beyond `token_ids`.
+        """
+        self._learn(token_ids, counts, prompt_tokens)
+        placement = self.placements.get(request_id)
+        if placement is not None and placement.state is State.LEASED:
+            placement.request = replace(
+                placement.request,
+                signature=self._sampled(counts),
+                prompt_tokens=prompt_tokens,
+                predicted=False,
+            )
+            self._own.take(placement)
+            self._counted.add(request_id)
+            self.link.wake_soon()
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         """Tell how many tokens the request has generated so far; sent now and then."""
@@ -137,6 +193,7 @@ class RouterClient:
             placement.become(State.DONE)
             self._own.release(request_id)
             self._held.discard(request_id)
+            self._counted.discard(request_id)
             answer = self._answers.pop(request_id, None)
             if answer is not None:
                 answer.cancel()  # nobody waits for what has ended
@@ -145,6 +202,10 @@ class RouterClient:
     def count(self, event: str) -> None:
         """Add one to a counter that `/eldr/status` shows."""
         self._events[event] += 1
+
+    def answered_client(self, answered: Answered) -> None:
+        """A stream has ended; the live page shows how fast it was."""
+        self._finished.append(answered)
 
     # -- how -------------------------------------------------------------------------------------
 
@@ -173,20 +234,33 @@ class RouterClient:
             placement.request, similarity=None, signature=self._read_by_policy(placement.request.signature)
         )
 
-    def _read_by_policy(
-        self, counts: NDArray[np.unsignedinteger[Any]] | None
-    ) -> NDArray[np.unsignedinteger[Any]] | None:
-        """The same counts in the fewest bytes: they travel with every placement. None where nobody reads."""
+    def _learn(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
+        if self.predictor is None or not prompt_tokens:
+            return
+        try:
+            self.predictor.observe(token_ids, counts * (len(token_ids) / prompt_tokens))
+        except ValueError as error:
+            logger.error("the signature predictor is of no use here, nothing is predicted: %s", error)
+            self.predictor = None
+
+    def _read_by_policy(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
+        """The same counts, which travel with every placement; None where nobody reads."""
         settings = self.link.settings
-        if counts is None or settings is None or not reads_counts(settings.policy):
+        if counts is None or settings is None or not settings.read_counts:
             return None
-        return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
+        return _packed(counts)
+
+    def _sampled(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+        """Of a true signature, what the actor is told."""
+        sampled = next(self._scorings) % _SAMPLED == 0
+        return _packed(counts) if sampled else self._read_by_policy(counts)
 
     def _scored(self, request: PlacementRequest) -> PlacementRequest:
         counts, settings = request.signature, self.link.settings
         if counts is None:
             return replace(request, signature_missing=True)
-        request = replace(request, signature=self._read_by_policy(counts))
+        read = self._read_by_policy if request.predicted else self._sampled
+        request = replace(request, signature=read(counts))
         if self._table is None or settings is None:
             return request
         try:
@@ -231,11 +305,15 @@ class RouterClient:
             tuple(self._released),
             self._progress,
             tuple(self.placements[request_id] for request_id in self._held),
+            tuple(self.placements[request_id].request for request_id in self._counted),
             epoch,
             dict(self._events),
+            tuple(self._finished),
+            None if self.predictor is None else self.predictor.status,
         )
         self._unsent, self._released, self._progress, self._held = {}, [], {}, set()
-        self._events = Counter()
+        self._counted = set()
+        self._events, self._finished = Counter(), []
         return message
 
     def undelivered(self, message: Exchange) -> None:
@@ -246,7 +324,9 @@ class RouterClient:
         self._released[:0] = message.released
         self._progress = message.progress | self._progress
         self._held |= {lease.request_id for lease in message.held} & self.placements.keys()
+        self._counted |= {request.request_id for request in message.counted} & self.placements.keys()
         self._events.update(message.events)
+        self._finished[:0] = message.answered
 
     def answered(self, placements: tuple[Placement, ...]) -> None:
         for answer in placements:
@@ -270,7 +350,7 @@ class RouterClient:
                 self._settle(own)  # it is scored and sent again
 
     def snapshot(self) -> tuple[Placement, ...]:
-        self._released, self._progress, self._held = [], {}, set()
+        self._released, self._progress, self._held, self._counted = [], {}, set(), set()
         return tuple(p for p in self.placements.values() if p.state is State.LEASED)
 
     def lost(self) -> None:
@@ -281,12 +361,26 @@ class RouterClient:
         if settings.table != self._table_file:
             self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
             self._table_file = settings.table
+        if settings.predictor != self._predictor_file:
+            self._predictor_file = settings.predictor
+            self.predictor = self._made(settings.predictor)
         for placement in list(self._queued()):
             self._ask(placement)
 
+    def _made(self, predictor: bytes | None) -> OnlinePredictor | None:
+        if predictor is None:
+            return None
+        made = SignaturePredictor.from_bytes(predictor)
+        try:
+            made.require_fit(model=made.model, tokenizer=self.tokenizer)
+        except ArtifactError as error:
+            logger.error("nothing is predicted: %s", error)
+            return None
+        return OnlinePredictor(made)
+
     @property
     def has_news(self) -> bool:
-        return bool(self._released or self._progress or self._events)
+        return bool(self._released or self._progress or self._events or self._finished or self._counted)
 
     @property
     def waits(self) -> bool:
@@ -295,3 +389,8 @@ class RouterClient:
     def _queued(self) -> Iterator[Placement]:
         found = (self.placements[request_id] for request_id in self._answers)
         return (placement for placement in found if placement.state is State.QUEUED)
+
+
+def _packed(counts: NDArray[Any]) -> NDArray[Any]:
+    """The same in the fewest bytes."""
+    return counts.astype(np.min_scalar_type(counts.max(initial=0).item()))

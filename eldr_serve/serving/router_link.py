@@ -212,6 +212,7 @@ class RouterLink:
             logger.warning("DecodeRouter does not answer (%s); placing by own load", type(error).__name__)
             self._desk.count("router_lost")
         self.away = True
+        self._epoch = ""  # it is told everything when it is back; until then nothing is kept for it
         self._desk.lost()
 
     def _take_settings(self, settings: Settings) -> None:

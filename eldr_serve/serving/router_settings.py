@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from eldr_serve.artifacts import RoutingTable
+from eldr_serve.artifacts import Artifact, RoutingTable
 from eldr_serve.renamed import renamed
 from eldr_serve.routing import DEFAULT_POLICY, make_policy
+from eldr_serve.serving.messages import NamedPolicy
+from eldr_serve.signature_predictor import SignaturePredictor
 
 
-def _contents(table: Any) -> Any:
-    """Of a RoutingTable file that can be read, its bytes; they travel to where the file is not."""
-    if not isinstance(table, str | Path):
-        return table
-    RoutingTable.load(Path(table))
-    return Path(table).read_bytes()
+def _contents_of(kind: type[Artifact]) -> BeforeValidator:
+    """Of a file that can be read, its bytes; they travel to where the file is not."""
+
+    def contents(given: Any) -> Any:
+        if not isinstance(given, str | Path):
+            return given
+        kind.load(Path(given))
+        return Path(given).read_bytes()
+
+    return BeforeValidator(contents)
 
 
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
@@ -33,17 +40,37 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     parameters: dict[str, Any] = Field(
         default_factory=dict, description="parameters of the policy, as `band: 0.1` (cosine similarity)"
     )
-    table: Annotated[bytes | None, BeforeValidator(_contents)] = Field(
+    shadow: NamedPolicy | None = Field(
+        default=None,
+        description="policy that the live one is compared with, `{name, parameters}`; "
+        "PUT /eldr/shadow changes it",
+    )
+    table: Annotated[bytes | None, _contents_of(RoutingTable)] = Field(
         default=None,
         description="RoutingTable file to start with, seen from where the app is built; "
         "none: by load until one is swapped in",
+    )
+    predictor: Annotated[bytes | None, _contents_of(SignaturePredictor)] = Field(
+        default=None,
+        description="SignaturePredictor file to start with, seen from where the app is built; "
+        "none: nothing is predicted until one is swapped in",
     )
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
     )
     seed: int = Field(default=0, description="seed of random choices")
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal settings."""
+        found = hashlib.sha256()
+        for name, value in self:
+            found.update(name.encode() + b"=" + (value if isinstance(value, bytes) else repr(value).encode()))
+        return found.hexdigest()
+
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
         make_policy(self.policy, **self.parameters)
+        if self.shadow is not None:
+            make_policy(self.shadow.name, **self.shadow.parameters)
         return self

@@ -1,25 +1,42 @@
-"""What the DecodeRouter actor holds beside the placer: clients, settings, the table, recovery.
+"""What the DecodeRouter actor holds beside the placer: clients, settings, artifacts, recovery.
 
 Plain Python, so that every rule is tested without Ray. Nothing in here waits, so each call is atomic
-in the actor's event loop: a table swap falls between two placements, never inside one.
+in the actor's event loop: a swap falls between two placements, never inside one.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from numpy.typing import NDArray
+
 from eldr_serve.artifacts import ArtifactError, RoutingTable
-from eldr_serve.routing import Placement, Placer, Policy, PolicyError, State, StepCost, StepSums, make_policy
-from eldr_serve.serving.errors import SwapRefused
-from eldr_serve.serving.messages import Exchange, Reply, Restore, Restored, Settings
+from eldr_serve.errors import SwapRefused
+from eldr_serve.routing import (
+    Placement,
+    Placer,
+    Policy,
+    PolicyError,
+    State,
+    StepCost,
+    StepSums,
+    make_policy,
+    policy_names,
+)
+from eldr_serve.serving.comparison import Comparison
+from eldr_serve.serving.live_view import LiveView
+from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
 from eldr_serve.serving.outbox import Outbox
+from eldr_serve.signature_predictor import SignaturePredictor
 
 _COST_HALF_LIFE_S = 600.0  # of a decode step's weight in the fitted cost
+_RECENT = 1024
+_MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which travel in one frame of the channel
 
 
 class RouterState:
@@ -33,9 +50,11 @@ class RouterState:
     is its client's business: one that gives up is released like any other.
 
     Args:
-        model_id: a table of another model is refused.
+        model_id: a table or predictor of another model is refused.
         policy, parameters: the policy to start with; SwapRefused if there is no such one.
+        shadow: the policy that it is compared with, if any.
         table: a RoutingTable file's bytes, or None to place by load until one is swapped in.
+        predictor: a SignaturePredictor file's bytes, for the clients, which predict.
         client_timeout_s: leases of a client that is silent for longer are dropped.
     """
 
@@ -45,7 +64,9 @@ class RouterState:
         model_id: str,
         policy: str,
         parameters: dict[str, Any] | None = None,
+        shadow: NamedPolicy | None = None,
         table: bytes | None = None,
+        predictor: bytes | None = None,
         client_timeout_s: float = 30.0,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -53,23 +74,40 @@ class RouterState:
         self.epoch = uuid.uuid4().hex
         self.outbox = Outbox()
         self.counters: Counter[str] = Counter()
+        self.recent: deque[NDArray[Any]] = deque(maxlen=_RECENT)  # signatures, for a refit
         self._model_id = model_id
         self._client_timeout_s = client_timeout_s
         self._clock = clock
         self._slots: list[str | None] = []
         self._signature_shape: tuple[int, int] | None = None
         self._last_seen: dict[str, float] = {}
+        self._predictions: dict[str, dict[str, Any]] = {}  # client -> how well it predicts
         self._predictor_failures = 0  # under the policies before this one
         self._steps = StepSums()
         self._steps_at = clock()
         self._all_steps = StepSums()
         self._cost: StepCost | None = None
-        first = Settings(0, policy, dict(parameters or {}), table, 0 if table is None else 1)
-        made, self._table = self._checked(first)
+        self.view = LiveView(clock)
+        first = Settings(
+            version=0,
+            policy=policy,
+            parameters=dict(parameters or {}),
+            table=table,
+            table_version=int(table is not None),
+            predictor=predictor,
+            predictor_version=int(predictor is not None),
+            shadow=shadow,
+        )
+        made, other, self._table = self._checked(first)
+        if predictor is not None:
+            self._check_predictor(predictor)
         self._settings = first
         self.placer = Placer(
             made, failed=lambda error: self.counters.update(policy_errors=1), seed=seed, clock=clock
         )
+        self.comparison = Comparison(self.placer, self.counters, clock=clock)
+        self.view.changed(policy, self._table, first.table_version)
+        self.comparison.begin(first, other, None)
 
     # -- settings ------------------------------------------------------------------------------
 
@@ -84,6 +122,14 @@ class RouterState:
         self._dispatch()
         return self._settings
 
+    def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        """Compare the live policy with another, or with none; refuses as set_policy does."""
+        settings = replace(self._next(), shadow=shadow)
+        _, made, _ = self._checked(settings)
+        self._settings = settings
+        self.comparison.begin(settings, made, self._cost)
+        return settings
+
     def swap_table(self, table: bytes) -> Settings:
         """Make `table` the live one; SwapRefused, and no change, if it does not fit."""
         self._adopt(replace(self._next(), table=table, table_version=self._settings.table_version + 1))
@@ -91,23 +137,53 @@ class RouterState:
         self._dispatch()
         return self._settings
 
+    def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        """Have clients predict by `predictor`; SwapRefused, and no change, if it does not fit.
+
+        Args:
+            tokenizer: fingerprint of the served one.
+        """
+        self._check_predictor(predictor, tokenizer)
+        version = self._settings.predictor_version + 1
+        self._adopt(replace(self._next(), predictor=predictor, predictor_version=version))
+        self.counters["predictor_swaps"] += 1
+        return self._settings
+
     def expect_signatures(self, num_layers: int, num_experts: int) -> None:
-        """Tell the shape that the prefill engines really report; a table of another is refused."""
+        """Tell the shape that engines really report; a table or predictor of another is refused."""
         self._signature_shape = (num_layers, num_experts)
 
-    def _next(self) -> Settings:
-        # Milliseconds, so that what an operator says after a restart is newer than what clients restore.
-        return replace(self._settings, version=max(self._settings.version + 1, time.time_ns() // 1_000_000))
+    def supersede(self, deployed: str, older: Settings | None) -> None:
+        """These settings are of the deployment with this fingerprint.
 
-    def _checked(self, settings: Settings) -> tuple[Policy, RoutingTable | None]:
+        Args:
+            older: what they win over, whoever restores it; none: what clients restore is newer.
+        """
+        version = 0 if older is None else _version_after(older)
+        self._settings = replace(self._settings, deployed=deployed, version=version)
+
+    def _next(self) -> Settings:
+        return replace(self._settings, version=_version_after(self._settings))
+
+    def _checked(self, settings: Settings) -> tuple[Policy, Policy | None, RoutingTable | None]:
+        size = len(settings.table or b"") + len(settings.predictor or b"")
+        if size > _MAX_SETTINGS_BYTES:
+            raise SwapRefused(
+                f"table and predictor have {size / 2**20:.0f} MiB together, the most allowed are "
+                f"{_MAX_SETTINGS_BYTES / 2**20:.0f}"
+            )
         try:
             table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
             policy = make_policy(settings.policy, **settings.parameters).with_table(table)
+            shadow = None
+            if settings.shadow is not None:
+                named = settings.shadow
+                shadow = make_policy(named.name, **named.parameters).with_table(table)
         except (ArtifactError, PolicyError) as error:
             raise SwapRefused(str(error)) from error
         if table is not None:
             self._check_table(table)
-        return policy, table
+        return policy, shadow, table
 
     def _check_table(self, table: RoutingTable) -> None:
         if table.model != self._model_id:
@@ -119,18 +195,31 @@ class RouterState:
                 f"report {self._signature_shape[0]} x {self._signature_shape[1]}"
             )
 
+    def _check_predictor(self, predictor: bytes, tokenizer: str | None = None) -> None:
+        try:
+            SignaturePredictor.from_bytes(predictor).require_fit(
+                model=self._model_id, tokenizer=tokenizer, shape=self._signature_shape
+            )
+        except ArtifactError as error:
+            raise SwapRefused(str(error)) from error
+
     def _adopt(self, settings: Settings) -> None:
-        policy, self._table = self._checked(settings)
+        policy, shadow, self._table = self._checked(settings)
         swapped = settings.table_version != self._settings.table_version
+        if settings.predictor_version != self._settings.predictor_version:
+            self._predictions.clear()
         self._predictor_failures += self.placer.policy.predictor_failures
         self._settings = settings
         if swapped:
             self.placer.forget_scores()
         self.placer.set_policy(policy, self._cost)
+        self.view.changed(settings.policy, self._table, settings.table_version)
+        self.comparison.begin(settings, shadow, self._cost)
 
-    def observe_steps(self, steps: StepSums) -> None:
-        """Take what decode engines measured; the policy follows the cost fitted to recent steps."""
+    def observe_steps(self, steps: StepSums, replica: str = "") -> None:
+        """Take what a decode engine measured; the policy follows the cost fitted to recent steps."""
         now = self._clock()
+        self.view.observe_steps(replica, steps)
         self._all_steps += steps
         keep = 0.5 ** ((now - self._steps_at) / _COST_HALF_LIFE_S)
         self._steps, self._steps_at = self._steps.faded(keep) + steps, now
@@ -160,7 +249,8 @@ class RouterState:
     def restore(self, message: Restore) -> Restored:
         """Take back from a client what an earlier incarnation of this actor knew.
 
-        What waits in the decode queue is not restored: the client asks for it again.
+        Whatever else is held for the client has ended since. What waits in the decode queue is not restored:
+        the client asks for it again.
         """
         self._last_seen[message.client] = self._clock()
         if message.workers:
@@ -169,8 +259,13 @@ class RouterState:
         if settings is not None and settings.version > self._settings.version:
             self._adopt(settings)
             self.counters["settings_restored"] += 1
+        held = {lease.request_id for lease in message.leases}
+        for known in [*self.placer.running.values(), *self.placer.queue.values()]:
+            if known.client == message.client and known.request_id not in held:
+                self.placer.finish(known.request_id)
         for lease in message.leases:
-            if lease.request_id not in self.placer.running:
+            running = self.placer.running.get(lease.request_id)
+            if running is None or (running.replica, running.policy) != (lease.replica, lease.policy):
                 self.placer.hold(replace(lease, client=message.client))
                 self.counters["leases_restored"] += 1
         self._dispatch()
@@ -186,6 +281,7 @@ class RouterState:
             self.placer.finish(request_id)
         for client in silent:
             del self._last_seen[client]
+            self._predictions.pop(client, None)
             self.outbox.drop(client)
         self.counters["leases_of_lost_clients"] += len(lost)
         self.counters["queued_of_lost_clients"] += len(queued)
@@ -201,12 +297,20 @@ class RouterState:
             return Reply(self.epoch, self._settings.version, refused="unknown-client")
         self._last_seen[message.client] = self._clock()
         self.counters.update(message.events)
+        self.view.answered(message.answered)
         self.placer.progress(message.progress)
         for request_id in message.released:
             self.placer.finish(request_id)
         for lease in message.held:
             self._hold(replace(lease, client=message.client))
+        for request in message.counted:
+            self.placer.counted(request)
+        self.counters["signatures_returned"] += len(message.counted)
+        if message.prediction is not None:
+            self._predictions[message.client] = message.prediction
         asked = [Placement(request, State.SENT, message.client) for request in message.placements]
+        true = (r.signature for r in (*message.placements, *message.counted) if not r.predicted)
+        self.recent.extend(counts for counts in true if counts is not None)
         queued = {r.request_id for r in message.placements if r.request_id in self.placer.queue}
         # What was scored with another table stays SENT: its caller fetches this one and asks again.
         live = self._settings.table_version
@@ -230,11 +334,14 @@ class RouterState:
         self._count(leased)
 
     def _count(self, leased: Iterable[Placement]) -> None:
+        leased = list(leased)
+        self.view.placed(leased)
         for placement in leased:
             self.counters["placed"] += 1
             self.counters[f"reason:{placement.reason}"] += 1
             self.counters["best_worker"] += placement.best
             self.counters["signature_missing"] += placement.request.signature_missing
+            self.counters["signature_predicted"] += placement.request.predicted
             self.counters["rerouted"] += bool(placement.request.exclude)
 
     # -- what people look at -----------------------------------------------------------------------
@@ -268,8 +375,10 @@ class RouterState:
                 "band": table.band,
                 "refit_advised": len(table.centroids) != len(workers),
             },
+            "predictor": self.prediction,
             "step_cost": self._step_cost(),
             "decode_totals": self._decode_totals(),
+            "comparison": self.comparison.status(),
             "workers": workers,
             "leases": len(self.placer.running),
             "decode_queue": {"size": self.queue_size, "oldest_wait_s": round(self.oldest_wait_s, 3)},
@@ -280,10 +389,33 @@ class RouterState:
             ),
         }
 
+    def live(self) -> dict[str, Any]:
+        """The status, and what the live page shows beside it; JSON-able."""
+        layers = None if self._signature_shape is None else self._signature_shape[0]
+        shown = self.view.snapshot(self.placer, self._slots, layers)
+        return self.status() | {"live": shown, "policies": policy_names()}
+
     @property
     def predictor_failures(self) -> int:
         """Predictions that could not be used, under this policy and those before it."""
         return self._predictor_failures + self.placer.policy.predictor_failures
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        """How well clients predict, by the true signatures that came back; None without a predictor.
+
+        `cosine` and `gain` (see OnlinePredictor) are means over the prompts that clients have observed;
+        `on` counts the `clients` whose predictor is better than the mean prompt.
+        """
+        if self._settings.predictor is None:
+            return None
+        told = list(self._predictions.values())
+        prompts = sum(one["prompts"] for one in told)
+        found = {"version": self._settings.predictor_version, "clients": len(told), "prompts": prompts}
+        found["on"] = sum(one["on"] for one in told)
+        for name in ("cosine", "gain"):
+            found[name] = sum(one[name] * one["prompts"] for one in told) / max(prompts, 1)
+        return found
 
     @property
     def queue_size(self) -> int:
@@ -319,3 +451,8 @@ class RouterState:
         if self._table is None or not self._table.domains:
             return None
         return self._table.domains[slot % len(self._table.domains)] or None
+
+
+def _version_after(settings: Settings) -> int:
+    # Milliseconds, so that what an operator says after a restart is newer than what clients restore.
+    return max(settings.version + 1, time.time_ns() // 1_000_000)

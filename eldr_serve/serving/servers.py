@@ -1,56 +1,61 @@
-"""The two engine deployments: Ray Serve LLM servers with what a hand-over needs beside generation."""
+"""The two engine deployments, over whatever engine: its channel, and what Serve asks of a replica."""
 
 from __future__ import annotations
-
-import eldr_serve.serving.imports  # noqa: F401
 
 import asyncio
 import itertools
 import logging
-import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-import vllm
+import msgspec
+from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel import Answer
-from eldr_serve.engine import kv_usage, steps
+from eldr_serve.channel import Answer, CallFailed
+from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest
+from eldr_serve.errors import Refused, error_body, sentence
+from eldr_serve.routing.cost import StepSums
+from eldr_serve.serving import true_signature
 from eldr_serve.serving.address import MAX_CALLS, open_channel
 from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.compat import ENDPOINT_REQUESTS, QuietLLMServer, openai_serving, register_connector
 from eldr_serve.serving.decode_router import find
-from eldr_serve.serving.engine_calls import describe, generate, other, prefill, prefill_once
-from eldr_serve.serving.errors import ConfigurationError, Refused, sentence
 from eldr_serve.serving.fleet import METADATA
-from eldr_serve.serving.wire import prefill_header, signature_of, warm_up_body
 
 logger = logging.getLogger(__name__)
 
 _REPORT_PERIOD_S = 1.0
 
 
-class EngineServer(QuietLLMServer):
-    """A vLLM engine with the ELDR connector, as a Ray Serve deployment that is called through its channel."""
+class EngineServer:
+    """A replica of a Ray Serve deployment: an engine that is called through its channel.
 
-    async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        register_connector()
+    Args:
+        llm_config: the engine's settings, by the name that Ray Serve LLM binds them under.
+        engine: starts one.
+    """
+
+    _engine: Engine
+
+    async def __init__(  # type: ignore[misc]
+        self, llm_config: EngineConfig, *, engine: Callable[[Any], Awaitable[Engine]]
+    ) -> None:
         self._samples = itertools.count()
-        await super().__init__(llm_config, **kwargs)
-        for method in ("chat", "completions"):
-            openai_serving(self.engine, method)  # raises now rather than with the first request
+        self._engine = await engine(llm_config)
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
-        self._address, self._channel = await open_channel(self.answer, describe=describe, limit=limit)
+        self._address, self._channel = await open_channel(self.answer, describe=self._describe, limit=limit)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
         if method == "generate":
-            await generate(self.engine, header, body, answer)
-        elif method in ENDPOINT_REQUESTS:
-            await other(self, method, header, body, answer)
+            await self._engine.generate(EngineRequest(body=body, **header), answer.send)
         else:
-            raise Refused(f"an engine has no call {method!r}", status=400)
+            await self._engine.answer(EngineRequest(method, body, **header), answer.send)
+
+    def _describe(self, error: Exception) -> tuple[int, bytes]:
+        return describe(error, self._engine.status_of)
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Serve's hook: how ingress replicas reach this one."""
@@ -58,24 +63,27 @@ class EngineServer(QuietLLMServer):
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is."""
-        stats: dict[str, Any] = await super().record_routing_stats()
-        return stats | {KV_USAGE: kv_usage.last(), SAMPLE: next(self._samples)}
+        return {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what it cannot count itself."""
         return {IN_FLIGHT: float(self._channel.in_flight)}
 
+    async def check_health(self) -> None:
+        """Serve's hook: raises if the replica must be replaced."""
+        await self._engine.check_health()
+
     async def __del__(self) -> None:
         """Serve's hook before it ends the replica: streams end first."""
-        channel = getattr(self, "_channel", None)
+        channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
         if channel is not None:
             await channel.drain()
-        await super().__del__()
+        if engine is not None:
+            await engine.stop()
 
 
 class PrefillServer(EngineServer):
-    """Makes one token of each prompt that is handed over (see first_token), and frees prompts' KV blocks
-    that no decode engine will read.
+    """Computes the prompts that are handed over, and frees KV blocks that no decode engine will read.
 
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, call `release` frees them at once.
@@ -85,62 +93,75 @@ class PrefillServer(EngineServer):
         ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.
     """
 
-    async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, llm_config: EngineConfig, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(llm_config, **kwargs)
-        await self._check_capture(llm_config.model_id)
+        layers, experts = await self._engine.shape()
+        logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """As an EngineServer, and the calls that only prefill engines take."""
+        """As an EngineServer, and the calls that only prefill engines take.
+
+        To `prefill` the answer is what decode and placement need, as msgpack: `tokens` (of the prompt),
+        `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
+        """
         if method == "prefill":
-            await prefill(self.engine, header, body, answer)
+            found = await self._engine.prefill(EngineRequest(body=body, **header))
+            ids = found.token_ids
+            said = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
+            answer.send(msgspec.msgpack.encode(said), 1)
         elif method == "release":
-            await self._release(header["id"])
+            await self._engine.release(header["id"])
         else:
             await super().answer(method, header, body, answer)
 
-    async def _check_capture(self, model_id: str) -> None:
-        request_id = f"start-{uuid.uuid4().hex}"
-        header = prefill_header("completions", request_id)
-        try:
-            found = await prefill_once(self.engine, header, warm_up_body(model_id))
-        except Exception as error:
-            raise ConfigurationError(
-                f"the prefill engine of {model_id!r} failed its first prompt: {sentence(error)}"
-            ) from error
-        if signature_of(found.kv_transfer_params or {}) is None:
-            raise ConfigurationError(
-                f"the prefill engine of {model_id!r} (vLLM {vllm.__version__}) answered its first prompt "
-                "without an expert signature, so requests would be placed by load alone: leave kv_connector, "
-                "kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
-            )
-        await self._release(request_id)
-
-    async def _release(self, request_id: str) -> None:
-        """Free the prompt's blocks, now or, while it is still computed, when it ends."""
-        await self.collective_rpc("eldr_abandon", args=([request_id],))
-
 
 class DecodeServer(EngineServer):
-    """A decode engine that tells the DecodeRouter what its steps cost."""
+    """A decode engine, or a whole one, that tells the DecodeRouter what its steps cost."""
 
-    async def __init__(self, llm_config: Any, *, router_name: str, **kwargs: Any) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, llm_config: EngineConfig, *, router_name: str, **kwargs: Any
+    ) -> None:
         await super().__init__(llm_config, **kwargs)
         self._router_name = router_name
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """As an EngineServer, and the call that whole engines take (see true_signature)."""
+        if method == true_signature.METHOD:
+            answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
+        else:
+            await super().answer(method, header, body, answer)
+
     async def _report_steps(self) -> None:
         router: Any = None  # an actor's handle
+        sums = StepSums()  # not reported yet
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
-            sums = steps.take()
+            sums = sums + self._engine.take_steps()
             if not sums.steps:
                 continue
             try:
                 if router is None:  # a thread looks it up: that blocks while GCS is away
                     router = await asyncio.to_thread(find, self._router_name)
-                await router.observe_steps.remote(sums)
+                await router.observe_steps.remote(sums, serve.get_replica_context().replica_id.unique_id)
+                sums = StepSums()
             except (ValueError, RayError) as error:  # the router is away
-                steps.put_back(sums)
                 if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)
+
+
+def describe(error: Exception, status_of: Callable[[Exception], int]) -> tuple[int, bytes]:
+    """An exception's status, as of HTTP, and the body that tells it to the client.
+
+    Args:
+        status_of: that of what serving does not raise itself, see protocol.Engine.
+    """
+    if isinstance(error, CallFailed):
+        return error.status, error.body
+    if isinstance(error, Refused):
+        return error.status, error_body(str(error), error.status)
+    status = status_of(error)
+    if status >= 500:
+        logger.error("a call failed", exc_info=error)
+    return status, error_body(sentence(error), status)

@@ -1,4 +1,4 @@
-"""One token through each prefill-decode pair, before users come.
+"""One token through each prefill-decode pair, or each whole engine, before users come.
 
 Else the first user would pay NIXL's handshake, and everybody the compilation of vLLM's samplers, for which
 a decode engine stands still for seconds: with log-probabilities, and with a batch of one and of several.
@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.channel import Call, CallFailed, ChannelLost
 from eldr_serve.serving.path import Engines, prefill_answer
 from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.true_signature import METHOD, TrueSignature
 from eldr_serve.serving.wire import decode_header, prefill_header, signature_of, warm_up_body
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
+_LIMIT_S = 60.0
 _FIRST_PERIOD_S = 0.2  # until a first pair is warm: somebody waits for the service to start
+_WHOLE = ""  # in place of a pair's prefill engine
 
 
 class Warmup:
@@ -40,7 +44,7 @@ class Warmup:
 
     @property
     def pairs(self) -> int:
-        """Pairs of replicas that have exchanged KV blocks."""
+        """Pairs of replicas that have exchanged KV blocks, or whole engines that have answered."""
         return len(self._warm)
 
     @property
@@ -49,11 +53,9 @@ class Warmup:
         return self._engines_up and not self._cold()
 
     def _cold(self) -> list[tuple[str, str]]:
+        prefills = (_WHOLE,) if self._engines.whole else self._engines.prefill.directory.live
         return [
-            (p, d)
-            for p in self._engines.prefill.directory.live
-            for d in self._engines.decode.directory.live
-            if (p, d) not in self._warm
+            (p, d) for p in prefills for d in self._engines.decode.directory.live if (p, d) not in self._warm
         ]
 
     async def run(self) -> None:
@@ -67,9 +69,13 @@ class Warmup:
 
     async def _try_pair(self, prefill: str, decode: str) -> None:
         try:
-            await self._warm_pair(prefill, decode)
+            async with asyncio.timeout(_LIMIT_S):  # a pair that hangs keeps no other one cold
+                if prefill == _WHOLE:
+                    await self._warm_whole(decode)
+                else:
+                    await self._warm_pair(prefill, decode)
         except (ChannelLost, CallFailed, RayError, RayServeException, TimeoutError) as error:
-            logger.warning("pair %s-%s is not warm yet: %s", prefill, decode, error)
+            logger.warning("pair %s-%s is not warm yet: %s", prefill or "whole", decode, error)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
         request_id = f"warm-{uuid.uuid4().hex}"
@@ -81,10 +87,40 @@ class Warmup:
             logger.warning("prefill replica %s sends no expert signatures, its pairs stay cold", prefill)
             await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
             return
-        for name, params, answers in (("d", found["kv"], 1), ("n", None, 2)):
-            leg = decode_header("completions", f"{request_id}-{name}", params)
-            call = self._engines.decode.call(decode, "generate", leg, warm_up_body(self._model_id, answers))
-            while await call.read() is not None:
-                pass
+        try:
+            call = self._generate(decode, f"{request_id}-d", found["kv"])
+        except ChannelLost:  # it is not called, so nobody reads the prompt's blocks
+            await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
+            raise
+        await _read(call)
+        await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm.add((prefill, decode))
         await self._client.call("expect_signatures", *counts.shape)
+
+    async def _warm_whole(self, decode: str) -> None:
+        request_id = f"warm-{uuid.uuid4().hex}"
+        shapes: list[tuple[int, ...]] = []
+        asked = self._engines.decode.call(decode, METHOD, {"id": request_id})
+        signature = TrueSignature(asked, lambda counts, tokens: shapes.append(counts.shape))
+        try:
+            await _read(self._generate(decode, request_id))
+            await _read(self._generate(decode, f"{request_id}-n", answers=2))
+        finally:
+            heard = signature.over()
+        await heard
+        self._warm.add((_WHOLE, decode))
+        if shapes:
+            await self._client.call("expect_signatures", *shapes[0])
+        else:
+            logger.warning("replica %s counts no experts: predictions are never judged there", decode)
+
+    def _generate(
+        self, decode: str, request_id: str, params: dict[str, Any] | None = None, *, answers: int = 1
+    ) -> Call:
+        header = decode_header("completions", request_id, params)
+        return self._engines.decode.call(decode, "generate", header, warm_up_body(self._model_id, answers))
+
+
+async def _read(call: Call) -> None:
+    while await call.read() is not None:
+        pass

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from eldr_serve.engine.keys import REQUEST, SIGNATURE
+from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.protocol import several_prompts
 from eldr_serve.signature import unpack_counts
 
 # A further key of ours in `kv_transfer_params`, beside those of the engines, which ignore it.
 REPLICA = "eldr_replica"  # the replica that a call through a Serve handle must go to
+
+_CREATED = re.compile(rb'"created":(\d+)')
 
 
 class Asked(BaseModel):
@@ -34,6 +38,7 @@ class Asked(BaseModel):
     logprobs: int | bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class Generation:
     asked: Asked
     headers: dict[str, str] = field(default_factory=dict)
     domain: str | None = None  # the client's own name for the kind of request, for policy `domain`
+    tenant: str = ""
+    priority: float = 1.0  # of the tenant
+    cache_salt: str = ""  # see tenant_salt
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
@@ -96,23 +104,32 @@ def needs_whole_engine(method: str, asked: Asked) -> str | None:
     return None
 
 
-def several_prompts(prompt: Any) -> bool:
-    """Whether it is a list of prompts, be there but one, and not one of tokens."""
-    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))
+def tenant_salt(tenant: str, asked: Asked) -> str:
+    """With which nobody else finds a named tenant's prompts in a prefix cache; "" for the nameless.
+
+    A client's own salt keeps its users apart within the tenant.
+    """
+    if not tenant:
+        return ""
+    return hashlib.sha256(json.dumps([tenant, asked.cache_salt]).encode()).hexdigest()
 
 
-def prefill_header(method: str, request_id: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Of the call that fills the KV cache: PrefillServer makes one token of the client's request."""
-    params = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-        REQUEST: request_id,
-    }
-    return {"method": method, "id": request_id, "kv": params, "headers": headers or {}}
+def prefill_header(
+    method: str,
+    request_id: str,
+    headers: dict[str, str] | None = None,
+    cache_salt: str = "",
+    *,
+    generated: bytes = b"",
+) -> dict[str, Any]:
+    """Of the call that fills the KV cache: PrefillServer computes the client's prompt.
+
+    `generated` (uint32 ids) follows it: what an engine that was lost has made of it.
+    """
+    return {
+        "method": method, "id": request_id, "headers": headers or {}, "cache_salt": cache_salt,
+        "generated": generated,
+    }  # fmt: skip
 
 
 def decode_header(
@@ -121,12 +138,37 @@ def decode_header(
     params: dict[str, Any] | None,
     token_ids: bytes = b"",
     headers: dict[str, str] | None = None,
+    cache_salt: str = "",
+    *,
+    generated: bytes = b"",
+    created: int | None = None,
 ) -> dict[str, Any]:
-    """Of the call that generates; `params` and `token_ids` as prefill returned them."""
+    """Of the call that generates; `params` and `token_ids` as prefill returned them.
+
+    The answer goes on after `generated` (uint32 ids); chunks with the time `created` were sent before.
+    """
     passed = {key: value for key, value in (params or {}).items() if key != SIGNATURE}
     return {
         "method": method, "id": request_id, "kv": passed, "token_ids": token_ids, "headers": headers or {},
+        "cache_salt": cache_salt, "generated": generated, "created": created,
     }  # fmt: skip
+
+
+def created_at(chunk: bytes) -> int | None:
+    """The time that a stream's first chunk names, s since 1970; in generated text the quotes are escaped."""
+    found = _CREATED.search(chunk)
+    return int(found[1]) if found else None
+
+
+def error_event(kind: str, message: str) -> bytes:
+    """What ends a stream that cannot go on."""
+    error = {"error": {"message": message, "type": kind, "code": 503}}
+    return f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
+
+
+def is_end(chunk: bytes) -> bool:
+    """Whether a stream has ended with this chunk; generated text has no line breaks of its own."""
+    return chunk.endswith(b"data: [DONE]\n\n")
 
 
 def warm_up_body(model_id: str, n: int = 1) -> bytes:

@@ -108,6 +108,12 @@ def director_placement(
         tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
         better = worst < reached[at]
         found[at[better]], reached[at[better]] = tried[better], worst[better]
+    empty = (found == experts).all(axis=2)  # ranks that hold nothing: they must, and it takes its share
+    if empty.any():
+        idlest = mean_s.argmin(axis=1)[:, None]
+        found[..., 0] = np.where(empty, idlest, found[..., 0])
+        price = priced(token_s, active_s, copies_of(found, experts))
+        reached = np.where(empty.any(axis=1), rank_s(found, price).max(axis=1), reached)
     return full_slots(found, experts).reshape(layers, -1), DirectorReport(relaxed.lp_s, bound_s, reached)
 
 
@@ -385,14 +391,15 @@ def _kept(slots: Ints, copies: Ints, price: Floats) -> Ints:
 
 
 def full_slots(slots: Ints, experts: int) -> Ints:
-    """Empty slots repeat an expert of their rank, one with no other rank if there is one: no token moves."""
+    """Empty slots repeat an expert of their rank, one with no other rank if there is one: no token moves.
+
+    Every rank of `slots` [L, G, C] holds an expert.
+    """
     slots = slots.copy()
     alone = copies_of(slots, experts) == 1
     for layer, rank in np.argwhere((slots == experts).any(axis=2)):
         row = slots[layer, rank]
         there = row[row < experts]
-        if not len(there):  # more slots than experts can fill
-            there = np.arange(1)
         single = there[alone[layer, there]]
         slots[layer, rank] = np.where(row == experts, single[0] if len(single) else there[0], row)
     return slots

@@ -93,7 +93,7 @@ class Service:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
 
     def status(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.url}/eldr/status", timeout=30)
+        answer = self.admin("GET", "/eldr/status")
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found

@@ -11,7 +11,9 @@ import httpx
 import pytest
 from service import ADMIN_KEY, Service
 
-from loadgen.hostile import corpus, send_all, settle
+from loadgen.hostile import Outcome, corpus, send_all
+from loadgen.hostile_connections import occupied, slow_request
+from loadgen.remains import settle
 
 MODEL = "eldr-demo"
 
@@ -28,11 +30,16 @@ def test_hostile_requests_break_nothing(service: Service, own_policy: None) -> N
     assert address.hostname is not None
     assert address.port is not None
     cases = corpus(service.url, MODEL, 600, seed=0, admin_key=ADMIN_KEY)
-    sending = send_all(cases, address.hostname, address.port, in_flight=8, limit_s=30)
-    outcomes = asyncio.run(sending)
+    where = address.hostname, address.port
+
+    async def sending() -> list[Outcome]:
+        async with occupied(*where, idle=1000, slow=20, request=slow_request(MODEL, 1000)):
+            return await send_all(cases, *where, in_flight=8, limit_s=90)  # slow ones decode beside
+
+    outcomes = asyncio.run(sending())
     assert len(outcomes) == len(cases) == 600
     assert not [(o.problem, o.case.label, o.case.raw[-300:]) for o in outcomes if o.problem]
-    assert settle(service.url, MODEL) == []
+    assert settle(service.url, MODEL, ADMIN_KEY) == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

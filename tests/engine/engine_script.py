@@ -37,9 +37,9 @@ def prompts(seed: int) -> list[list[int]]:
 
 def noted() -> Operators:
     """Notes what our part of the worker calls in a step, but for the copies to the host."""
-    from eldr_serve.engine.capture import ExpertCapture, StepTimer
-    from eldr_serve.engine.connector import EldrConnector
-    from eldr_serve.engine.host_copy import HostCopies
+    from eldr_serve.engine.vllm.capture import ExpertCapture, StepTimer
+    from eldr_serve.engine.vllm.connector import EldrConnector
+    from eldr_serve.engine.vllm.host_copy import HostCopies
 
     operators = Operators()
     ours: dict[type, tuple[str, ...]] = {
@@ -61,9 +61,10 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    from eldr_serve.engine.config import engine_kwargs
+    from eldr_serve.engine.vllm.config import engine_kwargs
 
     fresh: list[dict[str, Any]] = []  # step records since the last step
+    signatures: dict[str, tuple[int, str]] = {}  # as whole engines send them
 
     class Recorder(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
@@ -71,6 +72,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
         def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
             if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
                 fresh.extend(scheduler_stats.kv_connector_stats["steps"])
+                signatures.update(scheduler_stats.kv_connector_stats["signatures"])
 
         def log_engine_initialized(self) -> None: ...
 
@@ -93,14 +95,16 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
     steps: list[dict[str, Any]] = []
     cached = 0
     for number, (seed, many, max_tokens) in enumerate(BATCHES[: SHORT if short else None]):
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": True}},
-        )
         for index, prompt in enumerate(prompts(seed)[:many]):
-            engine.add_request(f"{number}-{index}", {"prompt_token_ids": prompt}, params)
+            name = f"{number}-{index}"
+            ours = {"eldr_calibrate": True, "eldr_routes": True, "eldr_request": name}
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": ours},
+            )
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             fed = []  # (request, position) of the token that each request of the step fed to the model
             for output in engine.step():
@@ -126,9 +130,10 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
         "records": records,
         "operators": sorted(operators.names),
         "steps": steps,
+        "signatures": signatures,
         "cached_tokens": cached,
         "preemptions": samples["vllm:num_preemptions_total"],
-        "left_behind": [len(connector._tracked), len(connector._requests)],
+        "left_behind": [len(connector._tracked), len(connector._requests), len(connector._whole)],
         "counted_steps": samples["eldr_decode_step_seconds_count"],
         "cores": [sorted(cores), sorted(os.sched_getaffinity(0))],
         "capture": [samples["eldr_capture_seconds_sum"], samples["eldr_capture_seconds_count"]],

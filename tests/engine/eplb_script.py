@@ -31,7 +31,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.engine import compat, eplb
+from eldr_serve.engine.vllm import eplb
+from eldr_serve.engine.vllm.compat import moe
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.expert_placement import hosts_of
 from eldr_serve.experts.metro import route_metro
 
@@ -141,7 +143,7 @@ def run(rank: int, port: int, path: Path) -> None:
     torch.accelerator.current_stream = lambda: timer
     Worker.load_model = lambda self, *, load_dummy_weights=False: None
     kernel_router = reload_router_with_kernel().BaseRouter
-    compat.BaseRouter = kernel_router
+    moe.BaseRouter = kernel_router
     rng = np.random.default_rng(7)
 
     placement = np.array(PLACEMENT)
@@ -196,7 +198,7 @@ def save(slots: list[list[int]], path: Path, experts: int = EXPERTS) -> None:
 
 
 def refused(call: Any, word: str) -> None:
-    with pytest.raises(compat.UnsupportedEngineError, match=word):
+    with pytest.raises(UnsupportedEngineError, match=word):
         call()
 
 

@@ -13,8 +13,8 @@ STEPS = 20  # of a tiny model: far below a second, where the lease is 300 s
 def main(model: str, out: str, asynchronous: bool) -> None:
     from vllm import LLM, SamplingParams
 
-    from eldr_serve.engine.compat import get_kv_transfer_group
-    from eldr_serve.engine.config import engine_kwargs
+    from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group
+    from eldr_serve.engine.vllm.config import engine_kwargs
 
     llm = LLM(
         model=model,

@@ -16,8 +16,8 @@ DRAFTS = 3
 def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) -> None:
     from vllm import LLM, SamplingParams
 
-    from eldr_serve.engine.config import engine_kwargs
-    from eldr_serve.engine.connector import EldrConnector
+    from eldr_serve.engine.vllm.config import engine_kwargs
+    from eldr_serve.engine.vllm.connector import EldrConnector
 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
     # A draft model with experts of its own, which are not to be counted.

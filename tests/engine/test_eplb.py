@@ -11,8 +11,8 @@ from scripts import run_script
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.harness.replay_engine import free_port
-from eldr_serve.engine.compat import UnsupportedEngineError
-from eldr_serve.engine.eplb import PlacedWorker, experts_config
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.eplb import PlacedWorker, experts_config
 
 
 def test_vllm_moves_weights_to_the_placement_and_routes_by_our_choice() -> None:

@@ -90,6 +90,14 @@ def test_every_count_equals_the_cold_recomputation(
         np.testing.assert_array_equal(np.sort(routes, axis=-1), np.sort(decoded, axis=-1))
 
 
+def test_a_whole_engine_sends_the_same_counts(
+    report: dict[str, Any],
+) -> None:
+    assert report["signatures"] == {
+        r["request"]: [len(r["prompt"]), r["eldr_prefill"]] for r in report["records"]
+    }
+
+
 def test_every_step_record_equals_the_cold_recomputation(
     report: dict[str, Any], choices: Callable[[list[int]], np.ndarray]
 ) -> None:
@@ -118,7 +126,7 @@ def test_no_step_waits_for_the_device(report: dict[str, Any]) -> None:
 
 
 def test_nothing_is_left_behind_in_the_scheduler(report: dict[str, Any]) -> None:
-    assert report["left_behind"] == [0, 0]
+    assert report["left_behind"] == [0, 0, 0]
 
 
 def test_the_engine_may_use_all_cores(report: dict[str, Any]) -> None:

@@ -30,8 +30,9 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from eldr_serve.engine.capture import ExpertCapture, StepPlan
-from eldr_serve.engine.compat import UnsupportedEngineError, choose_open_kernel, moe_routers
+from eldr_serve.engine.vllm.capture import ExpertCapture, StepPlan
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.moe import choose_open_kernel, moe_routers
 
 LAYERS, EXPERTS, K, HIDDEN = 2, 8, 2, 16
 

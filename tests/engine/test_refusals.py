@@ -22,16 +22,13 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.engine.compat import (
-    CountedGroup,
-    UnsupportedEngineError,
-    check_engine,
-    check_side_channel,
-    counted_group,
-    moe_routers,
-)
-from eldr_serve.engine.config import Role, engine_kwargs
-from eldr_serve.engine.gpu_worker import EldrWorker
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.engine import check_engine
+from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup, counted_group
+from eldr_serve.engine.vllm.compat.moe import moe_routers
+from eldr_serve.engine.vllm.compat.nixl import check_side_channel
+from eldr_serve.engine.vllm.config import Role, engine_kwargs
+from eldr_serve.engine.vllm.gpu_worker import EldrWorker
 
 
 def config(
@@ -257,7 +254,7 @@ def test_engines_without_drafts_are_as_before(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("gpu", "EldrWorker")])
 def test_a_gpu_has_a_worker_that_settles_the_kernel(device: str, worker: str | None) -> None:
     found = engine_kwargs("decode", device=device).get("worker_cls")
-    assert found == (worker and f"eldr_serve.engine.gpu_worker.{worker}")
+    assert found == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
 
 
 def test_the_worker_takes_what_vllms_own_takes() -> None:

@@ -15,13 +15,14 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from eldr_serve.engine import connector as module
-from eldr_serve.engine.abandoned import AbandonedPrompts
-from eldr_serve.engine.capture import StepCounts, StepPlan, StepTimer
-from eldr_serve.engine.compat import CountedGroup, UnsupportedEngineError
-from eldr_serve.engine.connector import EldrConnector, EldrMetadata
-from eldr_serve.engine.host_copy import HostCopy
-from eldr_serve.engine.stats import EldrStats
+from eldr_serve.engine.vllm import connector as module
+from eldr_serve.engine.vllm.abandoned import AbandonedPrompts
+from eldr_serve.engine.vllm.capture import StepCounts, StepPlan, StepTimer
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
+from eldr_serve.engine.vllm.connector import EldrConnector, EldrMetadata
+from eldr_serve.engine.vllm.host_copy import HostCopy
+from eldr_serve.engine.vllm.stats import EldrStats
 
 SLOTS = torch.tensor([64, 65, -1, -1])  # two tokens, padded to the size of a graph
 
@@ -163,7 +164,7 @@ def test_a_step_whose_slots_are_not_shown_is_an_error(runner: Runner, slots: Ten
 
 def test_a_step_ends_with_its_forward_not_with_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 3.0, 10.0, 14.0])
-    monkeypatch.setattr("eldr_serve.engine.capture.time.thread_time", lambda: next(now))
+    monkeypatch.setattr("eldr_serve.engine.vllm.capture.time.thread_time", lambda: next(now))
     timer = StepTimer("cpu")
     for expected in (2.0, 4.0):
         timer.begin()

@@ -24,7 +24,7 @@ def engine(role: Any, arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from benchmarks.harness.replay_engine import free_port
-    from eldr_serve.engine.config import engine_kwargs
+    from eldr_serve.engine.vllm.config import engine_kwargs
 
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     given = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 128}
@@ -94,7 +94,7 @@ def main(arguments: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    from eldr_serve.engine.config import ENVIRONMENT
+    from eldr_serve.engine.vllm.config import ENVIRONMENT
 
     os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

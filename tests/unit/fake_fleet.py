@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 
 from eldr_serve.channel import Call, CallFailed, ChannelLost
-from eldr_serve.serving.engine_calls import describe
-from eldr_serve.serving.errors import Refused
+from eldr_serve.engine.vllm.engine import VllmEngine
+from eldr_serve.errors import Refused
 from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.servers import describe
 
+TOKEN_IDS = bytes(7 * 4)  # of each prompt
 _TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled
 
 
@@ -49,7 +51,8 @@ class Sent:
 
 
 class FakeFleet:
-    """As Fleet. Each call is answered by `answer(sent)`, an async generator of bytes or (bytes, tokens).
+    """As Fleet. Each call is answered by `answer(sent)`, an async generator of bytes, or (bytes, tokens),
+    or (bytes, tokens, ids).
 
     What it raises ends the call: ChannelLost as such, all else as the engine's word.
     """
@@ -104,12 +107,12 @@ class FakeFleet:
         except (ChannelLost, CallFailed) as error:
             call.over(error)
         except Exception as error:
-            call.over(CallFailed(*describe(error)))
+            call.over(CallFailed(*describe(error, VllmEngine.status_of)))
 
 
 def prefilled(**params: Any) -> bytes:
     """A prefill engine's answer."""
-    return msgspec.msgpack.encode({"tokens": 7, "token_ids": b"ids", "kv": params})
+    return msgspec.msgpack.encode({"tokens": 7, "token_ids": TOKEN_IDS, "kv": params})
 
 
 def refusing(status: int, message: str = "no") -> Refused:

@@ -31,7 +31,7 @@ def sentence(done: Any) -> str:
     return str(said)
 
 
-def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+def python(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Of the repository's root."""
     words = [sys.executable, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)

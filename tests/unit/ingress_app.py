@@ -17,16 +17,17 @@ from one_path import good_prefill
 from ray import serve
 from router_talk import FakeActor
 
+from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.engine.vllm.requests import REQUESTS, parse_request
 from eldr_serve.serving import ingress
 from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.engine_calls import parse_request
 from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 
 KEY = "key"
 _names = itertools.count()
-_OPENAPI = openapi_document()
+_OPENAPI = openapi_document(REQUESTS)
 
 answers = answering(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
 
@@ -48,7 +49,7 @@ class App:
 
     def _validated(self, answer: Callable[[Sent], AsyncIterator[Any]]) -> Any:
         async def validated(sent: Sent) -> AsyncIterator[Any]:
-            parse_request(sent.header.get("method", sent.method), sent.header, sent.body)
+            parse_request(EngineRequest(**{"method": sent.method} | sent.header, body=sent.body))
             self.worked_for.append(sent)
             async for chunk in answer(sent):
                 yield chunk
@@ -65,7 +66,9 @@ class App:
         return await self.client.put(path, headers={"authorization": f"Bearer {key}"} if key else {}, **body)
 
     async def status(self) -> dict[str, Any]:
-        return (await self.client.get("/eldr/status")).json()
+        """What the operator sees."""
+        headers = {"authorization": f"Bearer {KEY}"}
+        return (await self.client.get("/eldr/status", headers=headers)).json()
 
 
 @asynccontextmanager
@@ -90,6 +93,7 @@ async def running_app(
         app.ingress = _Ingress(
             prefill=healthy,
             decode=healthy,
+            tokenizer="/nowhere",
             model_card={"id": "m", "object": "model"},
             openapi=_OPENAPI,
             application=f"test-{next(_names)}",

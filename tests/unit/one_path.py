@@ -32,13 +32,18 @@ class Client:
 
     def __init__(self) -> None:
         self.placed: list[tuple[PlacementRequest, Any]] = []
+        self.placed_by: list[Any] = []  # token ids
+        self.counts: list[tuple[str, Any, Any, int]] = []
         self.waits: list[float] = []
         self.held: set[str] = set()
         self.tokens: list[int] = []
-        self.counted: list[str] = []
+        self.events: list[str] = []
 
-    async def place(self, request: PlacementRequest, counts: Any, *, wait_s: float) -> Placement:
+    async def place(
+        self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float
+    ) -> Placement:
         self.placed.append((request, counts))
+        self.placed_by.append(token_ids)
         self.waits.append(wait_s)
         self.held.add(request.request_id)
         replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
@@ -51,8 +56,12 @@ class Client:
         assert request_id in self.held
         self.tokens.append(tokens)
 
+    def counted(self, request_id: str, token_ids: Any, counts: Any, prompt_tokens: int) -> None:
+        assert request_id in self.held
+        self.counts.append((request_id, token_ids, counts, prompt_tokens))
+
     def count(self, event: str) -> None:
-        self.counted.append(event)
+        self.events.append(event)
 
 
 class World:

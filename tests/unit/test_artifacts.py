@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_process import python
 from safetensors.numpy import save as save_tensors
 from tables import unit_table
 from traces import synthetic_trace
@@ -175,3 +176,23 @@ def test_a_subset_is_a_trace() -> None:
     assert (
         CalibrationTrace.from_bytes(subset.to_bytes()).fingerprint == subset.fingerprint != TRACE.fingerprint
     )
+
+
+FULL_DISK = """
+import pathlib, resource, signal, sys
+from eldr_serve.files import write_whole
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no byte of a file beyond
+try:
+    write_whole(pathlib.Path(sys.argv[1]), b"new" * 1000)
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "table.safetensors"
+    path.write_bytes(b"old")
+    assert python("-c", FULL_DISK, path).stdout == "OSError\n"
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -22,12 +22,20 @@ def longest(names: Iterable[str], module: str) -> str:
     return max((name for name in names if f"{module}.".startswith(f"{name}.")), key=len)
 
 
+def _within(name: str, *parts: str) -> bool:
+    """Whether it is one of these packages and modules, or in one."""
+    return any(f"{name}.".startswith(f"{part}.") for part in parts)
+
+
 # -- which part may import which: each only those before it --------------------------------------------
 
 PARTS = (
+    "eldr_serve.errors",
     "eldr_serve.files",
+    "eldr_serve.home",
     "eldr_serve.records",
     "eldr_serve.renamed",
+    "eldr_serve.pages",
     "eldr_serve.signature",
     "eldr_serve.expert_placement",
     "eldr_serve.artifacts",
@@ -35,8 +43,8 @@ PARTS = (
     "eldr_serve.online_predictor",
     "eldr_serve.routing",
     "eldr_serve.experts",
-    "eldr_serve.engine",
     "eldr_serve.channel",
+    "eldr_serve.engine",
     "eldr_serve.serving",
     "eldr_serve.check",
     "eldr_serve.client",
@@ -87,17 +95,18 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.check": ENGINE,
-    "eldr_serve.engine": ENGINE,
+    "eldr_serve.engine": (SERVE,),
+    "eldr_serve.engine.vllm": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
     "eldr_serve.experts.metro_triton": ("gpu",),
+    "eldr_serve.experts.replica_choice": ENGINE,
     "eldr_serve.serving": (SERVE,),
-    "eldr_serve.serving.compat": ENGINE,
-    "eldr_serve.serving.first_token": ENGINE,
-    "eldr_serve.serving.servers": ENGINE,
     "loadgen": (SERVE,),
     "loadgen.hostile_cases": ("dev",),
     "offline": (SERVE,),
     "tools": (SERVE,),
+    "tools.docs": ("dev",),
+    "tools.screenshots": ("dev",),
     "eldr_serve.channel": (SERVE,),
     "offline.calibrate": ENGINE,
     "studies": ENGINE,
@@ -157,9 +166,9 @@ def test_the_table_names_modules_that_are_there() -> None:
     assert not set(RUNS_UNDER) - set(FILES)
 
 
-# -- internal names of vLLM and Ray are used by the two `compat.py` alone ------------------------------
+# -- internal names of vLLM and Ray are used by their `compat` alone -----------------------------------
 
-COMPAT = {"eldr_serve.engine.compat", "eldr_serve.serving.compat"}
+COMPAT = "eldr_serve.engine.vllm.compat"
 # vLLM's extension points: what a class that it is told to load must subclass or is handed, and what requests
 # carry. Beside them only what `import vllm` itself exports is public; vLLM marks nothing else as such.
 VLLM_EXTENSION_POINTS = {
@@ -202,4 +211,27 @@ def _private_of_super(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("found", [_internal, _private_of_super])
 def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]]) -> None:
     """Ruff's SLF001 refuses private names of other objects; this, imports and those of extended classes."""
-    assert not {(m, name) for m, path in FILES.items() if m not in COMPAT for name in found(path)}
+    assert not {(m, name) for m, path in FILES.items() if not _within(m, COMPAT) for name in found(path)}
+
+
+# -- vLLM is named in its own part of the engines alone ------------------------------------------------
+
+VLLM = "eldr_serve.engine.vllm"
+# What puts an application together, and what asks vLLM whether a deployment would start.
+CHOOSE_VLLM = ("eldr_serve.serving.app", "eldr_serve.serving.llm_servers", "eldr_serve.check")
+
+
+def _names_vllm(module: str, name: str) -> bool:
+    """Whether what a module imports is vLLM, Ray's wrapping of it or, where it may not be, our own."""
+    wrapped = _within(name, "ray.llm") and "vllm" in name.lower()
+    return _within(name, "vllm") or wrapped or (_within(name, VLLM) and not _within(module, *CHOOSE_VLLM))
+
+
+def test_beyond_its_part_of_the_engines_the_product_does_not_name_vllm() -> None:
+    assert not {
+        f"{module} imports {name}"
+        for module, path in FILES.items()
+        if _within(module, "eldr_serve") and not _within(module, VLLM)
+        for name in imports(path)
+        if _names_vllm(module, name)
+    }

@@ -9,7 +9,7 @@ import pytest
 from shipped import ROOT
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "demo_model/README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "demo_model/README.md"]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import Any
 
 import pytest
 from fake_service import KEY, FakeService, fake_service
 from in_process import python, sentence
-from shipped import ROOT
 from typer.testing import CliRunner
 
 import eldr_serve
@@ -76,9 +74,10 @@ def test_a_subcommand_has_the_help_of_its_command(name: str) -> None:
 
 def test_outside_a_checkout_a_subcommand_says_where_it_is() -> None:
     said = in_a_process(
-        "import sys, eldr_serve.command as c\nsys.modules['offline'] = None\nsys.argv[1:] = ['fit']\nc.main()"
+        "import sys, eldr_serve.command as c\nsys.modules['studies'] = None\n"
+        "sys.argv[1:] = ['reproduce']\nc.main()"
     )
-    assert said.startswith("eldr fit: it is part of the repository")
+    assert said.startswith("eldr reproduce: it is part of the repository")
     assert len(said.strip().splitlines()) == 1
 
 
@@ -111,9 +110,3 @@ def test_refusals_are_one_sentence(arguments: list[str], said: str, service: Fak
 def service() -> Any:
     with fake_service() as running:
         yield running
-
-
-def test_a_wheel_holds_one_package() -> None:
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {"packages": ["eldr_serve"]}
-    assert (ROOT / "eldr_serve/py.typed").exists()

@@ -73,13 +73,16 @@ def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
     row = summary([good, bad])
     assert (row["requests"], row["failures"]) == (2, 1)
     assert [row[k] for k in ("ttft_p50_ms", "tpot_p50_ms", "tokens_per_s")] == pytest.approx([500, 500, 2])
+    assert row["latency_p50_ms"] == 2000.0
+    assert summary([good, bad], since=-2.0)["tokens_per_s"] == pytest.approx(1)
     assert most_open([good, bad, Answer(start=2.5, end=3.0)]) == 2
     # Of several trials: medians.
     load = {"requests": 4, "failures": 1, "ttft_p99_ms": 9.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 2.0}
+    load |= {"latency_p50_ms": 8.0}
     loads = [load | {"ttft_p50_ms": ttft, "requests_per_s": 3.0} for ttft in (1.0, 5.0, 2.0)]
     (row,) = _rows([{"system": "eldr", "loads": {"1": load}} for load in loads])
     assert (row["blocks"], row["requests"], row["failures"]) == (3, 12, 3)
-    assert row["ttft_p50_low_ms"] <= row["ttft_p50_ms"] == 2.0 <= row["ttft_p50_high_ms"]
+    assert row["ttft_p50_ms_low"] <= row["ttft_p50_ms"] == 2.0 <= row["ttft_p50_ms_high"]
 
 
 def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:

@@ -79,6 +79,24 @@ def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
         widen.widen(widen.WEIGHTS, 64, out)
 
 
+def test_new_heads_keep_the_logits(model, tokenizer, tmp_path: Path):
+    out = tmp_path / "heads"
+    widen.widen(widen.WEIGHTS, 32, out, heads=4)
+    wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert wide.config.num_attention_heads == 4
+    ids = ids_of(tokenizer, "A 45-year-old man comes to the physician because of")
+    with torch.no_grad():
+        torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
+    with pytest.raises(BadInput, match="at least 3, not 2"):
+        widen.widen(widen.WEIGHTS, 32, tmp_path / "fewer", heads=2)
+
+
+def test_new_heads_join_the_group_whose_keys_they_share():
+    weight = torch.arange(8.0)[:, None].expand(8, 3)  # 4 heads of 2 rows, 2 a group
+    found = widen._with_heads(weight, 2, 2, 6)[:, 0].tolist()
+    assert found == [0, 1, 2, 3, 0, 0, 4, 5, 6, 7, 0, 0]
+
+
 def test_widening_refuses_what_is_no_model_and_sizes_that_no_kernel_takes(tmp_path: Path):
     for intermediate in (0, 31, 33, 100):
         with pytest.raises(BadInput, match="multiple of 32"):

@@ -14,6 +14,7 @@ from in_process import python, sentence
 
 from loadgen.hostile import _read, send, send_all
 from loadgen.hostile_cases import Case, by_hand, case, known, mutations
+from loadgen.hostile_connections import occupied, slow_request
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n{}"
 
@@ -84,3 +85,24 @@ def test_cases_are_many_and_different_requests_and_mutations_repeat_by_seed() ->
 @pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])
 def test_a_service_that_is_not_there_is_one_sentence(url: str) -> None:
     assert sentence(python("-m", "loadgen.hostile", "--url", url)).startswith("hostile: ")
+
+
+async def test_connections_are_held_and_then_closed() -> None:
+    said: list[bytes] = []
+    gone = asyncio.Semaphore(0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said.append(await reader.read())  # to its end
+        writer.close()
+        gone.release()
+
+    running = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = running.sockets[0].getsockname()[1]
+    request = slow_request("m", 10)
+    async with running, occupied("127.0.0.1", port, idle=60, slow=2, request=request):
+        await asyncio.sleep(0.05)
+        assert not said
+    async with asyncio.timeout(10):
+        for _ in range(62):
+            await gone.acquire()
+    assert (said.count(b""), said.count(request)) == (30, 2)

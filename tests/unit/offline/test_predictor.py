@@ -115,7 +115,7 @@ def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:
     done = command("offline.fit_predictor", trace=tmp_path / "trace", out=out, report=report, rank=4)
     assert done.exit_code == 0, done.stderr
     predictor, found = SignaturePredictor.load(out), json.loads(report.read_text())
-    predictor.require_fit(model="m", tokenizer="t", shape=TRACE.prefill_counts.shape[1:], top_k=TRACE.top_k)
+    predictor.require_fit(model="m", tokenizer="t", shape=TRACE.prefill_counts.shape[1:])
     assert predictor.tokens.shape == (TRACE.vocabulary, found["rank"])
     assert predictor.fingerprint == TRACE.fingerprint
     assert found["prompts"] == 150

@@ -17,9 +17,10 @@ from router_talk import settled
 from starlette.requests import Request
 from starlette.responses import Response
 
+from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.engine.vllm.requests import parse_request
+from eldr_serve.errors import Overloaded
 from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json
-from eldr_serve.serving.engine_calls import parse_request
-from eldr_serve.serving.errors import Overloaded
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
@@ -94,7 +95,7 @@ async def test_places_are_counted_where_they_are_checked() -> None:
 )
 async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> None:
     async with running_app(max_in_flight=1) as app:
-        app.ingress.gate.in_flight = 1
+        app.ingress.gate.places.in_flight = 1
         answer = await app.post(path, HELLO)
         assert is_one_sentence(answer, 429)
         assert answer.json()["error"]["type"] == "overloaded"
@@ -245,11 +246,13 @@ def test_json_by_the_standard_is_taken_as_it_is() -> None:
 
 def test_parts_of_messages_are_lists_afterwards() -> None:
     body = json.dumps(chat([{"type": "text", "text": "x"}])).encode()
-    assert parse_request("chat", {}, body).messages[0]["content"] == [{"type": "text", "text": "x"}]
+    assert parse_request(EngineRequest("chat", body)).messages[0]["content"] == [
+        {"type": "text", "text": "x"}
+    ]
 
 
 def test_clients_name_no_engine_to_read_from() -> None:
     body = json.dumps(HELLO | {"kv_transfer_params": {"remote_host": "x"}, "request_id": "theirs"}).encode()
-    request = parse_request("completions", {"id": "ours", "kv": {"a": 1}}, body)
+    request = parse_request(EngineRequest("completions", body, "ours", kv={"a": 1}))
     assert (request.kv_transfer_params, request.request_id) == ({"a": 1}, "ours")
-    assert parse_request("completions", {}, body).kv_transfer_params is None
+    assert parse_request(EngineRequest("completions", body)).kv_transfer_params is None

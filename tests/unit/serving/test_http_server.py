@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import Any
 
 import httpx
 import pytest
 
+from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.http_server import HttpServer
 
 
@@ -22,8 +25,8 @@ def answering(held: asyncio.Event) -> Any:
 
 async def test_replicas_share_a_port_and_an_open_answer_is_awaited() -> None:
     held = asyncio.Event()
-    first = HttpServer(answering(held), "127.0.0.1", 0)
-    second = HttpServer(answering(held), "127.0.0.1", first.port)
+    first = HttpServer(answering(held), IngressOptions(port=0))
+    second = HttpServer(answering(held), IngressOptions(port=first.port))
     port = first.port
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         asked = [asyncio.create_task(client.get("/")) for _ in range(8)]
@@ -43,5 +46,90 @@ async def test_replicas_share_a_port_and_an_open_answer_is_awaited() -> None:
 async def test_a_port_of_somebody_else_is_an_error() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     with pytest.raises(OSError, match="in use"):
-        HttpServer(answering(asyncio.Event()), "127.0.0.1", server.sockets[0].getsockname()[1])
+        HttpServer(answering(asyncio.Event()), IngressOptions(port=server.sockets[0].getsockname()[1]))
     server.close()
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+async def _connect(
+    server: HttpServer, sent: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    while not server._server.started:
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(sent)
+    return reader, writer
+
+
+async def _is_closed(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return await reader.read() == b""
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_head_that_does_not_end_in_time_ends_its_connection(sent: bytes) -> None:
+    server = HttpServer(answering(asyncio.Event()), IngressOptions(port=0, head_timeout_s=0.2))
+    reader, writer = await _connect(server, sent)
+    assert await _is_closed(reader)
+    writer.close()
+    await server.drain()
+
+
+@pytest.mark.parametrize("head", [b"GET /%s", b"GET / HTTP/1.1\r\nx: %s", b"GET / HTTP/1.1\r\n%s"])
+async def test_a_head_of_any_size_ends_its_connection(head: bytes) -> None:
+    server = HttpServer(answering(asyncio.Event()), IngressOptions(port=0))
+    reader, writer = await _connect(server)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(100):
+            filler = b"x: y\r\n" * 10_000 if head.endswith(b"\r\n%s") else b"x" * 60_000
+            writer.write(head % filler if _ == 0 else filler)
+            await writer.drain()
+            await asyncio.sleep(0)
+    assert await _is_closed(reader)
+    writer.close()
+    await server.drain()
+
+
+async def test_one_connection_too_many_is_closed_and_the_others_stay() -> None:
+    held = asyncio.Event()
+    held.set()
+    server = HttpServer(answering(held), IngressOptions(port=0, max_connections=2))
+    open_ = [await _connect(server) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    reader, late = await _connect(server)
+    assert await _is_closed(reader)
+    for reader, writer in open_:
+        for _ in range(2):  # kept alive in between
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            while await reader.readline() not in (b"0\r\n", b""):
+                pass
+            await reader.readline()
+        writer.close()
+    late.close()
+    await server.drain()
+
+
+async def test_a_client_that_takes_nothing_loses_its_connection() -> None:
+    """By the kernel, though it acknowledges probes of its full window."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(2**25)})
+
+    server = HttpServer(app, IngressOptions(port=0, write_timeout_s=0.5))
+    while not server._server.started:
+        await asyncio.sleep(0.01)
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    connections = server._server.server_state.connections
+    while not connections:
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while connections:
+            await asyncio.sleep(0.05)
+    client.close()
+    await server.drain()

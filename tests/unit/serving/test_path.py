@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import answering, prefilled, refusing
+from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
 from one_path import COUNTS, World, generation, good_decode
 from pydantic import ValidationError
 from router_talk import settled
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
+from eldr_serve.errors import Overloaded
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
-from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.stages import WINDOW, Stages
 from eldr_serve.serving.wire import (
@@ -44,10 +44,9 @@ async def test_prefill_then_place_then_decode() -> None:
     assert placement.prompt_tokens == 7
     (prefill,), (decode,) = world.prefill.requests, world.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
-    assert prefill.kv["do_remote_decode"]
     assert decode.kv["do_remote_prefill"]
     assert SIGNATURE not in decode.kv
-    assert decode.header["token_ids"] == b"ids"  # tokenised once
+    assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not world.prefill.released
     assert set(world.path.stages.summary()) == {"prefill", "place", "first_chunk", "handover"}
@@ -81,7 +80,7 @@ async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
     first, second = world.prefill.requests
     assert first.replica != second.replica
     assert first.header["id"] != second.header["id"]
-    assert world.client.counted.count("prefill_retries") == 1
+    assert world.client.events.count("prefill_retries") == 1
 
 
 async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
@@ -164,11 +163,11 @@ async def test_prefill_tries_are_of_the_whole_request() -> None:
 @pytest.mark.parametrize("error", [ChannelLost("gone"), refusing(500)])
 async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -> None:
     world = World(decode=answering(b"a", error))
-    answer = await world.run()
+    answer = await world.run(stream=True)
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert world.client.counted[-1] == "streams_lost"
+    assert world.client.events[-1] == "streams_lost"
 
 
 async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
@@ -192,7 +191,7 @@ async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_t
     with pytest.raises(Overloaded, match="are full"):
         await world.run()
     assert not world.prefill.requests
-    assert world.client.counted == ["refused_prefill_full"]
+    assert world.client.events == ["refused_prefill_full"]
     late = asyncio.create_task(world.run())
     await asyncio.sleep(0.06)
     budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
@@ -201,8 +200,26 @@ async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_t
 
 
 async def test_without_any_prefill_replica_the_client_is_told_to_come_again() -> None:
-    world = World(prefill_wait_s=0.05)
+    world = World(prefill_wait_s=0.05, whole_per_s=0.0)
     world.prefill.lost = {"p0", "p1"}
+    with pytest.raises(Overloaded, match="no prefill replica can be reached"):
+        await world.run()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
+async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engines(dies: bool) -> None:
+    async def prefill(sent: Any) -> AsyncIterator[Any]:
+        world.prefill.lost = {"p0", "p1"}
+        raise ChannelLost("it is dead")
+        yield
+
+    world = World(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
+    if not dies:
+        world.prefill.lost = {"p0", "p1"}
+    assert await world.run() == b"abc"
+    (decode,) = world.decode.requests
+    assert not decode.kv
+    assert world.client.events[-1] == "whole_without_prefill"
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
         await world.run()
 
@@ -291,9 +308,13 @@ async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
 
 def test_a_prefill_call_names_its_blocks() -> None:
     header = prefill_header("chat", "id", {"x": "y"})
-    assert header["kv"]["do_remote_decode"]
-    assert header["id"] == header["kv"]["eldr_request"] == "id"
-    assert header["headers"] == {"x": "y"}
+    assert header == {
+        "method": "chat",
+        "id": "id",
+        "headers": {"x": "y"},
+        "cache_salt": "",
+        "generated": b"",
+    }
 
 
 def test_percentiles_are_of_the_newest_requests_and_counts_of_all() -> None:

@@ -14,8 +14,8 @@ from router_talk import settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.errors import SwapRefused
 from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.errors import SwapRefused
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_calls import RouterCalls
 from eldr_serve.serving.router_client import RouterClient
@@ -43,7 +43,8 @@ class Cluster:
 
     async def end(self) -> None:
         """The actor's process ends."""
-        self.router._reaper.cancel()
+        for task in self.router._tasks:
+            task.cancel()
         if self.router._channel is not None:
             await (await self.router._channel)[1].stop()
 

@@ -10,8 +10,8 @@ import pytest
 from router_talk import SLOTS, FakeActor, all_is_over, connected, settled
 from tables import counts_for, request, unit_table
 
+from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.routing import Placement, State
-from eldr_serve.serving.errors import Overloaded
 from eldr_serve.serving.router_client import RouterClient
 
 
@@ -91,6 +91,45 @@ async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_a
         assert set(actor.running) == {"before", "news", "away1", "away2", "away3", "after"}
         assert actor.state.settings == policy
         assert actor.state.counters["placed_by_own_load"] == 4
+
+
+async def test_while_the_actor_is_away_nothing_piles_up_for_it() -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1", timeout_s=0.05) as client:
+        for name in "abc":
+            await client.place(request(name), counts_for(0))
+        actor.alive = False
+        for number in range(50):
+            await client.place(request(f"{number}"), counts_for(0))
+            client.progress(f"{number}", 3)
+            client.release(f"{number}")
+        client.release("a")
+        await settled(lambda: client.router_away and not (client._released or client._progress))
+        actor.alive = True  # the same one, which has kept what it knew
+        await settled(lambda: set(actor.running) == {"b", "c"})
+        for name in "bc":
+            client.release(name)
+        await all_is_over(client, actor)
+
+
+async def test_an_actor_that_has_started_again_takes_no_table_of_another_shape() -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1") as client:
+        await client.call("expect_signatures", 2, 8)
+        actor.restart()
+        with pytest.raises(SwapRefused, match="report 2 x 8"):
+            await client.call("swap_table", unit_table(2, num_experts=16).to_bytes())
+        assert (await client.call("swap_table", unit_table(2).to_bytes())).table_version > 1
+
+
+async def test_processes_without_a_router_do_not_all_choose_the_same_worker() -> None:
+    chosen = set()
+    actor = FakeActor()
+    actor.alive = False
+    for _ in range(40):
+        async with connected(actor, "r0", "r1", timeout_s=0.05) as client:
+            chosen.add((await client.place(request("a"), None)).replica)
+    assert chosen == {"r0", "r1"}
 
 
 async def test_with_no_decode_replica_at_all_the_client_is_told_to_come_again() -> None:

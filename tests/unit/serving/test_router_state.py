@@ -10,9 +10,9 @@ import pytest
 from router_talk import ask, leased, loads, make, release, say
 from tables import request, unit_table
 
+from eldr_serve.errors import SwapRefused
 from eldr_serve.routing import State, StepCost, StepSums
 from eldr_serve.serving import decode_router
-from eldr_serve.serving.errors import SwapRefused
 from eldr_serve.serving.messages import Exchange, Restore
 from eldr_serve.serving.router_state import RouterState
 
@@ -146,3 +146,24 @@ def test_failures_of_the_predictor_are_in_the_status_and_the_metrics(monkeypatch
         metrics.load(state)
     tags = {"policy": "shortest-queue"}
     made["eldr_predictor_failures_total"].inc.assert_called_once_with(failures, tags)
+
+
+def test_recent_signatures_are_kept_for_a_refit_and_no_more() -> None:
+    state = make()
+    for number in range(1100):
+        say(state, request(f"r{number}", signature=np.full((2, 8), number, np.uint16)))
+        release(state, f"r{number}")
+    say(state, request("bare"))
+    assert [int(counts[0, 0]) for counts in state.recent] == list(range(76, 1100))
+
+
+@pytest.mark.parametrize("policy", ["shortest-queue", "least-tokens", "marginal-cost", "locality-band"])
+@pytest.mark.parametrize("fitted", [2, 3, 4])
+def test_a_newcomer_takes_part_at_once(policy: str, fitted: int) -> None:
+    """Whether the table has a centroid for it or not."""
+    state = make(workers=3, table=fitted, policy=policy)
+    for number in range(12):
+        ask(state, f"before{number}", number % fitted)
+    state.update_workers(["r0", "r1", "r2", "new"])
+    placed = {ask(state, f"after{number}", number % fitted).replica for number in range(4)}
+    assert "new" in placed

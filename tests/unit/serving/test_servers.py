@@ -1,20 +1,34 @@
-"""What an engine's replica does beside serving, without an engine."""
+"""What an engine's replica does, over an engine that computes nothing or over none."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from router_talk import settled
 
+from eldr_serve.channel import CallFailed, Channel
+from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.routing import StepSums
 from eldr_serve.serving import servers
+from eldr_serve.serving.address import Address
+from eldr_serve.serving.budget import KV_USAGE, SAMPLE
+from eldr_serve.serving.fleet import METADATA
+from eldr_serve.serving.path import prefill_answer
+from eldr_serve.serving.wire import decode_header, prefill_header, signature_of
+
+# The destructor is a coroutine, which Serve awaits.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
 
 
 def router(*errors: Exception | None) -> Any:
@@ -26,8 +40,10 @@ def router(*errors: Exception | None) -> Any:
 async def report(monkeypatch: pytest.MonkeyPatch, find: Any, until: Any) -> None:
     monkeypatch.setattr(servers, "find", find)
     monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
-    monkeypatch.setattr(servers.steps, "take", lambda: StepSums(steps=1.0))
-    server: Any = SimpleNamespace(_router_name="router")
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
+    monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
+    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=1.0))
+    server: Any = SimpleNamespace(_router_name="router", _engine=engine)
     reporting = asyncio.create_task(servers.DecodeServer._report_steps(server))
     await settled(until)
     reporting.cancel()
@@ -60,3 +76,78 @@ async def test_the_router_is_looked_up_anew_only_if_it_is_gone_for_good(
 
     await report(monkeypatch, find, lambda: actor.reports() >= 5)
     assert look_ups == [0, 0, 3]
+
+
+async def test_steps_that_could_not_be_reported_are_in_the_next_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = router(ActorUnavailableError("test", None), ActorUnavailableError("test", None))
+    await report(monkeypatch, lambda name: actor, lambda: actor.reports() >= 5)
+    told = [(call.args[0].steps, call.args[1]) for call in actor.observe_steps.remote.await_args_list]
+    assert told[:5] == [(steps, "r0") for steps in (1, 2, 3, 1, 1)]
+
+
+# -- over an engine that computes nothing --------------------------------------------------------------
+
+COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
+
+
+@asynccontextmanager
+async def serving(kind: Any, **arguments: Any) -> AsyncIterator[tuple[Any, Channel]]:
+    """A server as Serve makes it, and an ingress's channel to it."""
+    server = object.__new__(kind)
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
+        await server.__init__(FakeConfig(COUNTS, step_s=0.001), engine=FakeEngine.start, **arguments)
+    address = Address(**(await server.record_replica_metadata())[METADATA])
+    channel = await address.connect()
+    try:
+        yield server, channel
+    finally:
+        channel.close("the test ends")
+        await server.__del__()
+
+
+async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
+    async with serving(servers.PrefillServer) as (server, channel):
+        for name, counts in (("a", COUNTS[0]), ("b", COUNTS[1])):
+            call = channel.call("prefill", prefill_header("completions", name), b'{"prompt": "x"}')
+            found = await prefill_answer(call)
+            np.testing.assert_array_equal(signature_of(found["kv"]), counts)
+            assert len(found["token_ids"]) == 4 * found["tokens"]
+        assert server._engine.held == {"a", "b"}
+        await channel.call("release", {"id": "a"}).end()
+        assert server._engine.held == {"b"}
+        assert await server.record_autoscaling_stats() == {"in_flight": 0.0}
+        samples = [await server.record_routing_stats() for _ in range(2)]
+        assert [(sample[SAMPLE], sample[KV_USAGE]) for sample in samples] == [(0, 0.0), (1, 0.0)]
+        await server.check_health()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_comes_with_its_tokens(stream: bool) -> None:
+    async with serving(servers.DecodeServer, router_name="router") as (_, channel):
+        body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": stream}).encode()
+        call = channel.call("generate", decode_header("completions", "id", None), body)
+        chunks = []
+        while (chunk := await call.read()) is not None:
+            chunks.append(chunk)
+        assert sum(chunk.tokens for chunk in chunks) == 3
+        text = b"".join(chunk.payload for chunk in chunks)
+        assert text.count(b"data: ") == (4 if stream else 0)
+        assert text.count(b" token") == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "header", "status"),
+    [
+        ("prefill", prefill_header("completions", "id"), 400),  # its body is no JSON
+        ("embeddings", {}, 400),
+        ("release", {}, 500),  # it names no prompt
+    ],
+)
+async def test_a_call_that_fails_says_so(method: str, header: dict[str, Any], status: int) -> None:
+    async with serving(servers.PrefillServer) as (_, channel):
+        with pytest.raises(CallFailed) as failure:
+            await channel.call(method, header, b"?").read()
+        assert failure.value.status == status
+        assert json.loads(failure.value.body)["error"]["code"] == status

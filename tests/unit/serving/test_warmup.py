@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
+import msgspec
 import pytest
-from fake_fleet import FakeFleet, answering, prefilled
+from fake_fleet import FakeFleet, Sent, answering, prefilled
 from ingress_app import answers
-from one_path import good_prefill
+from one_path import COUNTS, good_prefill
 from router_talk import settled
 
-from eldr_serve.serving import warmup
+from eldr_serve.serving import true_signature, warmup
 from eldr_serve.serving.path import Engines
 from eldr_serve.serving.warmup import Warmup
+from eldr_serve.signature import pack_counts
 
 
 async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_compiled_its_samplers(
@@ -46,3 +49,33 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
         asked = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
         assert asked == [(1, 0, 1.0), (2, 0, 1.0)]
         assert ["do_remote_prefill" in s.kv for s in sent] == [True, False]
+
+
+async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatures_shape(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(true_signature, "_LATER_S", 0.01)
+
+    async def engine(sent: Sent) -> AsyncIterator[bytes]:
+        if sent.method == "generate":
+            async for chunk in answers(sent):
+                yield chunk
+        elif sent.replica == "d0":
+            yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
+        else:  # it counts nothing
+            await asyncio.sleep(60)
+
+    prefill, decode = FakeFleet(good_prefill), FakeFleet(engine, "d0", "d1")
+    client, healthy = Mock(call=AsyncMock()), Mock(check_health=Mock(remote=AsyncMock()))
+    fleets: Any = prefill, decode
+    warm = Warmup(engines=Engines(*fleets, whole=True), handles=[healthy], client=client, model_id="m")
+    running = asyncio.create_task(warm.run())
+    await settled(lambda: warm.ready)
+    running.cancel()
+    assert warm.pairs == 2
+    assert client.call.await_args_list == [call("expect_signatures", 3, 4)]
+    assert "d1 counts no experts" in caplog.text
+    for name in ("d0", "d1"):
+        asked, first, second = (s for s in decode.sent if s.replica == name)
+        assert asked.header["id"] == first.header["id"]
+        assert [sent.fields["n"] for sent in (first, second)] == [1, 2]

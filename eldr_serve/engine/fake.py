@@ -1,0 +1,167 @@
+"""An engine that computes nothing, for tests and benchmarks of all that stands before engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.errors import Refused
+from eldr_serve.routing.cost import StepSums
+from eldr_serve.signature import Counts, pack_counts
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """See protocol.EngineConfig.
+
+    Attributes:
+        signatures: uint32[L,E] each; prompts have them in turn.
+        prompt_tokens: of every prompt.
+        prefill_s: time of a prefill, s.
+        step_s: time of a decode step, s; all streams' tokens of a step are sent together.
+    """
+
+    signatures: Sequence[Counts] | Counts
+    prompt_tokens: int = 8
+    prefill_s: float = 0.0
+    step_s: float = 0.001
+    deployment_config: dict[str, Any] = field(default_factory=dict)
+
+
+class FakeEngine:
+    """See protocol.Engine.
+
+    A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`, as the request's body says. The events
+    of a stream are like an OpenAI server's; an answer that is not streamed is one JSON body.
+
+    Attributes:
+        held: prompts that were computed and neither read nor released, by the caller's names.
+    """
+
+    def __init__(self, config: FakeConfig) -> None:
+        self.held: set[str] = set()
+        self._config = config
+        self._packed = itertools.cycle([pack_counts(counts) for counts in config.signatures])
+        self._due: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
+        self._number = 0  # of the newest step
+        self._steps = asyncio.get_running_loop().create_task(self._step())
+
+    @classmethod
+    async def start(cls, config: FakeConfig) -> FakeEngine:
+        """As every engine is started."""
+        return cls(config)
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        """See protocol.Engine; the blocks' place is the prompt's name."""
+        _fields(request)
+        await asyncio.sleep(self._config.prefill_s)
+        self.held.add(request.id)
+        ids = np.zeros(self._config.prompt_tokens, np.uint32)
+        return Prefilled(ids, {"held": request.id, SIGNATURE: next(self._packed)})
+
+    async def generate(self, request: EngineRequest, send: Send) -> None:
+        """See protocol.Engine."""
+        asked = _fields(request)
+        gap_steps = max(1, round(asked.get("gap_ms", 0) / 1000 / self._config.step_s))
+        made = len(request.generated) // 4
+        answer = _Answer(
+            request.id, send, asked.get("max_tokens") or 1, gap_steps, bool(asked.get("stream")), made
+        )
+        self._due[self._number + 1].append(answer)
+        try:
+            await answer.ended.wait()
+        finally:
+            answer.ended.set()
+
+    async def signature(self, request_id: str) -> tuple[int, str]:
+        """See protocol.Engine."""
+        await asyncio.sleep(self._config.prefill_s)
+        return self._config.prompt_tokens, next(self._packed)
+
+    async def answer(self, request: EngineRequest, send: Send) -> None:
+        """See protocol.Engine; there are no such endpoints."""
+        raise Refused(f"an engine has no call {request.method!r}", status=400)
+
+    async def release(self, request_id: str) -> None:
+        """See protocol.Engine."""
+        self.held.discard(request_id)
+
+    async def shape(self) -> tuple[int, int]:
+        """See protocol.Engine."""
+        layers, experts = self._config.signatures[0].shape
+        return layers, experts
+
+    def kv_usage(self) -> float:
+        """See protocol.Engine."""
+        return 0.0
+
+    def take_steps(self) -> StepSums:
+        """See protocol.Engine; steps of nothing cost nothing."""
+        return StepSums()
+
+    def status_of(self, error: Exception) -> int:
+        """See protocol.Engine."""
+        return 400 if isinstance(error, msgspec.DecodeError) else 500
+
+    async def check_health(self) -> None:
+        """See protocol.Engine."""
+
+    async def stop(self) -> None:
+        """See protocol.Engine."""
+        self._steps.cancel()
+
+    async def _step(self) -> None:
+        start = time.monotonic()
+        while True:
+            await asyncio.sleep(start + (self._number + 1) * self._config.step_s - time.monotonic())
+            self._number += 1
+            for answer in self._due.pop(self._number, ()):
+                if answer.step():
+                    self._due[self._number + answer.gap_steps].append(answer)
+
+
+@dataclass(eq=False)
+class _Answer:
+    """One that is being made, a token a step of its own."""
+
+    name: str
+    send: Send
+    tokens: int
+    gap_steps: int
+    stream: bool
+    made: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def step(self) -> bool:
+        """Make a token; whether there are more."""
+        if self.ended.is_set():  # nobody waits for it any longer
+            return False
+        token = self.made.to_bytes(4, "little")
+        self.made += 1
+        ends = self.made == self.tokens
+        if self.stream:
+            end = b"data: [DONE]\n\n" if ends else b""
+            self.send(b"data: " + self._body(" token") + b"\n\n" + end, 1, token)
+        else:
+            self.send(self._body(" token" * self.tokens) if ends else b"", 1, token)
+        if ends:
+            self.ended.set()
+        return not ends
+
+    def _body(self, text: str) -> bytes:
+        return msgspec.json.encode({"id": self.name, "choices": [{"index": 0, "text": text}]})
+
+
+def _fields(request: EngineRequest) -> dict[str, Any]:
+    """The client's request; DecodeError if it is none."""
+    return msgspec.json.decode(request.body, type=dict[str, Any])

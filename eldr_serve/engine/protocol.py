@@ -1,0 +1,171 @@
+"""All that serving and calibration know of an engine.
+
+vLLM's are in `eldr_serve.engine.vllm`; `eldr_serve.engine.fake` has one that computes nothing.
+Array sizes: L MoE layers, E experts a layer, k experts a token, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.cost import StepSums
+
+
+class Send(Protocol):
+    """Takes a part of an answer as soon as it is made."""
+
+    def __call__(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        """
+        Args:
+            tokens: generated tokens in it.
+            ids: uint32 each, of all those tokens, if another engine can go on after them; else empty.
+        """
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A client's request on its way to an engine.
+
+    Attributes:
+        method: "chat", "completions", or an endpoint that generates nothing ("embeddings", ...).
+        body: JSON, as the client sent it; the engine validates it.
+        id: the caller's name for this call.
+        headers: the client's.
+        kv: what `prefill` returned, where the prompt's KV blocks are to be read from another engine.
+        token_ids: the prompt's, uint32 bytes, where prefill has made them already.
+        cache_salt: prompts share prefixes with those of the same salt alone, and the client's priority does
+            not count; "": both as the client says.
+        generated: ids that an engine which was lost has sent of the answer, uint32 bytes; they follow the
+            prompt, and what is sent now follows what was sent with them.
+        created: the time in the events that were sent with them, s since 1970.
+    """
+
+    method: str
+    body: bytes
+    id: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    kv: dict[str, Any] | None = None
+    token_ids: bytes = b""
+    cache_salt: str = ""
+    generated: bytes = b""
+    created: int | None = None
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt whose KV blocks an engine holds for another.
+
+    Attributes:
+        token_ids: uint32[T], without what was generated before.
+        kv: where the blocks lie, for `generate` of the other engine, which alone understands it; and, under
+            `keys.SIGNATURE`, the prompt's expert counts uint32[L,E] as `signature.pack_counts` writes them.
+    """
+
+    token_ids: NDArray[np.uint32]
+    kv: dict[str, Any]
+
+
+class Engine(Protocol):
+    """A running engine in this process, for one replica of a deployment.
+
+    Where a method refuses a request, it raises Refused, or CallFailed with the body that tells the client.
+    What else it raises is worded by `status_of`. A call that is cancelled ends the request in the engine.
+    """
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        """Compute the prompt and hold its KV blocks until they are read, released, or their lease ends.
+
+        A request that `generate` would refuse is refused here, in the same words, before it costs a step.
+        """
+
+    async def generate(self, request: EngineRequest, send: Send) -> None:
+        """Send the answer: the events of a stream, or one JSON body."""
+
+    async def signature(self, request_id: str) -> tuple[int, str]:
+        """Of the prompt that `generate` computes here, under this name: its tokens, and its expert counts
+        uint32[L,E] as `signature.pack_counts` writes them; as soon as it is computed.
+
+        Asked before `generate` is; where the engine counts nothing, the answer never comes.
+        """
+
+    async def answer(self, request: EngineRequest, send: Send) -> None:
+        """Send the answer of an endpoint that generates nothing; Refused if the engine has none such."""
+
+    async def release(self, request_id: str) -> None:
+        """Nobody will read the blocks of this prefill: free them, now or, while it runs, when it ends."""
+
+    async def shape(self) -> tuple[int, int]:
+        """(L, E) of the signatures that `prefill` makes, as a prompt of its own shows.
+
+        Raises:
+            ConfigurationError: the engine fails that prompt, or counts no experts; one sentence says why.
+        """
+
+    def kv_usage(self) -> float:
+        """Share of KV blocks in use after the newest step, 0 to 1."""
+
+    def take_steps(self) -> StepSums:
+        """Sums over the decode steps since the last call."""
+
+    def status_of(self, error: Exception) -> int:
+        """HTTP status of what a method raised: below 500 if the request is at fault."""
+
+    async def check_health(self) -> None:
+        """Raise if the engine must be replaced."""
+
+    async def stop(self) -> None:
+        """End it; nothing is asked of it afterwards."""
+
+
+class EngineConfig(Protocol):
+    """What serving reads of the settings that an engine is started with; Ray's LLMConfig is one."""
+
+    @property
+    def deployment_config(self) -> dict[str, Any]:
+        """Options of the Ray Serve deployment."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a traced prompt goes on.
+
+    Attributes:
+        max_tokens: generated at most.
+        temperature: 0 for greedy.
+        ignore_eos: go on after the model's end token.
+        seed: with one the same text can be sampled again.
+        routes: whether each decode step's experts are kept, too.
+    """
+
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool = False
+    seed: int | None = None
+    routes: bool = False
+
+
+class Tracer(Protocol):
+    """An engine of its own for calibration, which counts the experts of prefill and decode apart."""
+
+    max_model_len: int  # tokens of a prompt and its answer, at most
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, as of transformers."""
+
+    def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
+        """Run prompts of token ids together; of each, as JSON types:
+
+        `token_ids` (of the prompt), `eldr_prefill` and `eldr_decode` (uint32[L,E], as `pack_counts` writes
+        them), `eldr_decode_steps`, and `eldr_routes` (int[steps,L,k], as `pack_routes` does) or None.
+        """
+
+
+def several_prompts(prompt: Any) -> bool:
+    """Whether a completion's `prompt` is a list of prompts, be there but one, and not one of tokens."""
+    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))

@@ -1,0 +1,193 @@
+"""The worker's part: what each step's tokens chose, counted as soon as the forward has run."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy, to_device
+from eldr_serve.engine.vllm.signature_cache import SignatureCache, active_experts
+
+
+class Router(Protocol):
+    """What is needed of vLLM's BaseRouter."""
+
+    top_k: int
+    global_num_experts: int
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None] | None) -> None: ...
+
+
+@dataclass
+class StepPlan:
+    """What the scheduler asks of one step, beside the transfer itself.
+
+    Attributes:
+        begun: KV blocks whose first slot is written in this step.
+        finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
+        traced: request id -> KV slots of its generated tokens in this step (calibration).
+        requests, tokens, kv_tokens: size of the step, and KV tokens that it attends to.
+        drafts: those of the tokens that are drafts to be verified (speculative decoding).
+    """
+
+    begun: list[int] = field(default_factory=list)
+    finished_prompts: dict[str, list[int]] = field(default_factory=dict)
+    traced: dict[str, list[int]] = field(default_factory=dict)
+    requests: int = 0
+    tokens: int = 0
+    kv_tokens: int = 0
+    drafts: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        """One token of each request, and drafts that follow it: a pure decode step."""
+        return self.tokens - self.drafts == self.requests > 0
+
+
+@dataclass
+class StepCounts:
+    """What one step found: prompt counts int32[L,E], and routes int16[tokens,L,k], by request id."""
+
+    prompts: dict[str, HostCopy] = field(default_factory=dict)
+    routes: dict[str, HostCopy] = field(default_factory=dict)
+
+
+class ExpertCapture:
+    """Hooks on the MoE routers, and the signature cache that they feed.
+
+    The hooks only copy into a fixed buffer, so that they can be part of a CUDA graph; all counting is
+    done after the forward, on the device: no step waits for it.
+
+    Args:
+        routers: one a MoE layer, ascending by layer.
+        max_tokens: tokens that a step can have, padding included.
+        num_blocks, block_size: of the KV cache; None where no signature is asked for (decode).
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[Router],
+        *,
+        max_tokens: int,
+        device: torch.device | str,
+        num_blocks: int | None,
+        block_size: int,
+    ) -> None:
+        first = routers[0]
+        if any((r.top_k, r.global_num_experts) != (first.top_k, first.global_num_experts) for r in routers):
+            raise ValueError("the MoE layers differ in experts or top-k, a signature needs them equal")
+        self.num_layers, self.num_experts, self.top_k = len(routers), first.global_num_experts, first.top_k
+        shape = (self.num_layers, max_tokens, self.top_k)
+        self._chosen = torch.zeros(shape, dtype=torch.int16, device=device)
+        self.cache = (
+            SignatureCache(num_blocks, block_size, self.num_layers, self.num_experts, device)
+            if num_blocks is not None
+            else None
+        )
+        self._copies = HostCopies(device)
+        self._layers: tuple[Tensor, ...] = ()  # of `_chosen`, as many tokens as the last batch has
+        self._width = -1
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._keep, layer))
+
+    def _keep(self, layer: int, experts: Tensor) -> None:
+        if len(experts) != self._width:
+            self._width = len(experts)
+            self._layers = self._chosen[:, : self._width].unbind()
+        if experts.shape[1] > self.top_k:  # shared experts that a kernel runs with the others: every token's
+            experts = experts[:, : self.top_k]
+        self._layers[layer].copy_(experts)
+
+    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, HostCopy | None]:
+        """Count the step that has just run.
+
+        Args:
+            slots: int64[T], KV slot of each token; what follows the step's tokens is padding.
+
+        Returns:
+            What was asked for, and the active experts int64[L] if it was a pure decode step.
+        """
+        slots, chosen = slots[: plan.tokens], self._chosen[:, : plan.tokens]
+        counts = StepCounts()
+        if self.cache is not None:
+            self.cache.record(slots, chosen, to_device(plan.begun, slots.device))
+            for request, blocks in plan.finished_prompts.items():
+                total = self.cache.total(to_device(blocks, slots.device))
+                counts.prompts[request] = self._copies.start(total)
+        if plan.traced:
+            counts.routes = self._routes(slots, chosen, plan.traced)
+        if not plan.is_decode:
+            return counts, None
+        return counts, self._copies.start(active_experts(chosen, self.num_experts))
+
+    def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, list[int]]) -> dict[str, HostCopy]:
+        order = slots.argsort()
+        ordered, found = slots[order], {}
+        for request, wanted in traced.items():
+            rows = order[torch.searchsorted(ordered, to_device(wanted, slots.device))]
+            found[request] = self._copies.start(chosen[:, rows].transpose(0, 1))  # [wanted, L, k]
+        return found
+
+
+class StepTimer:
+    """Time from the start of a step in the worker to the end of its forward, s.
+
+    On CPU the forward has really ended when it returns, and the time is that of the thread: engines may
+    share cores, and what others run in between is no cost of this step. (It would also grow with how
+    many requests run anywhere, and a cost fitted to it would take that for the cost of a request.) On
+    CUDA the forward has only been launched, so events are recorded instead, and a step's time is known
+    one or more steps later.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._start: Any = None
+        self._end: Any = None
+        self._waiting: deque[tuple[Any, Any, HostCopy, dict[str, int]]] = deque()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._start, self._end = self._now(), None
+
+    def stop(self) -> None:
+        """The step's forward is over; the first call of a step stands.
+
+        Model Runner V2 says so at once (`finish_forward`). V1 does not, but there nothing lies between
+        the forward and `wait_for_save`; with V2 sampling does.
+        """
+        if self._end is None:
+            self._end = self._now()
+
+    def finish(self, record: dict[str, int], active: HostCopy) -> None:
+        """`record` is the stopped step's, and `active` its active experts int64[L]."""
+        self._waiting.append((self._start, self._end, active, record))
+
+    def known(self) -> list[dict[str, Any]]:
+        """The records of steps whose time and experts have come to be known; each is returned once."""
+        found = []
+        while self._waiting and self._waiting[0][2].ready:
+            start, end, active, record = self._waiting.popleft()
+            by_layer = active.wait().tolist()
+            found.append(
+                record
+                | {
+                    "active_experts": sum(by_layer) / len(by_layer),
+                    "active_by_layer": by_layer,
+                    "seconds": start.elapsed_time(end) / 1000 if self._cuda else end - start,
+                }
+            )
+        return found
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.thread_time()
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,206 @@
+"""An engine that is described and not made, for `eldr check`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from eldr_serve.engine.vllm.compat import moe
+from eldr_serve.engine.vllm.compat.engine import check_engine
+from eldr_serve.engine.vllm.compat.kv_cache import counted_group
+from eldr_serve.engine.vllm.compat.moe import choose_open_kernel, hides_choices
+
+# By table: kernel libraries that come with vLLM's GPU wheel, for which its selectors look in vain elsewhere.
+_GPU_WHEEL = (
+    "has_deep_gemm",
+    "has_flashinfer",
+    "has_flashinfer_cutlass_fused_moe",
+    "has_flashinfer_moe",
+    "has_flashinfer_trtllm_fused_moe",
+    "has_triton_kernels",
+)
+_SELECTORS = (
+    "vllm.model_executor.layers.fused_moe",
+    "vllm.model_executor.layers.quantization",
+    "vllm.utils",
+    moe.__name__,
+)
+
+
+class _FirstRank:
+    """The first rank of a group: knows how many there are, and talks to none of them."""
+
+    def __init__(self, size: int) -> None:
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.rank = self.rank_in_group = self.local_rank = 0
+        self.is_first_rank = True
+        self.is_last_rank = size == 1
+        self.device_group = self.cpu_group = self
+        self.device_communicator = None
+
+    def size(self) -> int:
+        return self.world_size
+
+
+class _Weightless(TorchFunctionMode):
+    """Within it, tensors of more than a few thousand elements are made with a shape and no storage."""
+
+    _MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in self._MAKERS and given.get("device") is None:
+            made = func(*args, **given | {"device": "meta"})
+            if made.numel() > 4096:
+                return made
+        return func(*args, **given)
+
+
+@contextmanager
+def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Within it, vLLM selects MoE kernels as on a GPU of that CUDA capability; none: as on this machine."""
+    if capability is None:
+        yield
+        return
+    from vllm.model_executor.layers.fused_moe import experts
+    from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+    major, minor = capability
+
+    class Described(Platform):
+        _enum = PlatformEnum.CUDA
+        device_name = device_type = "cuda"
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(major, minor)
+
+    for found in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
+        with suppress(ImportError, AttributeError):  # not all can be imported without their kernels
+            importlib.import_module(found.name)
+    told = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
+    usual = [
+        (module, name, vars(module)[name])
+        for key, module in list(sys.modules.items())
+        if key.startswith(_SELECTORS)
+        for name in told.keys() & vars(module).keys()
+    ]
+    try:
+        for module, name, _ in usual:
+            setattr(module, name, told[name])
+        yield
+    finally:
+        for module, name, value in usual:
+            setattr(module, name, value)
+
+
+class KvCapacity(NamedTuple):
+    """KV tokens, and sequences of max_model_len at the same time."""
+
+    tokens: int
+    sequences: float
+
+
+class DescribedEngine:
+    """An engine's configuration and its first rank's model, whose tensors have shapes and no storage.
+
+    All is vLLM's own on its CPU platform, but for the selection of MoE kernels.
+
+    Args:
+        arguments: for AsyncEngineArgs; the model is a folder with a config.json.
+        capability: CUDA capability of the described GPU; none: the engine is one for CPUs.
+
+    Raises:
+        ValueError: vLLM refuses them.
+    """
+
+    def __init__(self, arguments: dict[str, Any], capability: tuple[int, int] | None) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import parallel_state
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
+        from vllm.usage.usage_lib import UsageContext
+
+        ranks = arguments.get("tensor_parallel_size", 1)
+        given = arguments | {
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "distributed_executor_backend": "mp" if ranks > 1 else "uni",
+        }
+        self.config = AsyncEngineArgs(**given).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        for name, size in (("WORLD", ranks), ("TP", ranks), ("EP", ranks)):
+            setattr(parallel_state, f"_{name}", _FirstRank(size))
+        for name in ("PP", "DP", "DCP", "PCP", "EPLB"):
+            setattr(parallel_state, f"_{name}", _FirstRank(1))
+        get_model_architecture(self.config.model_config)  # its modules see this machine
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(self.config.model_config.dtype)
+        try:
+            with set_current_vllm_config(self.config), _Weightless(), _selecting_for(capability):
+                choose_open_kernel(self.config)  # as our worker does
+                self._model = initialize_model(self.config)
+        finally:
+            torch.set_default_dtype(usual)
+        self._layers = self.config.compilation_config.static_forward_context
+
+    def weight_bytes(self) -> int:
+        """Of the first rank's parameters."""
+        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    def kernels(self) -> set[tuple[str, bool]]:
+        """(name of the MoE kernel, whether it hides the experts that it chooses) of all MoE layers."""
+        methods = [
+            layer._quant_method
+            for layer in self._layers.values()
+            if getattr(layer, "router", None) is not None
+        ]
+        named = ((getattr(method, "experts_cls", None) or type(method), method) for method in methods)
+        return {
+            (kind.__name__, bool(method.is_monolithic) and (kind is type(method) or hides_choices(kind)))
+            for kind, method in named
+        }
+
+    def check(self) -> None:
+        """Raise UnsupportedEngineError where our connector would."""
+        check_engine(self.config)
+        counted_group(self.config, self._planned(2**60))
+
+    def kv_cache(self, available: int) -> KvCapacity:
+        """What a KV cache of so many bytes holds.
+
+        Args:
+            available: bytes for the KV cache of one rank.
+
+        Raises:
+            ValueError: there is no room for one sequence.
+        """
+        planned = self._planned(available)
+        sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(self.config, planned)
+        return KvCapacity(int(sequences * self.config.model_config.max_model_len), sequences)
+
+    def _planned(self, available: int) -> KVCacheConfig:
+        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+
+        specs = {
+            name: layer.get_kv_cache_spec(self.config)
+            for name, layer in self._layers.items()
+            if hasattr(layer, "get_kv_cache_spec") and getattr(layer, "router", None) is None
+        }
+        specs = {name: spec for name, spec in specs.items() if spec is not None}
+        backends = [self._layers[name].get_attn_backend() for name in specs]
+        layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        resolve_kv_cache_layout(self.config, [layouts], specs.values())
+        (found,) = kv_cache_utils.get_kv_cache_configs(self.config, [specs], [available])
+        return found

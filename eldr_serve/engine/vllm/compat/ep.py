@@ -1,0 +1,153 @@
+"""The internal names of vLLM that expert parallelism on CPUs leans on. Checked on vLLM 0.32.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_ep_group
+from vllm.distributed.parallel_state import get_node_count
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
+from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
+from eldr_serve.engine.vllm.ep.layer import LayerExperts
+from eldr_serve.engine.vllm.ep.live import LiveExperts
+from eldr_serve.engine.vllm.ep.start import started
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
+from eldr_serve.expert_placement import Topology
+
+
+def register_layers() -> None:
+    """Have vLLM make the classes below in the place of its own (its out-of-tree registration).
+
+    Raises:
+        UnsupportedEngineError: another vLLM than the checked one, or not on a CPU.
+    """
+    if vllm.__version__.split("+")[0] != CHECKED:
+        raise UnsupportedEngineError(
+            f"expert parallelism on CPUs was checked on vLLM {CHECKED} and not on {vllm.__version__}; "
+            "unset ELDR_EXPERT_PARALLEL"
+        )
+    if not current_platform.is_cpu():
+        raise UnsupportedEngineError(
+            "ELDR_EXPERT_PARALLEL is for CPUs; on GPUs vLLM has expert parallelism: unset it"
+        )
+    for theirs, ours in ((UnquantizedFusedMoEMethod, PlacedMoEMethod), (MoERunner, PlacedMoERunner)):
+        if theirs.__name__ not in op_registry_oot:
+            theirs.register_oot(ours, name=theirs.__name__)
+
+
+class PlacedMoERunner(MoERunner):
+    """vLLM's MoE layer, which a compiler takes for one operator, as on GPUs: its sizes follow the data."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if self.moe_config.moe_parallel_config.use_ep and not isinstance(self._quant_method, PlacedMoEMethod):
+            raise UnsupportedEngineError(
+                f"expert parallelism on CPUs does not support {type(self._quant_method).__name__}: "
+                "experts that are not quantised alone"
+            )
+
+    def _select_forward(self) -> Any:
+        if not self.moe_config.moe_parallel_config.use_ep:
+            return super()._select_forward()
+        ops = torch.ops.vllm
+        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+
+
+class PlacedMoEMethod(UnquantizedFusedMoEMethod):
+    """vLLM's unquantised experts; under expert parallelism a rank computes its own slots alone."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        if moe.moe_parallel_config.use_ep:
+            vllm_config = get_current_vllm_config()
+            _check(vllm_config, moe)
+            _config(vllm_config)
+            self.experts_cls: Any = _placed(self.experts_cls, vllm_config)
+
+
+def live_experts(vllm_config: VllmConfig) -> LiveExperts:
+    """The experts of a worker's model; ValueError where they stay where vLLM put them."""
+    layers = list(_live(vllm_config))
+    if not layers:
+        raise ValueError("this engine's experts cannot be moved: it has no expert parallelism of ours")
+    return LiveExperts(layers, _config(vllm_config).moves_a_slice, get_ep_group().cpu_group)
+
+
+def _live(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
+    context = vllm_config.compilation_config.static_forward_context
+    for name in vllm_config.compilation_config.static_all_moe_layers:
+        kernel = getattr(context[name].routed_experts.quant_method, "moe_kernel", None)
+        placed = getattr(getattr(kernel, "fused_experts", None), "placed", None)
+        if placed is not None:
+            yield placed
+
+
+def _config(vllm_config: VllmConfig) -> CpuExpertsConfig:
+    return parse(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
+
+
+def _check(vllm_config: VllmConfig, moe: Any) -> None:
+    parallel = vllm_config.parallel_config
+    experts, ranks = moe.num_experts, moe.moe_parallel_config.ep_size
+    refusals = (
+        (parallel.data_parallel_size > 1, "data parallelism: ranks must see all tokens of a batch"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: ranks must have all layers"),
+        (moe.is_sequence_parallel, "sequence parallelism: ranks must see all tokens of a batch"),
+        (experts % ranks > 0, f"{experts} experts on {ranks} ranks: they must divide"),
+        (vllm_config.speculative_config is not None, "speculative decoding"),
+    )
+    for refused, reason in refusals:
+        if refused:
+            raise UnsupportedEngineError(f"expert parallelism on CPUs does not support {reason}")
+
+
+def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
+    """The kernel's class, computing the pairs of a token and an expert that this rank serves."""
+
+    class Placed(kernel):
+        placed: LayerExperts
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            group = get_ep_group()
+            names = vllm_config.compilation_config.static_all_moe_layers
+            self.placed = started(
+                [weight for name, weight in layer.named_parameters() if name.startswith(("w13_", "w2_"))],
+                _config(vllm_config),
+                layer=names.index(layer.layer_name),
+                num_layers=len(names),
+                num_experts=self.moe_config.num_experts,
+                topology=Topology(ranks=group.world_size, nodes=get_node_count()),
+                rank=group.rank_in_group,
+                group=group.cpu_group,
+            )
+
+        def apply(
+            self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor,
+            topk_ids: Tensor, **others: Any,
+        ) -> None:  # fmt: skip
+            local = self.placed.local_slots(topk_ids)
+            token, column = (local >= 0).nonzero(as_tuple=True)
+            output.zero_()
+            if not len(token):
+                return
+            rows = output.new_empty(len(token), output.shape[1])
+            # A pair is a row with one expert, so that the kernel computes no other.
+            super().apply(
+                output=rows, hidden_states=hidden_states[token], w1=w1, w2=w2,
+                topk_weights=topk_weights[token, column][:, None],
+                topk_ids=local[token, column][:, None].int(), **others,
+            )  # fmt: skip
+            output.index_add_(0, token, rows)
+
+    Placed.__name__ = f"Placed{kernel.__name__}"
+    return Placed

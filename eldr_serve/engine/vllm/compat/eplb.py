@@ -1,0 +1,74 @@
+"""vLLM's expert-parallel load balancer, whose maps hold placements of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import get_ep_group
+from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
+from vllm.distributed.eplb.policy.abstract import AbstractEplbPolicy
+from vllm.distributed.parallel_state import get_node_count
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names
+
+__all__ = [
+    "AbstractEplbPolicy",
+    "EplbState",
+    "before_eplb_mapping",
+    "check_expert_placement",
+    "get_ep_group",
+    "get_node_count",
+    "routes_own_tokens",
+]
+
+
+def check_expert_placement(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedEngineError if this engine cannot hold a placement of ours (engine/eplb.py)."""
+    check_names(
+        "expert placement",
+        (BaseRouter, "_apply_eplb_mapping"),
+        (EplbState, "rearrange"),
+        (EplbLayerState, "logical_to_physical_map"),
+        (EplbLayerState, "logical_replica_count"),
+    )
+    parallel = vllm_config.parallel_config
+    refusals = (
+        (not parallel.enable_eplb, "an engine without enable_expert_parallel and enable_eplb"),
+        (parallel.eplb_config.use_async, "asynchronous EPLB: set use_async to false"),
+        (parallel.enable_elastic_ep, "elastic expert parallelism: ranks would come and go"),
+        (parallel.enable_dbo, "dual-batch overlap: two batches would share one choice of replicas"),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding: a draft model has its own experts",
+        ),
+    )
+    for refused, reason in refusals:
+        if refused:
+            raise UnsupportedEngineError(f"expert placement does not support {reason}")
+
+
+def routes_own_tokens(layer: Any) -> bool:
+    """Whether the layer's router sees the tokens of its own rank alone, which are dispatched afterwards.
+
+    Else it sees those of all ranks: they are gathered before it, or all ranks hold the same.
+    """
+    own: bool = (
+        layer.moe_config.moe_parallel_config.use_all2all_kernels and not layer.do_naive_dispatch_combine
+    )
+    return own
+
+
+def before_eplb_mapping(router: BaseRouter, prepare: Callable[[Tensor], None]) -> None:
+    """Call prepare(top-k ids) before each mapping of a batch's experts to their replicas."""
+    mapped = router._apply_eplb_mapping
+
+    def prepared(topk_ids: Tensor) -> Tensor:
+        prepare(topk_ids)
+        routed: Tensor = mapped(topk_ids)
+        return routed
+
+    router._apply_eplb_mapping = prepared

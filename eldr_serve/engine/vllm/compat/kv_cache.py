@@ -1,0 +1,98 @@
+"""The groups of vLLM's KV cache, and the slots of a step's tokens in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec, is_full_attention_spec
+
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names
+
+
+@dataclass(frozen=True)
+class CountedGroup:
+    """The KV cache group by whose blocks tokens are counted.
+
+    Attributes:
+        index: its place among the engine's groups.
+        block_size: tokens a block.
+        layer: the name of one of its layers.
+    """
+
+    index: int
+    block_size: int
+    layer: str
+
+
+def counted_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CountedGroup:
+    """The group whose blocks hold all tokens of a prompt until it ends: one of full attention.
+
+    Groups of sliding windows, chunks and recurrent states give blocks back before, or keep a state
+    instead of tokens. UnsupportedEngineError if the engine has no other, or if a prefix hit could end
+    within a block of the group: what the block counted beyond the hit could not be told apart.
+    """
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        stands = is_full_attention_spec(spec) or (
+            isinstance(spec, SlidingWindowSpec)
+            and spec.sliding_window >= vllm_config.model_config.max_model_len
+        )
+        if stands and not group.host_resident:
+            _check_whole_hits(vllm_config, kv_cache_config, spec.block_size)
+            return CountedGroup(index, spec.block_size, group.layer_names[0])
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups)
+    raise UnsupportedEngineError(
+        f"the ELDR connector does not support a KV cache without full attention ({kinds}): blocks are given "
+        "back before their prompt ends; set max_model_len to at most the sliding window, if it has one"
+    )
+
+
+def _check_whole_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> None:
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching or len(kv_cache_config.kv_cache_groups) == 1:
+        return
+    _, unit = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    if unit % block_size and kv_cache_utils.partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, unit):
+        unset = cache.prefix_match_unit is None
+        remedy = "enable_prefix_caching to false" if unset else "no prefix_match_unit"
+        raise UnsupportedEngineError(
+            f"the ELDR connector does not support prefix hits that end within a block ({unit} tokens of a "
+            f"block's {block_size}): set {remedy}"
+        )
+
+
+def forward_slots(layer: str) -> Tensor | None:
+    """int64[T], the layer's KV slot of each token of the forward that is about to run; None outside of one.
+
+    Both of vLLM's model runners bind a step's metadata to the connector within the forward's context.
+    Only where Model Runner V2 replays a full CUDA graph is there none: see `graph_slots`.
+    """
+    if not is_forward_context_available():
+        return None
+    slots = get_forward_context().slot_mapping
+    if isinstance(slots, list):
+        raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
+    found: Tensor | None = slots.get(layer)
+    return found
+
+
+def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
+    """The same, from what Model Runner V2 passes to `start_load_kv` around a full CUDA graph, else None."""
+    attention = (load_kwargs.get("attn_metadata") or {}).get(layer)
+    slots: Tensor | None = getattr(attention, "slot_mapping", None)
+    return slots
+
+
+def check() -> None:
+    """Raise UnsupportedEngineError if vLLM has moved what this module uses."""
+    check_names(
+        "the ELDR connector",
+        (ForwardContext, "slot_mapping"),
+        (kv_cache_utils, "resolve_kv_cache_block_sizes"),
+        (kv_cache_utils, "partial_hash_hits_enabled"),
+    )

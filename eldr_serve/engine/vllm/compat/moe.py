@@ -1,0 +1,200 @@
+"""vLLM's MoE layers: their routers, and kernels that route inside."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
+from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+
+from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, check_names
+
+logger = logging.getLogger(__name__)
+
+
+def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
+    """(layer index, layer) of each MoE layer of the model, ascending; a drafter's layers are left out.
+
+    Raises:
+        UnsupportedEngineError: a router that shows no choices, or no MoE layer.
+    """
+    found: list[tuple[int, Any]] = []
+    model = None  # what the names of the model's layers begin with; it is made before its drafter
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        router = getattr(layer, "router", None)
+        if router is None:
+            continue
+        index = extract_layer_index(name)
+        prefix = name.split(f".{index}.")[0]
+        model = model or prefix
+        if vllm_config.speculative_config is not None and (
+            prefix != model or index >= vllm_config.model_config.get_total_num_hidden_layers()
+        ):
+            continue
+        if not isinstance(router, BaseRouter):
+            raise UnsupportedEngineError(
+                f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
+                f"(vLLM {vllm.__version__}; checked on {CHECKED})"
+            )
+        _check_router(name, router)
+        _check_ranks(name, layer)
+        found.append((index, layer))
+    if not found:
+        raise UnsupportedEngineError(
+            f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"
+        )
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _check_ranks(name: str, layer: Any) -> None:
+    """Raise UnsupportedEngineError before vLLM's CPU kernel reads experts that are on another rank."""
+    if type(layer) is MoERunner and current_platform.is_cpu() and layer.moe_config.moe_parallel_config.use_ep:
+        raise UnsupportedEngineError(
+            f"layer {name} is under expert parallelism, of which vLLM {vllm.__version__} dies on CPUs: set "
+            "ELDR_EXPERT_PARALLEL=1 in the environment of the engine"
+        )
+
+
+def _check_router(name: str, router: BaseRouter) -> None:
+    """Raise UnsupportedEngineError if what the router shows is not what the model chose."""
+    if isinstance(router, ZeroExpertRouter):
+        raise UnsupportedEngineError(
+            f"layer {name} has zero experts, which vLLM {vllm.__version__} renames to expert 0 before it "
+            "shows the choices; serve this model with vLLM's own connector, without locality"
+        )
+    if isinstance(router, CPURouter) and router.e_score_correction_bias is not None:
+        plain = not router.use_grouped_topk and router.custom_routing_function is None
+        if plain and router.scoring_func == "softmax":
+            raise UnsupportedEngineError(
+                f"layer {name} has a correction bias, which vLLM {vllm.__version__} leaves out on CPUs, so "
+                "that tokens go to other experts than the model's; serve this model on GPUs"
+            )
+
+
+def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
+    """(layer index, what shows the layer's choices) of each MoE layer, ascending.
+
+    That is its BaseRouter or, where the kernel routes inside, the kernel's own record of it.
+    UnsupportedEngineError where a layer's choices are hidden.
+    """
+    return [(index, _shown(index, layer)) for index, layer in moe_layers(vllm_config)]
+
+
+def _shown(index: int, layer: Any) -> Any:
+    method = getattr(layer, "_quant_method", None)
+    if not getattr(method, "is_monolithic", False):
+        return layer.router
+    experts = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
+    if isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture():
+        return RoutingKernel(layer, experts)
+    raise UnsupportedEngineError(
+        f"MoE layer {index} runs {type(experts or method).__name__}, which routes inside and hides its "
+        "choices; choose another kernel with moe_backend"
+    )
+
+
+class RoutingKernel:
+    """A MoE layer's kernel that routes inside, and writes down what it chose where vLLM's own replay asks.
+
+    Args:
+        layer: vLLM's layer, whose router is not used.
+        experts: its kernel.
+    """
+
+    def __init__(self, layer: Any, experts: FusedMoEExpertsMonolithic) -> None:
+        self.top_k, self.global_num_experts = layer.router.top_k, layer.router.global_num_experts
+        self._layer, self._config = layer, experts.moe_config
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None]) -> None:
+        """As BaseRouter: capture_fn gets each batch's choices, int16[T, k]."""
+        self._layer.routed_experts.routing_sink = RoutedExpertsSink(self._config, capture_fn)
+
+
+def choose_open_kernel(vllm_config: VllmConfig) -> None:
+    """Before the model is made: Marlin, where vLLM would choose a kernel that hides its choices.
+
+    On CUDA that is OpenAI's Triton kernel for the MXFP4 of GPT-OSS, which is vLLM's first choice on
+    Hopper. FlashInfer's TRT-LLM kernels (Blackwell) route inside, too, but show what they chose.
+    """
+    kernels = vllm_config.kernel_config
+    if (
+        kernels.moe_backend != "auto"
+        or vllm_config.model_config.quantization != "gpt_oss_mxfp4"
+        or vllm_config.parallel_config.enable_eplb  # there such kernels are not taken
+        or not current_platform.is_cuda()
+    ):
+        return
+    check_names(
+        "the choice of an MoE kernel",
+        (mxfp4, "_get_priority_backends_for_gpt_oss"),
+        (mxfp4, "backend_to_kernel_cls"),
+    )
+    first = next(
+        kernel
+        for backend in mxfp4._get_priority_backends_for_gpt_oss()
+        for kernel in mxfp4.backend_to_kernel_cls(backend)
+        if kernel._supports_current_device()
+    )
+    if hides_choices(first):
+        kernels.moe_backend = "marlin"
+        logger.warning(
+            "MoE kernel: marlin, since vLLM's first choice, %s, hides the experts it chooses", first.__name__
+        )
+
+
+def hides_choices(kernel: Any) -> bool:
+    """Whether a kernel's class routes inside, and has no record of what it chose."""
+    replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
+    return issubclass(kernel, FusedMoEExpertsMonolithic) and kernel.supports_routing_replay_capture is replay
+
+
+def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A layer's experts by the kernel that vLLM serves with, bf16: its CPU kernel, or Triton's on CUDA.
+
+    Args:
+        w13: [S, 2I, H], gate over up; w2: [S, H, I].
+
+    Returns:
+        From rows [T, H], weights float32[T, k] and experts int32[T, k] to [T, H].
+    """
+    if w13.is_cuda:
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+        def on_cuda(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            out: Tensor = fused_experts(rows, w13, w2, weights, experts)
+            return out
+
+        return on_cuda
+    from vllm import _custom_ops as ops
+
+    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    packed13, packed2 = (ops.cpu_prepack_moe_weight(w, isa) for w in (w13, w2))
+
+    def on_cpu(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        ops.cpu_fused_moe(out, rows, packed13, packed2, None, None, weights, experts, "silu", isa)
+        return out
+
+    return on_cpu
+
+
+def check() -> None:
+    """Raise UnsupportedEngineError if vLLM has moved what this module uses."""
+    check_names(
+        "the ELDR connector",
+        (BaseRouter, "set_capture_fn"),
+        (FusedMoEExpertsMonolithic, "supports_routing_replay_capture"),
+    )

@@ -1,0 +1,131 @@
+"""NIXL's pull connector, and what vLLM leaves to be set right around it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
+
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names
+
+__all__ = [
+    "NixlConnectorMetadata",
+    "NixlKVConnectorStats",
+    "NixlPromMetrics",
+    "NixlPullConnector",
+    "check",
+    "check_side_channel",
+    "clear_refusal",
+    "expire_send_leases",
+    "get_kv_transfer_group",
+    "get_tensor_model_parallel_rank",
+    "has_kv_transfer_group",
+    "kept_affinity",
+    "polled_nixl",
+    "side_channel_stopped",
+]
+
+
+def check_side_channel(scheduler: Any) -> None:
+    """Raise UnsupportedEngineError if NIXL's side channel cannot listen: vLLM would wait for ever."""
+    if scheduler._nixl_handshake_listener_t is not None:
+        return  # it listens already
+    host, port = scheduler.side_channel_host, scheduler.side_channel_port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        raise UnsupportedEngineError(
+            f"NIXL's side channel cannot listen at {host}:{port} ({error.strerror}); set "
+            "VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT, "
+            "under Ray NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs, to a free port"
+        ) from error
+
+
+def side_channel_stopped(scheduler: Any) -> bool:
+    """Whether no thread listens there any more: a malformed packet ends it. One may be started then."""
+    listener = scheduler._nixl_handshake_listener_t
+    if listener is not None and listener.is_alive():
+        return False
+    scheduler._nixl_handshake_listener_t = None
+    return True
+
+
+def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
+    """End the leases of finished prompts; their blocks are freed when transfers are next looked at."""
+    for engine_id in engine_ids:
+        if engine_id in worker._reqs_to_send:
+            worker._reqs_to_send[engine_id] = 0.0
+
+
+@contextmanager
+def kept_affinity() -> Iterator[None]:
+    """Within it, making a connector does not bind this thread to other cores for good.
+
+    On CPU NIXL's worker binds the thread that makes it to the last core of each NUMA node, to keep
+    transfers from the model's cores. But that thread runs the model too: all engines of a machine
+    would share that one core.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def clear_refusal() -> Iterator[None]:
+    """Within it, a KV cache that NIXL cannot transfer is refused as other engines are."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UnsupportedEngineError(
+            f"NIXL cannot transfer this model's KV cache ({error}); serve it by engines that both prefill "
+            "and decode, without locality"
+        ) from error
+
+
+@contextmanager
+def polled_nixl() -> Iterator[None]:
+    """Within it, a NIXL agent is made without its progress thread where engines share CPU cores.
+
+    The thread spins: it takes a whole core for each engine, idle or not, and vLLM has no setting for it.
+    Without it transfers progress when the engine looks at them, which it does in every step, and it
+    steps as long as a transfer or a lease is open. On GPUs the thread stays.
+    """
+    original = getattr(base_worker, "nixl_agent_config", None)
+    if not current_platform.is_cpu() or original is None:
+        yield
+        return
+    base_worker.nixl_agent_config = partial(original, enable_prog_thread=False)
+    try:
+        yield
+    finally:
+        base_worker.nixl_agent_config = original
+
+
+def check() -> None:
+    """Raise UnsupportedEngineError if vLLM has moved what this module, or our connector, uses."""
+    check_names(
+        "the ELDR connector",
+        (NixlPullConnector, "bind_kv_cache_manager"),
+        (NixlPullConnector, "finish_forward"),
+        (NixlPullConnector, "build_connector_worker_meta"),
+        (NixlPullConnector, "request_finished_all_groups"),
+        (NixlPullConnector, "get_transfer_results"),
+        (base_worker, "nixl_agent_config"),
+    )

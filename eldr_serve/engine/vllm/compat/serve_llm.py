@@ -1,0 +1,188 @@
+"""The internal names of Ray Serve LLM that this package leans on, and of vLLM around its endpoints.
+
+Checked on Ray 2.60.0 and vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import eldr_serve.engine.vllm.imports  # noqa: F401
+
+import inspect
+from typing import Any
+
+import ray
+import vllm
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+_CHECKED = "2.60"
+try:
+    from ray._common.usage.usage_lib import usage_stats_enabled
+    from ray.llm._internal.common.callbacks.base import CallbackBase
+    from ray.llm._internal.serve.core.configs.openai_api_models import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        EmbeddingRequest,
+        ScoreRequest,
+        TokenizeCompletionRequest,
+        to_model_metadata,
+    )
+    from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
+    from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.llm._internal.serve.core.server.llm_server import _merge_replica_actor_and_child_actor_bundles
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+    from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import (
+        _canonicalize_request_id_header as canonical_request_id,
+    )
+    from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
+    from vllm.entrypoints.serve import create_error_response
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.outputs import LogprobsLists
+except ImportError as error:
+    raise ImportError(
+        f"ray {ray.__version__} or vLLM {vllm.__version__} has moved what eldr-serve extends ({error}); "
+        f"it was checked on ray {_CHECKED} and vLLM 0.32.0"
+    ) from error
+
+# The public classes of these names are subclasses; what the endpoints and engines pass are these.
+__all__ = [
+    "ENDPOINT_REQUESTS",
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "EngineCoreOutput",
+    "FinishReason",
+    "LocalModel",
+    "LogprobsLists",
+    "OneProcessLLMConfig",
+    "OutputProcessor",
+    "QuietLLMServer",
+    "RawRequestInfo",
+    "canonical_request_id",
+    "check_ray",
+    "create_error_response",
+    "engine_client",
+    "engine_placement",
+    "openai_serving",
+    "picklable_chat",
+    "register_connector",
+    "to_model_metadata",
+]
+
+# The requests of the endpoints that generate nothing, by the method of LLMServer that answers them.
+ENDPOINT_REQUESTS: dict[str, Any] = {
+    "embeddings": EmbeddingRequest,
+    "score": ScoreRequest,
+    "tokenize": TokenizeCompletionRequest,
+    "detokenize": DetokenizeRequest,
+}
+
+
+class LocalModel(CallbackBase):
+    """Start-up callback of an engine whose model lies on its node already: there is nothing to download.
+
+    Ray looks for files to download in a task of its own, in a process that imports vLLM for it.
+    """
+
+    async def on_before_node_init(self) -> None:
+        """Ray's hook."""
+        self.ctx.run_init_node = False
+
+
+class QuietLLMServer(LLMServer):
+    """An LLMServer that starts no telemetry actor where Ray's usage statistics are switched off.
+
+    Ray's own starts one all the same, in a process that imports vLLM, and waits for it.
+    """
+
+    async def _start_engine(self) -> None:
+        if usage_stats_enabled():
+            await super()._start_engine()
+        else:
+            await self.engine.start()
+
+
+class _OneProcess(VLLMEngineConfig):
+    def get_initialization_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = super().get_initialization_kwargs()
+        return kwargs | {"distributed_executor_backend": "uni"}
+
+
+class OneProcessLLMConfig(LLMConfig):
+    """An LLMConfig of an engine whose scheduler and model run in one process.
+
+    Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. There scheduler
+    and worker wait for each other by spinning, which takes a core for each engine under load, and the
+    process more takes 0.8 GB.
+    """
+
+    def get_engine_config(self) -> VLLMEngineConfig:
+        """As Ray makes it, but for the executor."""
+        config = super().get_engine_config()
+        if not isinstance(config, _OneProcess):
+            config = self._engine_config = _OneProcess(**dict(config))
+        return config
+
+
+def register_connector() -> None:
+    """Have Ray give EldrConnector what it gives NixlConnector: ports and an engine id; safe to call again.
+
+    It does so only for connector names that it knows.
+    """
+    if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+        KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
+
+
+def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
+    """vLLM's OpenAI serving object in Ray's VLLMEngine for "chat" or "completions", and its method.
+
+    Raises:
+        RuntimeError: they are not where they were in the checked version.
+    """
+    attribute, create = {
+        "chat": ("_oai_serving_chat", "create_chat_completion"),
+        "completions": ("_oai_serving_completion", "create_completion"),
+    }[method]
+    serving = getattr(engine, attribute, None)
+    if not (hasattr(serving, create) and hasattr(serving, "engine_client")):
+        raise RuntimeError(
+            f"ray {ray.__version__} has no VLLMEngine.{attribute}.{create}, which eldr-serve calls; "
+            f"it was checked on ray {_CHECKED}"
+        )
+    return serving, create
+
+
+def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
+    """Bundles and strategy of the placement group that Ray makes for each replica of an engine.
+
+    As LLMServer.get_deployment_options makes them, which needs a running Ray.
+    """
+    engine = config.get_engine_config()
+    actor = config.deployment_config.get("ray_actor_options", {})
+    own = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
+    bundles = _merge_replica_actor_and_child_actor_bundles(engine.placement_bundles, own)
+    return bundles, engine.placement_strategy
+
+
+def engine_client(engine: Any) -> Any:
+    """vLLM's own client of its engine core in Ray's VLLMEngine."""
+    return engine._engine_client
+
+
+def check_ray() -> None:
+    """Raise RuntimeError with one sentence if this Ray is not laid out as the checked one."""
+    engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
+        hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
+    )
+    starts = inspect.iscoroutinefunction(getattr(LLMServer, "_start_engine", None))
+    for there, what in (
+        (starts, "LLMServer._start_engine()"),
+        (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
+    ):
+        if not there:
+            raise RuntimeError(
+                f"ray {ray.__version__} has no {what}, which eldr-serve extends; "
+                f"it was checked on ray {_CHECKED}"
+            )

@@ -1,0 +1,343 @@
+"""The KV connector: NIXL's pull connector, with expert signatures riding on `kv_transfer_params`.
+
+Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.connector"`
+(see eldr_serve.engine.vllm.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both
+(calibration, and whole engines, which prefill and decode).
+
+A step goes so: the scheduler's half says which prompts end in it and where their blocks lie
+(`build_connector_meta`); the worker's half counts after the forward (`get_transfer_results`) and sends the
+sums back (`build_connector_worker_meta`); the scheduler takes them before it finishes requests
+(eldr_serve.engine.vllm.scheduler), and `request_finished` puts them on the answer. A whole engine's answer is
+far off then; its sums go at once, with the stats (`take_signatures`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
+from eldr_serve.engine.routes import pack_routes
+from eldr_serve.engine.vllm.abandoned import AbandonedPrompts
+from eldr_serve.engine.vllm.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
+from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.engine import check_engine, model_runner
+from eldr_serve.engine.vllm.compat.kv_cache import counted_group, forward_slots, graph_slots
+from eldr_serve.engine.vllm.compat.moe import moe_routers
+from eldr_serve.engine.vllm.compat.nixl import (
+    NixlConnectorMetadata,
+    NixlPullConnector,
+    check_side_channel,
+    clear_refusal,
+    expire_send_leases,
+    get_tensor_model_parallel_rank,
+    kept_affinity,
+    polled_nixl,
+    side_channel_stopped,
+)
+from eldr_serve.engine.vllm.signatures import Signature
+from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
+from eldr_serve.signature import pack_counts
+
+logger = logging.getLogger(__name__)
+
+
+class EldrMetadata(NixlConnectorMetadata):
+    """What the scheduler sends to the workers: NIXL's part, the step's plan, and prompts that ended."""
+
+    plan: StepPlan
+    held: dict[str, str]  # engine's id -> caller's name, of prompts whose blocks wait for a decode engine
+
+
+@dataclass
+class EldrWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the first worker sends back."""
+
+    counts: StepCounts
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
+@dataclass
+class _Tracked:
+    """A request whose experts were asked for. `request` is vLLM's own object."""
+
+    request: Any
+    calibrate: bool
+    want_routes: bool
+    prompt_counts: NDArray[np.int32] | None = None
+    routes: dict[int, NDArray[np.int16]] = field(default_factory=dict)  # position -> [L,k]
+    asked: list[list[int]] = field(default_factory=list)  # positions of each step under way
+
+
+class EldrConnector(NixlPullConnector):
+    """NIXL pull connector that also counts experts."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_engine(vllm_config)
+        self.counted = counted_group(vllm_config, kv_cache_config)
+        with clear_refusal(), polled_nixl(), kept_affinity():
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._vllm_config = vllm_config
+        self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+        # scheduler half
+        self._tracked: dict[str, _Tracked] = {}
+        self._requests: dict[str, Any] = {}
+        self._held: dict[str, str] = {}  # since the last step
+        self._handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
+        self._whole: dict[str, Signature] = {}  # of prompts that decode here, likewise
+        # worker half
+        self._capture: ExpertCapture | None = None
+        self._timer: StepTimer | None = None
+        self._slots: Tensor | None = None  # int64[T], of the step under way
+        self._counts = StepCounts()
+        self._stats = EldrStats()
+        self._abandoned = AbandonedPrompts()
+
+    # -- scheduler half ----------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        check_side_channel(self.connector_scheduler)
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        self._handshake = metadata
+
+    def _watch_side_channel(self) -> None:
+        """Anybody who reaches the port can end vLLM's listener with one packet: it starts again."""
+        if self._handshake and side_channel_stopped(self.connector_scheduler):
+            logger.warning("NIXL's side channel had stopped listening; it is started again")
+            try:
+                self.set_xfer_handshake_metadata_pp_aware(self._handshake)
+            except UnsupportedEngineError:  # the next request tries again
+                logger.exception("NIXL's side channel does not start")
+
+    def on_new_request(self, request: Any) -> None:
+        self._watch_side_channel()
+        if request.prompt_token_ids is not None:
+            # NIXL shortens prompts of recurrent models in place; in one process the answer names that list.
+            request.prompt_token_ids = list(request.prompt_token_ids)
+        super().on_new_request(request)
+        params = request.kv_transfer_params or {}
+        self._requests[request.request_id] = request
+        calibrate = bool(params.get(CALIBRATE))
+        if calibrate or params.get("do_remote_decode") or REQUEST in params:
+            self._tracked[request.request_id] = _Tracked(request, calibrate, bool(params.get(ROUTES)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        meta = EldrMetadata()
+        meta.__dict__.update(super().build_connector_meta(scheduler_output).__dict__)
+        meta.plan = self._plan(scheduler_output)
+        meta.held, self._held = self._held, {}
+        return meta
+
+    def _plan(self, scheduler_output: Any) -> StepPlan:
+        scheduled = scheduler_output.num_scheduled_tokens
+        drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        plan = StepPlan(requests=len(scheduled), tokens=sum(scheduled.values()), drafts=drafts)
+        for request_id, tokens in scheduled.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            before = request.num_computed_tokens
+            plan.kv_tokens += before + tokens
+            self._plan_begun(plan, request_id, before, before + tokens)
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                self._plan_tracked(plan, tracked, before, before + tokens)
+        return plan
+
+    def _plan_begun(self, plan: StepPlan, request_id: str, before: int, after: int) -> None:
+        first, end = -(-before // self.counted.block_size), -(-after // self.counted.block_size)
+        if first < end and not self._is_consumer_only:
+            plan.begun += self._blocks(request_id)[first:end]
+
+    def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
+        request, prompt = tracked.request, tracked.request.num_prompt_tokens
+        blocks, size = self._blocks(request.request_id), self.counted.block_size
+        # After a preemption a prompt may end a second time, together with tokens that followed it:
+        # the first sum stands.
+        if before < prompt <= after and tracked.prompt_counts is None:
+            plan.finished_prompts[request.request_id] = blocks[: -(-prompt // size)]
+        if tracked.calibrate:
+            positions = [p for p in range(max(before, prompt), after)]
+            if positions:
+                tracked.asked.append(positions)
+                plan.traced[request.request_id] = [blocks[p // size] * size + p % size for p in positions]
+
+    def _blocks(self, request_id: str) -> list[int]:
+        blocks: list[int] = self._kv_cache_manager.get_block_ids(request_id)[self.counted.index]
+        return blocks
+
+    def take_counts(self, meta: EldrWorkerMetadata) -> None:
+        """Take what the workers counted, before the requests of the step are finished."""
+        for request_id, counts in meta.counts.prompts.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.prompt_counts is None:
+                tracked.prompt_counts = counts.wait()
+                self._keep_whole(tracked.request, tracked.prompt_counts)
+        for request_id, routes in meta.counts.routes.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.asked:
+                for position, route in zip(tracked.asked.pop(0), routes.wait(), strict=True):
+                    tracked.routes.setdefault(position, route)
+
+    def _keep_whole(self, request: Any, counts: NDArray[np.int32]) -> None:
+        params = request.kv_transfer_params or {}
+        if REQUEST in params and not params.get("do_remote_decode"):
+            self._whole[str(params[REQUEST])] = request.num_prompt_tokens, pack_counts(counts)
+
+    def take_signatures(self) -> dict[str, Signature]:
+        """Of prompts that were prefilled since the last call and decode in this engine, by callers' names."""
+        taken, self._whole = self._whole, {}
+        return taken
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, *super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, *super().request_finished_all_groups(request, block_ids))
+
+    def _finished(
+        self, request: Any, delay_free: bool, params: dict[str, Any] | None
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        name = (request.kv_transfer_params or {}).get(REQUEST)
+        if delay_free and name is not None:
+            self._held[request.request_id] = str(name)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or tracked.prompt_counts is None:
+            return delay_free, params
+        if tracked.calibrate:
+            return delay_free, (params or {}) | _calibration(tracked)
+        if params is not None:
+            params[SIGNATURE] = pack_counts(tracked.prompt_counts)
+        return delay_free, params
+
+    # -- worker half -------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        device = next(iter(kv_caches.values())).device
+        scheduler = self._vllm_config.scheduler_config
+        graphs = self._vllm_config.compilation_config.cudagraph_capture_sizes or []
+        self._capture = ExpertCapture(
+            [router for _, router in moe_routers(self._vllm_config)],
+            max_tokens=max([scheduler.max_num_batched_tokens, scheduler.max_num_seqs, *graphs]),
+            device=device,
+            # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
+            num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
+            block_size=self.counted.block_size,
+        )
+        self._timer = StepTimer(device)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, EldrMetadata):
+            self._abandoned.hold(connector_metadata.held)
+        self._slots = forward_slots(self.counted.layer)
+        if self._timer is not None:
+            self._timer.begin()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self._slots is None:
+            self._slots = graph_slots(kwargs, self.counted.layer)
+
+    def finish_forward(self) -> None:
+        super().finish_forward()
+        if self._timer is not None:
+            self._timer.stop()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        counts, self._counts = self._counts, StepCounts()
+        return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
+
+    def abandon(self, names: list[str]) -> None:
+        """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
+        self._abandoned.abandon(names)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        # Both model runners come here after the forward and before they ask for what was counted;
+        # `wait_for_save` comes later where V1 drafts tokens (speculative decoding).
+        self._count()
+        # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
+        expire_send_leases(self.connector_worker, self._abandoned.due())
+        results = super().get_transfer_results(finished_req_ids)
+        self._abandoned.freed(results.finished_sending)
+        return results
+
+    def _count(self) -> None:
+        metadata, slots = self._connector_metadata, self._slots
+        assert isinstance(metadata, EldrMetadata)
+        plan = metadata.plan
+        if plan.tokens == 0:
+            return
+        if self._capture is None or self._timer is None or slots is None or len(slots) < plan.tokens:
+            raise UnsupportedEngineError(
+                f"{model_runner(self._vllm_config)} ran {plan.tokens} tokens and did not show the ELDR "
+                f"connector their KV slots, so their experts cannot be counted; it was checked on {CHECKED}"
+            )
+        self._timer.stop()
+        start = time.perf_counter()
+        counts, active = self._capture.after_forward(slots, plan)
+        if get_tensor_model_parallel_rank() != 0:
+            return  # ranks choose alike, the first one reports
+        self._counts = counts
+        self._stats.data["capture_s"].append(time.perf_counter() - start)
+        if active is not None:
+            self._timer.finish({"requests": plan.requests, "kv_tokens": plan.kv_tokens}, active)
+
+    # -- stats -------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> EldrStats | None:
+        nixl = super().get_kv_connector_stats()
+        stats, self._stats = self._stats, EldrStats()
+        if self._timer is not None:
+            stats.data["steps"] = self._timer.known()
+        if nixl is not None and not nixl.is_empty():
+            stats.data["nixl"] = nixl.data
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EldrStats:
+        return EldrStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> EldrPromMetrics:
+        return EldrPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _calibration(tracked: _Tracked) -> dict[str, Any]:
+    assert tracked.prompt_counts is not None
+    shape = tracked.prompt_counts.shape
+    last = tracked.request.num_tokens - 1  # the last sampled token never passes the gates
+    steps = [tracked.routes[p] for p in sorted(tracked.routes) if p < last]
+    routes = np.stack(steps) if steps else np.zeros((0, shape[0], 1), np.int16)
+    decode = np.zeros(shape, np.uint32)
+    layers = np.arange(shape[0])[None, :, None]
+    np.add.at(decode, (layers, routes.astype(np.int64)), 1)
+    return {
+        "eldr_prefill": pack_counts(tracked.prompt_counts),
+        "eldr_decode": pack_counts(decode),
+        "eldr_decode_steps": len(steps),
+        "eldr_routes": pack_routes(routes) if tracked.want_routes else None,
+    }

@@ -1,0 +1,208 @@
+"""Answers that another engine can go on with, and those that another engine has begun.
+
+The ingress is sent the ids of generated tokens with the bytes that were made of them. If the engine is lost,
+another one is given the ids. It computes prompt and ids as one prompt, and vLLM's own output processor is
+fed with the ids first and then with what the engine makes. So text that was held back, stop strings,
+log-probabilities, usage and reasons to finish are those of one engine. What is made of the ids has been sent
+before and is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
+
+from eldr_serve.engine.protocol import Send
+from eldr_serve.engine.vllm.compat.serve_llm import (
+    EngineCoreOutput,
+    FinishReason,
+    LogprobsLists,
+    OutputProcessor,
+)
+
+_CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
+_FINISHES = {str(reason): reason for reason in FinishReason}
+_TOKENS_A_FRAME = 8  # of an answer whose bytes all come at the end
+_TURN = 32  # tokens that are replayed before others' turn in the event loop
+
+
+def begun_prompt(prompt: Any, generated: list[int]) -> Any:
+    """vLLM's input of the prompt and of what was generated from it."""
+    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *generated]} if generated else prompt
+
+
+def can_go_on(params: SamplingParams, *, stream: bool) -> bool:
+    """Whether prompt and generated ids are all that the rest of one answer depends on.
+
+    Not with a seeded generator, whose position is lost, nor where something looks at generated tokens alone.
+    A whole answer's log-probabilities are not kept.
+    """
+    return (
+        params.sampling_type is not SamplingType.RANDOM_SEED
+        and not (params.presence_penalty or params.frequency_penalty or params.bad_words)
+        and params.structured_outputs is None
+        and params.prompt_logprobs is None
+        and params.prompt_logprob_token_ids is None
+        and params.logprob_token_ids is None
+        and params.repetition_detection is None
+        and params.thinking_token_budget is None
+        and (params.logprobs is None or (stream and params.logprobs >= 0))
+        and not (params.extra_args or {}).keys() - {"kv_transfer_params"}
+    )
+
+
+class Continuation:
+    """Stands before a vLLM engine client. What a serving object makes of its outputs is written here.
+
+    Everything made of one output is one frame, with the output's tokens: wherever an answer is cut, bytes
+    and tokens end together. The frame that ends an answer holds all of its end.
+
+    Args:
+        client: vLLM's.
+        send: takes the frames.
+        request: ChatCompletionRequest or CompletionRequest of one prompt and one answer.
+        generated: ids that another engine has generated, and the ingress has got.
+        created: the time in the chunks that were sent before, s since 1970; None if none were.
+    """
+
+    def __init__(
+        self, client: Any, send: Send, request: Any, generated: list[int], created: int | None
+    ) -> None:
+        self._client = client
+        self._send = send
+        self._stream = bool(request.stream)
+        self._tools = bool(getattr(request, "tools", None))  # their calls get random ids
+        self._generated = generated
+        self._created = None if created is None else b'"created":%d' % created
+        self._replays = bool(generated)
+        self._with_ids = False
+        self._bytes: list[bytes] = []
+        self._ids: list[int] = []
+        self.failure: Exception | None = None  # the engine's, whatever the serving object has made of it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def write(self, part: bytes) -> None:
+        """Take what was made of the newest output; sent with its tokens when the next one is asked for."""
+        self._bytes.append(part)
+
+    def _flush(self) -> None:
+        payload, ids = b"".join(self._bytes), self._ids
+        self._bytes, self._ids = [], []
+        if self._replays or not (payload or ids):
+            return
+        if self._created is not None:
+            payload = _CREATED.sub(self._created, payload)
+        self._send(payload, len(ids), array("I", ids).tobytes() if self._with_ids else b"")
+
+    def end(self, part: bytes = b"") -> None:
+        """Send the answer's end; raises what has failed the engine, if anything has."""
+        if self.failure is not None:
+            raise self.failure
+        self.write(part)
+        self._replays = False
+        self._flush()
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As the client's; a whole answer's output comes at its end."""
+        one_prompt = isinstance(prompt, dict) and "prompt_token_ids" in prompt
+        self._with_ids = one_prompt and not self._tools and can_go_on(params, stream=self._stream)
+        if not self._stream:
+            params = params.clone()
+            params.output_kind = RequestOutputKind.DELTA
+            params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
+        make = self._go_on if self._generated else self._client.generate
+        whole: Any = None
+        try:
+            async with aclosing(make(prompt, params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    self._ids += completion.token_ids
+                    if completion.finish_reason == "error":
+                        self.failure = RuntimeError("the engine failed this request")
+                    if self._stream:
+                        yield output
+                    elif whole is None:
+                        whole = output
+                    else:
+                        whole.add(output, aggregate=True)
+                    if not output.finished:  # whoever reads them has made all of the last one
+                        self._flush()
+        except Exception as error:
+            self.failure = error
+            raise
+        if whole is not None:
+            yield whole
+
+    async def _go_on(
+        self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        client, generated = self._client, self._generated
+        each = params.clone()
+        each.stream_interval = None  # the ids that are sent are those that bytes were made of
+        request = client.input_processor.process_inputs(
+            request_id, prompt, each, await client.get_supported_tasks()
+        )
+        request.external_req_id = request_id
+        processor = OutputProcessor(client.renderer.tokenizer, log_stats=False)
+        processor.add_request(request, prompt.get("prompt"))
+        for number, token in enumerate(generated):
+            core = EngineCoreOutput(request_id, [token])
+            if params.logprobs is not None:
+                core.new_logprobs = _no_logprobs(token)
+            for output in processor.process_outputs([core]).request_outputs:
+                yield output
+            if number % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+        rest = params.clone()
+        rest.max_tokens = None if params.max_tokens is None else max(params.max_tokens - len(generated), 1)
+        rest.min_tokens = max(params.min_tokens - len(generated), 0)
+        rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
+        rest.output_kind = RequestOutputKind.DELTA
+        made = client.generate(begun_prompt(prompt, generated), rest, request_id, **kwargs)
+        async with aclosing(made) as outputs:
+            async for found in outputs:
+                self._replays = False
+                done = processor.process_outputs([_of_engine(found.outputs[0], request_id, params)])
+                for output in done.request_outputs:
+                    output.num_cached_tokens = found.num_cached_tokens
+                    yield output
+                if done.reqs_to_abort:  # by a stop string, of which the engine does not know
+                    return
+
+
+def _no_logprobs(token: int) -> LogprobsLists:
+    return LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.array([1]))
+
+
+def _of_engine(output: Any, request_id: str, params: SamplingParams) -> EngineCoreOutput:
+    """The engine's own output, of which vLLM has made this one without text."""
+    core = EngineCoreOutput(request_id, list(output.token_ids), stop_reason=output.stop_reason)
+    if output.finish_reason is not None:
+        core.finish_reason = _FINISHES[output.finish_reason]
+    if output.logprobs:
+        rows = [_logprob_row(found, params.logprobs or 0) for found in output.logprobs]
+        core.new_logprobs = LogprobsLists(
+            np.array([[token for token, _ in row] for row in rows]),
+            np.array([[logprob.logprob for _, logprob in row] for row in rows]),
+            np.array([row[0][1].rank for row in rows]),
+        )
+    return core
+
+
+def _logprob_row(found: dict[int, Any], top: int) -> list[tuple[int, Any]]:
+    """The sampled token, then the `top` most likely ones: the sampled one again, if it is among them."""
+    sampled, *others = found.items()
+    if len(others) < top:
+        others.insert(sampled[1].rank - 1, sampled)
+    return [sampled, *others]

@@ -1,0 +1,223 @@
+"""vLLM's engine in a replica: behind Ray Serve LLM's server of it, and vLLM's own OpenAI endpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pydantic_core
+import vllm
+from pydantic import ValidationError
+
+from eldr_serve.channel import CallFailed
+from eldr_serve.engine.keys import REQUEST, SIGNATURE
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
+from eldr_serve.engine.vllm import kv_usage, signatures, steps
+from eldr_serve.engine.vllm.compat.serve_llm import (
+    ENDPOINT_REQUESTS,
+    QuietLLMServer,
+    RawRequestInfo,
+    canonical_request_id,
+    create_error_response,
+    openai_serving,
+    register_connector,
+)
+from eldr_serve.engine.vllm.continuation import Continuation
+from eldr_serve.engine.vllm.first_token import first_token
+from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
+from eldr_serve.engine.vllm.requests import parse_request, set_prompt
+from eldr_serve.errors import ConfigurationError, Refused, sentence
+from eldr_serve.routing.cost import StepSums
+from eldr_serve.signature import unpack_counts
+
+# What NIXL's connector must be asked for so that it holds the prompt's blocks.
+_HAND_OVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class VllmEngine:
+    """See protocol.Engine.
+
+    Args:
+        server: Ray Serve LLM's server, started.
+        model_id: the name that requests carry.
+    """
+
+    def __init__(self, server: Any, model_id: str) -> None:
+        self.server = server
+        self._model_id = model_id
+
+    @classmethod
+    async def start(cls, config: Any) -> VllmEngine:
+        """Start the engine of an LLMConfig (see serving.app).
+
+        Raises:
+            RuntimeError: Ray has moved what is needed of it.
+        """
+        register_connector()
+        server = QuietLLMServer.sync_init(config)
+        await server.start()
+        for method in ("chat", "completions"):
+            openai_serving(server.engine, method)  # raises now rather than with the first request
+        return cls(server, config.model_id)
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        """See protocol.Engine."""
+        parsed = parse_request(replace(request, kv=_HAND_OVER | {REQUEST: request.id}))
+        raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
+        made = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
+        ids = made.prompt_token_ids[: len(made.prompt_token_ids) - len(generated)]
+        return Prefilled(np.asarray(ids, np.uint32), made.kv_transfer_params or {})
+
+    async def generate(self, request: EngineRequest, send: Send) -> None:
+        """See protocol.Engine."""
+        if signatures.asked(request.id):
+            request = replace(request, kv={REQUEST: request.id})
+        parsed = parse_request(request)
+        if request.token_ids:
+            set_prompt(parsed, _ids(request.token_ids))
+        serving, create = openai_serving(self.server.engine, request.method)
+        single: Continuation | None = None
+        if _has_one_answer(parsed):
+            serving = copy.copy(serving)
+            serving.engine_client = single = Continuation(
+                serving.engine_client, send, parsed, _ids(request.generated), request.created
+            )
+            if parsed.stream and is_plain(serving, parsed):
+                chat = request.method == "chat"
+                name = "chat_completion_stream_generator" if chat else "completion_stream_generator"
+                setattr(serving, name, PlainStream(getattr(serving, name), single.write))
+        made = await getattr(serving, create)(parsed, _raw_request(parsed, request))
+        if not isinstance(made, AsyncGenerator):
+            whole, tokens = _whole(made)
+            if single is None:
+                send(whole, tokens)
+            else:
+                single.end(whole)
+            return
+        begun = False
+        async for chunk in made:
+            if not begun and chunk.startswith('data: {"error"'):
+                _refuse_streamed(chunk)
+            begun = True
+            if single is None:
+                send(chunk.encode(), generated_tokens(chunk))
+            else:
+                single.write(chunk.encode())
+        if single is not None:
+            single.end()
+
+    async def signature(self, request_id: str) -> tuple[int, str]:
+        """See protocol.Engine; never returns where the engine's stats are not logged."""
+        return await signatures.of(request_id)
+
+    async def answer(self, request: EngineRequest, send: Send) -> None:
+        """See protocol.Engine."""
+        if request.method not in ENDPOINT_REQUESTS:
+            raise Refused(f"an engine has no call {request.method!r}", status=400)
+        parsed = parse_request(request)
+        info = RawRequestInfo(headers=request.headers)
+        async for made in await getattr(self.server, request.method)(parsed, info):
+            send(*_whole(made))
+
+    async def release(self, request_id: str) -> None:
+        """See protocol.Engine."""
+        await self.server.collective_rpc("eldr_abandon", args=([request_id],))
+
+    async def shape(self) -> tuple[int, int]:
+        """See protocol.Engine."""
+        body = {"model": self._model_id, "prompt": "count the experts of this prompt"}
+        first = EngineRequest("completions", json.dumps(body).encode(), f"start-{uuid.uuid4().hex}")
+        try:
+            found = await self.prefill(first)
+        except Exception as error:
+            raise ConfigurationError(
+                f"the prefill engine of {self._model_id!r} failed its first prompt: {sentence(error)}"
+            ) from error
+        try:
+            layers, experts = unpack_counts(found.kv[SIGNATURE]).shape
+        except (KeyError, ValueError) as error:
+            raise ConfigurationError(
+                f"the prefill engine of {self._model_id!r} (vLLM {vllm.__version__}) answered its first "
+                "prompt without an expert signature, so requests would be placed by load alone: leave "
+                "kv_connector, kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
+            ) from error
+        await self.release(first.id)
+        return layers, experts
+
+    def kv_usage(self) -> float:
+        """See protocol.Engine."""
+        return kv_usage.last()
+
+    def take_steps(self) -> StepSums:
+        """See protocol.Engine."""
+        return steps.take()
+
+    @staticmethod
+    def status_of(error: Exception) -> int:
+        """See protocol.Engine."""
+        if isinstance(error, ValidationError):
+            return 400
+        return int(create_error_response(error).error.code)
+
+    async def check_health(self) -> None:
+        """See protocol.Engine."""
+        await self.server.check_health()
+
+    async def stop(self) -> None:
+        """See protocol.Engine."""
+        await self.server.engine.shutdown()
+
+
+def _raw_request(parsed: Any, request: EngineRequest) -> Any:
+    info = canonical_request_id(parsed, RawRequestInfo(headers=request.headers))
+    return RawRequestInfo.to_starlette_request_optional(info)
+
+
+def _ids(packed: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(packed, np.uint32).tolist()
+    return ids
+
+
+def _has_one_answer(parsed: Any) -> bool:
+    several = (parsed.n or 1) > 1 or parsed.use_beam_search
+    return not several and not several_prompts(getattr(parsed, "prompt", None))
+
+
+def _whole(made: Any) -> tuple[bytes, int]:
+    """A response of vLLM or Ray, and how many tokens it has; CallFailed if it is an error."""
+    error = getattr(made, "error", None)
+    body = made.model_dump_json().encode()
+    if error is not None:
+        raise CallFailed(int(error.code), body)
+    tokens = getattr(getattr(made, "usage", None), "completion_tokens", None)
+    return body, int(tokens or 0)
+
+
+def _refuse_streamed(chunk: str) -> None:
+    body = chunk.removeprefix("data: ").strip().encode()
+    try:
+        code = int(pydantic_core.from_json(body)["error"].get("code") or 500)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        code = 500
+    raise CallFailed(code, body)
+
+
+def generated_tokens(chunk: str) -> int:
+    """Tokens in an event of vLLM's stream.
+
+    An event carries one token. The event that opens a chat (it alone names a role), usage and `[DONE]`
+    carry none. Nothing is parsed: quotes within generated text are escaped, so that they do not match.
+    """
+    return 0 if '"role":' in chunk else chunk.count('"choices":[{')

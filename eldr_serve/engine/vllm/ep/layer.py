@@ -1,0 +1,77 @@
+"""One rank's experts of one MoE layer: what its slots hold, and which pairs of a batch they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.replica_choice import ReplicaChoice, make_choice
+
+Ints = NDArray[np.int64]
+KEPT = 4096  # batches of the log; the oldest go first
+# Of each batch: its tokens, and of this rank the slots with a token, the pairs of a token and an expert, and
+# those of them whose token lives here, if tokens live on the ranks in equal blocks.
+LOGGED = ("tokens", "activated", "pairs", "pairs_at_home")
+
+
+class LayerExperts:
+    """A rank's slots of a layer, and the replica choice that all ranks make alike.
+
+    Args:
+        weights: [S, ...] each, what a slot holds of an expert; the first are E / G experts, in order.
+        slots: P, slots of all ranks.
+        num_experts: E.
+        topology: of the G ranks.
+        rank: this one.
+        rule: how replicas are chosen (`eldr_serve.experts.replica_choice`).
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        *,
+        slots: int,
+        num_experts: int,
+        topology: Topology,
+        rank: int,
+        rule: str,
+    ) -> None:
+        self.weights, self.num_experts, self.topology, self.rank = weights, num_experts, topology, rank
+        self.size = slots // topology.ranks  # of a rank
+        self.log = np.zeros((KEPT, len(LOGGED)), np.int32)
+        self.routed = torch.zeros(num_experts, dtype=torch.int64)  # tokens of each expert since the start
+        self.batches = 0
+        self.load: ArrayLike | None = None  # float[E], expected tokens, for rules that ask
+        self.rule = rule
+        row = np.full((topology.ranks, self.size), -1, np.int64)
+        row[:, : num_experts // topology.ranks] = np.arange(num_experts).reshape(topology.ranks, -1)
+        self.row: Ints
+        self._choice: ReplicaChoice
+        self.put(row.reshape(-1))
+
+    def put(self, row: Ints) -> None:
+        """From the next batch on the slots int[P] hold these experts (-1: none); the weights are there."""
+        self.row = row
+        self._choice = make_choice(self.rule, row, self.num_experts, self.topology, load=self.load)
+
+    def local_slots(self, experts: Tensor) -> Tensor:
+        """int64[T, k], this rank's slot for each pair of a token and an expert; -1: another rank's pair."""
+        local = self._choice.slots(experts) - self.rank * self.size
+        here = (local >= 0) & (local < self.size)
+        local = torch.where(here, local, -1)
+        load = torch.bincount(local.reshape(-1) + 1, minlength=self.size + 1)[1:]
+        tokens, ranks = len(experts), self.topology.ranks
+        home = here[-(-self.rank * tokens // ranks) : -(-(self.rank + 1) * tokens // ranks)]
+        self.log[self.batches % KEPT] = tokens, int((load > 0).sum()), int(load.sum()), int(home.sum())
+        self.routed += torch.bincount(experts.reshape(-1), minlength=self.num_experts)
+        self.batches += 1
+        return local
+
+    def slot_bytes(self) -> int:
+        """Of one expert's weights."""
+        return sum(weight[0].numel() * weight.element_size() for weight in self.weights)

@@ -1,0 +1,142 @@
+"""An expert placement and a replica choice of ours in vLLM's expert parallelism (EP).
+
+Engine arguments, on GPUs (docs/replica_routing.md):
+
+    worker_cls="eldr_serve.engine.vllm.eplb.PlacedWorker", enable_expert_parallel=True, enable_eplb=True,
+    eplb_config={"num_redundant_experts": P - E, "use_async": False, "step_interval": 10**9},
+    additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
+
+vLLM has no option for either. The worker does both when the weights are loaded, before memory is profiled
+and CUDA graphs are captured: a captured graph keeps the replica choice that it was captured with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+from eldr_serve.artifacts import ExpertPlacement
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.eplb import (
+    AbstractEplbPolicy,
+    EplbState,
+    before_eplb_mapping,
+    check_expert_placement,
+    get_ep_group,
+    get_node_count,
+    routes_own_tokens,
+)
+from eldr_serve.engine.vllm.compat.moe import moe_layers
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse
+from eldr_serve.expert_placement import Topology, check_fits
+from eldr_serve.experts.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
+
+Ints = NDArray[np.int64]
+
+
+class PlacedWorker(Worker):
+    """vLLM's GPU worker, with experts where the placement says."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """As the base class; then place the experts and choose replicas."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        config = experts_config(self.vllm_config)
+        placement = ExpertPlacement.load(config.placement)
+        place_experts(self.model_runner.eplb_state, placement.physical_to_logical)
+        choose_replicas(self.vllm_config, config.replica_choice)
+
+
+def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
+    """What the engine was given; UnsupportedEngineError, with one sentence, if it cannot be had."""
+    check_expert_placement(vllm_config)
+    given = vllm_config.additional_config
+    if not isinstance(given, dict) or CONFIG_KEY not in given:
+        raise UnsupportedEngineError(f"additional_config has no {CONFIG_KEY!r}")
+    return parse(ExpertsConfig, given[CONFIG_KEY])
+
+
+def place_experts(state: EplbState, placement: Ints) -> None:
+    """Move the weights of all ranks, which call it together, to the placement [L, P]; and keep them there.
+
+    Raises:
+        UnsupportedEngineError: the model has other layers, experts or slots, or vLLM did not move them.
+    """
+    models = list(state.model_states.values())
+    if len(models) != 1:
+        raise UnsupportedEngineError(f"expert placement needs one model under EPLB, not {len(models)}")
+    model = models[0]
+    layers, slots = model.physical_to_logical_map.shape
+    experts = model.logical_replica_count.shape[1]
+    try:
+        check_fits(
+            placement, layers=layers, slots=slots, num_experts=experts, ranks=get_ep_group().world_size
+        )
+    except ValueError as error:
+        raise UnsupportedEngineError(str(error)) from error
+    state.policy = fixed_policy(placement)
+    state.rearrange()
+    if not np.array_equal(model.physical_to_logical_map.cpu().numpy(), placement):
+        raise UnsupportedEngineError("vLLM did not move the experts to the placement")
+
+
+def fixed_policy(placement: Ints) -> type[AbstractEplbPolicy]:
+    """An EPLB policy that always answers with the placement; a later rearrangement moves nothing."""
+    slots = torch.from_numpy(placement)
+
+    class FixedPlacement(AbstractEplbPolicy):
+        @classmethod
+        def rebalance_experts(cls, *_: Any, **__: Any) -> Tensor:
+            return slots.clone()
+
+    return FixedPlacement
+
+
+def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
+    """Make each MoE layer's router choose replicas so; call it after `place_experts`.
+
+    Raises:
+        UnsupportedEngineError: "local" where each router sees the tokens of all ranks, which must agree.
+    """
+    if choice == "even":
+        return
+    group = get_ep_group()
+    topology = Topology(ranks=group.world_size, nodes=get_node_count())
+    for index, layer in moe_layers(vllm_config):
+        own, state = routes_own_tokens(layer), layer.router.eplb_state
+        slots, device = _slots(state, topology.ranks), state.logical_replica_count.device
+        if choice == "metro":
+            put(layer.router, Metro(slots, device, group.all_reduce if own else None))
+        elif own:
+            put(layer.router, Nearest(slots, topology, group.rank_in_group, device))
+        else:
+            raise UnsupportedEngineError(
+                f"layer {index} routes the tokens of all ranks, which must agree: a local choice would not"
+            )
+
+
+def put(router: Any, choice: OnePerExpert) -> None:
+    """Have a BaseRouter, whose EPLB maps are set, serve by this choice.
+
+    vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which are ours
+    from now on: one replica an expert, chosen anew before each call, at addresses that do not change.
+    EPLB's own maps of all layers stay as they are.
+    """
+    state = router.eplb_state
+    state.logical_to_physical_map = choice.chosen[:, None]
+    state.logical_replica_count = torch.ones_like(state.logical_replica_count)
+    before_eplb_mapping(router, choice.update)
+
+
+def _slots(state: Any, ranks: int) -> Ints:
+    """int64[E, G], as `slots_by_rank`, of a layer's EPLB maps."""
+    replicas = state.logical_to_physical_map.cpu().numpy()
+    row = np.full(state.expert_load_view.shape[0], -1, np.int64)
+    expert, column = np.nonzero(replicas >= 0)
+    row[replicas[expert, column]] = expert
+    return slots_by_rank(row, len(replicas), ranks)

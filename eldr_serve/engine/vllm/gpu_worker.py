@@ -1,0 +1,16 @@
+"""vLLM's GPU worker, with MoE kernels that show which experts they choose; set as `worker_cls`."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from eldr_serve.engine.vllm.compat.moe import choose_open_kernel
+
+
+class EldrWorker(Worker):
+    """vLLM's worker; it settles the kernel before the model is made."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """As the base class."""
+        choose_open_kernel(self.vllm_config)
+        super().load_model(load_dummy_weights=load_dummy_weights)

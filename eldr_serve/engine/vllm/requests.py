@@ -1,0 +1,85 @@
+"""Clients' requests as vLLM's and Ray's endpoints take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic_core
+from pydantic import TypeAdapter, ValidationError
+
+from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.engine.vllm.compat.serve_llm import (
+    ENDPOINT_REQUESTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    picklable_chat,
+)
+from eldr_serve.errors import Refused, sentence
+
+_MAX_PATTERN_TOKENS = 1024
+
+# By method.
+REQUESTS: dict[str, Any] = {
+    "chat": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    **ENDPOINT_REQUESTS,
+}
+_VALIDATORS: dict[str, TypeAdapter[Any]] = {
+    method: TypeAdapter(request) for method, request in REQUESTS.items()
+}
+
+
+def parse_request(asked: EngineRequest) -> Any:
+    """The request as vLLM's model of it; valid in all its parts.
+
+    vLLM's own validators stumble over values of other types than they expect, and leave the parts of a
+    chat's messages to be validated when they are first looked at.
+
+    Raises:
+        Refused: 400, one sentence.
+        ValidationError: it says where.
+    """
+    fields = pydantic_core.from_json(asked.body)
+    if not isinstance(fields, dict):
+        raise Refused("the body must be a JSON object", status=400)
+    fields |= {"kv_transfer_params": None, "ec_transfer_params": None}  # clients name no engines to read from
+    if asked.cache_salt:
+        fields |= {"cache_salt": asked.cache_salt, "priority": 0}
+    try:
+        request = _VALIDATORS[asked.method].validate_python(fields)
+    except ValidationError:
+        raise
+    except Exception as error:
+        raise Refused(sentence(error), status=400) from error
+    ours = {"request_id": asked.id, "kv_transfer_params": asked.kv}
+    known = type(request).model_fields
+    request = request.model_copy(
+        update={name: value for name, value in ours.items() if name in known and value}
+    )
+    detection = getattr(request, "repetition_detection", None)
+    if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
+        # vLLM's scheduler tries each size at each token, before all other requests go on.
+        raise Refused(f"repetition_detection.max_pattern_size is at most {_MAX_PATTERN_TOKENS}", status=400)
+    return _sound_messages(request) if "messages" in known else request
+
+
+def _sound_messages(request: Any) -> Any:
+    try:
+        request = picklable_chat(request)
+        roles = [message.get("role") for message in request.messages]
+    except Exception as error:
+        raise Refused(f"a message is malformed: {sentence(error.__cause__ or error)}", status=400) from error
+    if not all(isinstance(role, str) for role in roles):
+        raise Refused("each message needs a role", status=400)
+    return request
+
+
+def set_prompt(request: Any, ids: list[int]) -> None:
+    """Have the prompt not made of text again, where nothing of the answer needs its text."""
+    if request.echo:
+        return
+    if isinstance(request, CompletionRequest):
+        if request.suffix is None:
+            request.prompt, request.add_special_tokens, request.truncate_prompt_tokens = ids, False, None
+    elif not request.return_prompt_text:
+        request.kv_transfer_params = {**(request.kv_transfer_params or {}), "prompt_token_ids": ids}

@@ -1,0 +1,46 @@
+"""vLLM's schedulers, with one thing moved and one added.
+
+The connector sees the workers' counts first: vLLM tells it what they report after it has finished the
+step's requests, and a prefill that ends in that step would leave without its signature. And the share
+of KV blocks in use, and signatures of prompts that decode here, go with the connector's stats, which come to
+us in the engine's client process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from eldr_serve.engine.vllm.connector import EldrConnector, EldrWorkerMetadata
+from eldr_serve.engine.vllm.stats import EldrStats
+
+
+class _CountsFirst:
+    connector: Any
+    kv_cache_manager: Any
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        output = model_runner_output.kv_connector_output
+        meta = output.kv_connector_worker_meta if output else None
+        if isinstance(meta, EldrWorkerMetadata) and isinstance(self.connector, EldrConnector):
+            self.connector.take_counts(meta)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def make_stats(
+        self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *others: Any, **named: Any
+    ) -> Any:
+        if isinstance(self.connector, EldrConnector):
+            kv_connector_stats = kv_connector_stats or EldrStats()
+            kv_connector_stats.data["kv_usage"] = self.kv_cache_manager.usage
+            kv_connector_stats.data["signatures"] = self.connector.take_signatures()
+        return super().make_stats(spec_decoding_stats, kv_connector_stats, *others, **named)  # type: ignore[misc]
+
+
+class EldrScheduler(_CountsFirst, Scheduler):
+    """The synchronous scheduler."""
+
+
+class EldrAsyncScheduler(_CountsFirst, AsyncScheduler):
+    """The asynchronous scheduler, vLLM's default."""

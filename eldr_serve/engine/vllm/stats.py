@@ -1,0 +1,148 @@
+"""What a step cost and how many experts it touched, on vLLM's own way to its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from eldr_serve.engine.vllm import kv_usage, signatures, steps
+from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
+
+_KEPT = 4096  # records between two readings of the metrics; the oldest go first
+
+# name -> help, buckets, what is observed of one decode step
+_STEP_METRICS: dict[str, tuple[str, list[float], str]] = {
+    "eldr_active_experts": (
+        "Distinct experts of a decode step, mean over MoE layers.",
+        [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512],
+        "active_experts",
+    ),
+    "eldr_decode_step_seconds": (
+        "Time of a decode step's forward in the worker, s; on CPU that of its thread.",
+        [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0],
+        "seconds",
+    ),
+    "eldr_decode_batch_size": (
+        "Requests of a decode step.",
+        [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512],
+        "requests",
+    ),
+}
+
+# The same as exact sums: Ray keeps of a histogram the counts of its buckets alone.
+_STEP_TOTALS: dict[str, tuple[str, str]] = {
+    "eldr_decode_steps_total": ("Decode steps.", ""),
+    "eldr_decode_step_experts_total": (
+        "Sum over decode steps of active experts, mean over layers.",
+        "active_experts",
+    ),
+    "eldr_decode_step_requests_total": ("Sum over decode steps of their requests.", "requests"),
+    "eldr_decode_seconds_total": ("Sum of eldr_decode_step_seconds, s.", "seconds"),
+}
+
+
+class EldrStats(KVConnectorStats):
+    """NIXL's transfer stats, decode step records and capture times.
+
+    data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
+    "active_by_layer", "seconds"}], "capture_s": [...]}; the scheduler adds "kv_usage", the share of KV
+    blocks in use, and "signatures" (EldrConnector.take_signatures). Where a step verifies drafts, experts
+    are those of all its tokens, and KV tokens reach to the last draft.
+    """
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data or {})
+        if not data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"nixl": None, "steps": [], "capture_s": []}
+
+    def aggregate(self, other: KVConnectorStats) -> EldrStats:
+        """Join two; ranks other than the first report no steps, so that none is counted twice."""
+        mine, theirs = self.data["nixl"], other.data["nixl"]
+        if mine and theirs:
+            joined = NixlKVConnectorStats(data=mine).aggregate(NixlKVConnectorStats(data=theirs))
+            self.data["nixl"] = joined.data
+        else:
+            self.data["nixl"] = mine or theirs
+        for key in ("steps", "capture_s"):
+            self.data[key] = (self.data[key] + other.data[key])[-_KEPT:]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        records = self.data["steps"]
+        found: dict[str, int | float] = {}
+        if records:
+            found = {
+                "decode steps": len(records),
+                "mean active experts": round(sum(s["active_experts"] for s in records) / len(records), 1),
+                "mean step ms": round(1000 * sum(s["seconds"] for s in records) / len(records), 2),
+            }
+        if self.data["nixl"]:
+            found |= NixlKVConnectorStats(data=self.data["nixl"]).reduce()
+        return found
+
+    def is_empty(self) -> bool:
+        nixl = self.data["nixl"]
+        return (
+            not self.data["steps"]
+            and not self.data["capture_s"]
+            and (not nixl or NixlKVConnectorStats(data=nixl).is_empty())
+        )
+
+
+class EldrPromMetrics(KVConnectorPromMetrics):
+    """NIXL's Prometheus metrics and ours, each labelled as vLLM labels its own."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._steps = {
+            name: (self._histogram(name, text, buckets, labelnames), key)
+            for name, (text, buckets, key) in _STEP_METRICS.items()
+        }
+        self._totals = {
+            name: (self._counter(name, text, labelnames), key) for name, (text, key) in _STEP_TOTALS.items()
+        }
+        self._capture = self._histogram(
+            "eldr_capture_seconds",
+            "Time that counting experts added to one step, s.",
+            [1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2],
+            labelnames,
+        )
+
+    def _counter(self, name: str, text: str, labelnames: list[str]) -> dict[int, Any]:
+        return self._by_engine(self._counter_cls(name=name, documentation=text, labelnames=labelnames))
+
+    def _histogram(self, name: str, text: str, buckets: list[float], labelnames: list[str]) -> dict[int, Any]:
+        return self._by_engine(
+            self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=labelnames)
+        )
+
+    def _by_engine(self, metric: Any) -> dict[int, Any]:
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take one EldrStats.data."""
+        if transfer_stats_data.get("nixl"):
+            self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
+        if "kv_usage" in transfer_stats_data:
+            kv_usage.put(transfer_stats_data["kv_usage"])
+        if transfer_stats_data.get("signatures"):
+            signatures.put(transfer_stats_data["signatures"])
+        if transfer_stats_data["steps"]:
+            self._observe_steps(transfer_stats_data["steps"], engine_idx)
+        for seconds in transfer_stats_data["capture_s"]:
+            self._capture[engine_idx].observe(seconds)
+
+    def _observe_steps(self, records: list[dict[str, Any]], engine_idx: int) -> None:
+        steps.add(records)
+        for histogram, key in self._steps.values():
+            for step in records:
+                histogram[engine_idx].observe(step[key])
+        for counter, key in self._totals.values():
+            counter[engine_idx].inc(sum(step[key] if key else 1 for step in records))

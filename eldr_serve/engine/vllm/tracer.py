@@ -1,0 +1,49 @@
+"""A vLLM engine of its own for calibration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from eldr_serve.engine.keys import CALIBRATE, ROUTES
+from eldr_serve.engine.protocol import Sampling
+
+
+class VllmTracer:
+    """See protocol.Tracer.
+
+    Args:
+        kwargs: of `engine_kwargs("calibrate", ...)`, and the model.
+        port: of NIXL's side channel; the ranks of tensor parallelism take those that follow.
+    """
+
+    def __init__(self, kwargs: dict[str, Any], port: int) -> None:
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        self._llm = LLM(**kwargs)
+        self.max_model_len: int = self._llm.llm_engine.vllm_config.model_config.max_model_len
+
+    @property
+    def tokenizer(self) -> Any:
+        """See protocol.Tracer."""
+        return self._llm.get_tokenizer()
+
+    def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
+        """See protocol.Tracer."""
+        params = [
+            SamplingParams(
+                max_tokens=asked.max_tokens,
+                temperature=asked.temperature,
+                ignore_eos=asked.ignore_eos,
+                seed=asked.seed,
+                extra_args={"kv_transfer_params": {CALIBRATE: True, ROUTES: asked.routes}},
+            )
+            for asked in sampling
+        ]
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [
+            {"token_ids": list(output.prompt_token_ids), **(output.kv_transfer_params or {})}
+            for output in outputs
+        ]

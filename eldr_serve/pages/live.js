@@ -1,0 +1,278 @@
+"use strict";
+const PERIOD_MS = 1000;
+const COLOURS = ["#3b82d0", "#d9812b", "#3f9d5a", "#b4559b", "#8a6bd1", "#a88a1f", "#2f9ea3", "#cf5560"];
+const $ = id => document.getElementById(id);
+const esc = value => String(value ?? "").replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
+const fixed = (value, digits = 1) => value == null ? "–" : value.toFixed(digits);
+const colour = worker => worker < COLOURS.length ? COLOURS[worker] : `hsl(${worker * 47 % 360} 50% 50%)`;
+const named = policy => {
+  const parameters = Object.entries(policy.parameters ?? {}).map(([k, v]) => `${k} ${JSON.stringify(v)}`);
+  return policy.name + (parameters.length ? ` (${parameters.join(", ")})` : "");
+};
+const rows = table => table.rows.map(row => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
+
+let adminKey = "";   // in memory only: gone with the tab
+let live = null;     // the newest answer
+
+// -- talking to the ingress ---------------------------------------------------------------------
+
+async function ask(method, path, body) {
+  const headers = adminKey ? {authorization: `Bearer ${adminKey}`} : {};
+  const answer = await fetch(path, {method, body, headers, cache: "no-store"});
+  const said = await answer.json().catch(() => ({}));
+  if (answer.ok) return said;
+  if (answer.status === 401) $("key").hidden = false;
+  throw new Error(said.error?.message ?? `HTTP ${answer.status}`);
+}
+
+async function change(method, path, body, done) {
+  try {
+    await ask(method, path, body);
+    say(done);
+    await look();
+  } catch (error) { say(error.message, true); }
+}
+
+function say(text, bad = false) {
+  $("said").textContent = text;
+  $("said").className = bad ? "bad" : "good";
+}
+
+async function look() {
+  try {
+    live = await ask("GET", "live");
+    if (live.live) draw();
+    $("key").hidden = true;
+    $("connection").textContent = live.router ? `router ${live.router}` : `read at ${new Date().toLocaleTimeString()}`;
+    if ($("said").dataset.lost) { say(""); delete $("said").dataset.lost; }
+  } catch (error) {
+    $("connection").textContent = "not connected";
+    say(error.message, true);
+    $("said").dataset.lost = "yes";
+  }
+}
+
+function parsed(form) {
+  const text = form.elements.parameters.value.trim();
+  try { return JSON.stringify({name: form.elements.name.value, parameters: text ? JSON.parse(text) : {}}); }
+  catch { say("The parameters are no JSON object.", true); }
+}
+
+// -- drawing --------------------------------------------------------------------------------------
+
+function draw() {
+  document.querySelector("main").hidden = false;
+  $("model").textContent = live.model;
+  $("policy").textContent = named({name: live.policy, parameters: live.parameters});
+  for (const id of ["shadow-name", "policy-name"]) options($(id), live.policies);
+  drawSaving(live.comparison, live.step_cost);
+  drawPath(live);
+  drawWorkers(live);
+  drawLatency("tpot");
+  drawLatency("ttft");
+  drawSpace(live.live.space);
+  drawSettings(live);
+}
+
+function options(select, names) {
+  if (select.options.length) return;
+  for (const name of names) select.add(new Option(name, name));
+  select.value = select.id === "policy-name" ? live.policy
+    : live.comparison.now?.shadow.name ?? (live.policy === "shortest-queue" ? "marginal-cost" : "shortest-queue");
+}
+
+// Whether the interval leaves 0 out.
+function differs(found) { return found.low_pct != null && found.low_pct * found.high_pct > 0; }
+
+function verdict(found) {
+  if (found.tokens == null) return "No token has been priced yet.";
+  const percent = `${fixed(Math.abs(found.change_pct))} %`;
+  const ends = [found.low_pct, found.high_pct].map(end => found.change_pct <= 0 ? -end : end).sort((a, b) => a - b);
+  const interval = found.low_pct == null ? "" : ` [${fixed(ends[0])}, ${fixed(ends[1])}]`;
+  const shown = `${percent} ${found.change_pct <= 0 ? "less" : "more"}${interval}`;
+  if (found.low_pct == null) return `Too few tokens for an interval: ${shown} so far`;
+  if (!differs(found)) return `No difference is shown: ${shown}`;
+  return `${percent} ${found.change_pct <= 0 ? "less" : "more"} decode step time a token${interval}`;
+}
+
+function drawSaving({now, failed, past}, cost) {
+  let html = "<p>No policy is compared with the live one.</p>";
+  if (failed) html = `<p class="bad">The shadow failed and is off: ${esc(failed)}</p>`;
+  if (now) {
+    const kind = !differs(now) ? "" : now.change_pct < 0 ? "good" : "bad";
+    html = `<p class="figure ${kind}">${verdict(now)}</p><p>Under <b>${esc(named(now.live))}</b>, which is live,
+      against <b>${esc(named(now.shadow))}</b>, its shadow: the same requests, placed by both.</p>`;
+    if (now.tokens != null) {
+      const most = Math.max(now.live_ms, now.shadow_ms);
+      const bar = (name, ms, fill) => `<span>${esc(name)}</span><div style="background:${fill};
+        height:1em;width:${100 * ms / most}%"></div><span>${fixed(ms, 2)} ms</span>`;
+      html += `<div class="scale">${bar(now.live.name, now.live_ms, "var(--accent)")}
+        ${bar(now.shadow.name, now.shadow_ms, "var(--other)")}</div>
+        <p class="faint">Priced over ${now.tokens} tokens of the last hour by the step cost fitted to
+        ${fixed(cost.steps, 0)} steps${cost.relative_error == null ? ", not enough yet: the default cost"
+          : `, relative error ${fixed(100 * cost.relative_error)} %`}. In brackets: 95 % interval.</p>`;
+    }
+  }
+  $("saving-figures").innerHTML = html;
+  $("swap").hidden = $("shadow-off").hidden = !now;
+  $("saving-past").innerHTML = past.length ? `<h2>Before</h2><table>
+    <tr><th>live</th><th>shadow</th><th>live against shadow</th><th>tokens</th></tr>${past.toReversed().map(found => `<tr>
+    <td>${esc(named(found.live))}</td><td>${esc(named(found.shadow))}</td><td>${verdict(found)}</td>
+    <td>${found.tokens}</td></tr>`).join("")}</table>` : "";
+}
+
+function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
+  const requests = rows(shown.requests);
+  const dot = r => `<i title="${esc(`${r.id} ${r.domain ?? ""} ${r.generated} of ${r.max_new} tokens`)}"
+    style="--done:${Math.min(100, 100 * r.generated / Math.max(1, r.max_new))}%"></i>`;
+  const box = (title, count, inside = "", fill = "var(--accent)") => `<div class="box" style="--fill:${fill}">
+    <b>${esc(title)}</b> <span>${count}</span><div>${inside}</div></div>`;
+  const prefill = Object.entries(ingress.prefill_in_flight);
+  $("path").innerHTML = `<div class="stage"><h3>ingress</h3>${box("requests here", ingress.in_flight)}</div>
+    <div class="stage"><h3>prefill</h3>${prefill.map(([name, n]) => box(short(name), n)).join("")}</div>
+    <div class="stage"><h3>router</h3>${box("decode queue", queue.size,
+      requests.filter(r => r.worker == null).map(dot).join(""), "var(--other)")}</div>
+    <div class="stage grow"><h3>decode</h3>${workers.map(w => box(`worker ${w.worker}`,
+      `${w.in_flight} requests, ${w.kv_tokens} KV tokens`,
+      requests.filter(r => r.worker === w.worker).map(dot).join(""), colour(w.worker))).join("")}</div>`;
+}
+
+function short(name) { return name.length > 10 ? `…${name.slice(-6)}` : name; }
+
+function drawWorkers({live: shown, workers}) {
+  const charts = [["batch", "requests a step", 1], ["active_experts", "active experts, mean over layers", 1],
+    ["step_ms", "step time, ms", 2]];
+  $("workers").innerHTML = workers.map(w => `<div class="worker"><h3 title="${esc(w.replica)}"><i style="background:
+    ${colour(w.worker)}"></i>worker ${w.worker} <span class="faint">${esc(short(w.replica))} ${esc(w.cluster_domain)}
+    </span></h3>${charts.map(([key, label]) => `<div><div class="faint">${label}</div><div data-chart="${key}"
+    data-worker="${w.worker}"></div></div>`).join("")}</div>`).join("");
+  const told = workers.map(w => shown.steps[w.replica] ? rows(shown.steps[w.replica]) : []);
+  for (const [key, , digits] of charts) {
+    const most = Math.max(1e-9, ...told.flat().map(step => step[key] ?? 0));
+    workers.forEach((w, i) => {
+      const here = document.querySelector(`[data-chart=${key}][data-worker="${w.worker}"]`);
+      const points = told[i].filter(s => s.ago_s < 120 && s[key] != null).map(s => [-s.ago_s, s[key]]);
+      const newest = points.length ? points.at(-1)[1].toFixed(digits) : "–";
+      here.innerHTML = `<b>${newest}</b>` + plot(here.clientWidth, 44, [{points, stroke: colour(w.worker)}],
+        {from: -120, most, bare: true});
+    });
+  }
+}
+
+function drawLatency(name) {
+  const here = $(name);
+  const answers = rows(live.live.latency);
+  const line = q => answers.filter(a => a[`${name}_${q}_ms`] != null).map(a => [-a.ago_s, a[`${name}_${q}_ms`]]);
+  const marks = live.live.changes.map(c => ({at: -c.ago_s, text: c.policy}));
+  here.innerHTML = answers.length ? plot(here.clientWidth, 220, [
+    {points: line("p99"), stroke: "var(--other)", dash: "4 3"},
+    {points: line("p50"), stroke: "var(--accent)"},
+  ], {from: -600, marks}) + `<p class="faint">Solid: p50; dashed: p99; of streams that ended in 5 s.</p>` : `<p class="faint">No stream has ended in the last ten minutes.</p>`;
+}
+
+function step(most) {
+  const rough = most / 4, power = 10 ** Math.floor(Math.log10(rough));
+  return power * [1, 2, 5, 10].find(n => n * power >= rough);
+}
+
+// Lines over the seconds before now, as SVG of so many pixels.
+function plot(width, height, lines, {from, most, marks = [], bare = false}) {
+  most ??= 1.05 * Math.max(1e-9, ...lines.flatMap(line => line.points.map(p => p[1])));
+  const [left, bottom, top] = bare ? [0, 2, 2] : [42, 20, 18];
+  const x = s => left + (width - left - 4) * (1 - s / from);
+  const y = v => height - bottom - (height - bottom - top) * v / most;
+  let inside = "";
+  if (!bare) {
+    for (let v = 0; v <= most; v += step(most)) {
+      inside += `<path class="axis" d="M${left} ${y(v)}H${width}"/><text x="${left - 5}" y="${y(v) + 4}"
+        text-anchor="end">${+v.toPrecision(3)}</text>`;
+    }
+    for (let s = from; s <= 0; s += -from / 5) {
+      inside += `<text x="${x(s)}" y="${height - 4}" text-anchor="${s ? "middle" : "end"}">${s ? `${s / 60} min` : "now"}</text>`;
+    }
+    let next = Infinity;  // names that would overlap a newer one are left out
+    for (const mark of marks.filter(m => m.at >= from).toReversed()) {
+      inside += `<path class="axis" stroke-dasharray="2 3" d="M${x(mark.at)} ${top}V${height - bottom}"/>`;
+      if (next - x(mark.at) < 8 * mark.text.length) continue;
+      next = x(mark.at);
+      inside += `<text class="strong" x="${next}" y="11" text-anchor="${next > width / 2 ? "end" : "start"}">${esc(mark.text)}</text>`;
+    }
+  }
+  for (const {points, stroke, dash} of lines) {
+    const path = points.map(([s, v]) => `${x(s).toFixed(1)} ${y(v).toFixed(1)}`);
+    if (path.length === 1) inside += `<circle cx="${path[0].split(" ")[0]}" cy="${path[0].split(" ")[1]}" r="2.5" fill="${stroke}"/>`;
+    if (path.length) inside += `<path d="M${path.join("L")}" fill="none" stroke="${stroke}" stroke-width="1.8"
+      stroke-linejoin="round" ${dash ? `stroke-dasharray="${dash}"` : ""}/>`;
+  }
+  return `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">${inside}</svg>`;
+}
+
+function drawSpace({axes, centroids, columns, points}) {
+  const here = $("space"), width = here.clientWidth, height = 300;
+  const seen = rows({columns, rows: points});
+  if (!seen.length) {
+    here.innerHTML = `<p class="faint">No signature to draw: the live policy reads none, or none has come.</p>`;
+    return;
+  }
+  const range = (of, size) => {
+    const low = Math.min(...of), span = Math.max(...of) - low || 1;
+    return v => 14 + (size - 28) * (v - low) / span;
+  };
+  const x = range([...seen.map(p => p.x), ...centroids.map(c => c[0])], width);
+  const y = range([...seen.map(p => p.y), ...centroids.map(c => c[1])], height);
+  const newest = seen.at(-1).number;
+  here.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">
+    ${seen.map(p => {
+      const age = newest - p.number;
+      return `<circle cx="${x(p.x).toFixed(1)}" cy="${y(p.y).toFixed(1)}" r="${age < 8 ? 6 : 3.2}" fill="${colour(p.worker)}"
+        opacity="${age < 8 ? 1 : Math.max(.25, .75 - age / 500)}"><title>${esc(p.domain ?? "")} worker ${p.worker}</title></circle>`;
+    }).join("")}
+    ${centroids.map((c, i) => `<g transform="translate(${x(c[0])} ${y(c[1])})"><path d="M-7 0H7M0-7V7" stroke="var(--ink)"
+      stroke-width="2"/><text class="strong" x="8" y="-4">${i}</text></g>`).join("")}</svg>
+    <p class="faint">${seen.length} newest requests, coloured by the worker that took them, the newest large;
+    ${axes === "centroids" ? "crosses are the table's centroids, axes their principal components"
+      : "axes: the principal components of the first signatures"}.</p>`;
+}
+
+function drawSettings({policy, parameters, table, workers}) {
+  $("settings").innerHTML = `<p>Policy <b>${esc(named({name: policy, parameters}))}</b></p><p>${table === null
+    ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${table.workers_fitted} workers, band
+    ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} serve: a refit is advised</span>` : ""}`}</p>`;
+}
+
+// -- what the operator does -------------------------------------------------------------------------
+
+$("key").onsubmit = event => {
+  event.preventDefault();
+  adminKey = $("admin-key").value;
+  $("admin-key").value = "";
+  $("said").dataset.lost = "yes";
+  look();
+};
+$("shadow-form").onsubmit = event => {
+  event.preventDefault();
+  const body = parsed(event.target);
+  if (body) change("PUT", "shadow", body, "It is compared from now on.");
+};
+$("shadow-off").onclick = () => change("DELETE", "shadow", undefined, "No policy is compared any more.");
+$("swap").onclick = async () => {
+  const {live: before, shadow} = live.comparison.now;
+  await change("PUT", "policy", JSON.stringify(shadow), `${shadow.name} is live.`);
+  await change("PUT", "shadow", JSON.stringify(before), `${shadow.name} is live, ${before.name} is its shadow.`);
+};
+$("policy-form").onsubmit = event => {
+  event.preventDefault();
+  const body = parsed(event.target);
+  if (body) change("PUT", "policy", body, "The policy is changed.");
+};
+$("table-form").onsubmit = event => {
+  event.preventDefault();
+  const file = $("table-file").files[0];
+  if (file) change("PUT", "table", file, "The table is swapped in.");
+  else say("Choose a table's file first.", true);
+};
+
+(async function poll() {
+  if (!document.hidden || !live) await look();
+  setTimeout(poll, PERIOD_MS);
+})();

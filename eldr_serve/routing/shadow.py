@@ -1,0 +1,229 @@
+"""What another policy would have made of the same requests, priced by the fitted cost of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.routing.activation import ExpectedActivation
+from eldr_serve.routing.cost import StepCost
+from eldr_serve.routing.ledger import LoadLedger
+from eldr_serve.routing.policies import Policy
+from eldr_serve.routing.types import Decision, Loads, PlacementRequest
+
+_BLOCK_S = 10.0  # the interval is of the means of such blocks: neighbouring tokens are alike
+_BLOCKS = 360  # an hour
+_MOST_BEHIND = 50_000  # events that may wait; requests are kept with them
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Mean decode step time that a token waits for, under both policies, of the newest blocks.
+
+    Attributes:
+        tokens: that were priced.
+        live_ms, shadow_ms: a token.
+        change_pct: of the live policy against the shadow; below 0 the live one is faster.
+        low_pct, high_pct: 95 % interval of it, by the means of 10 s blocks; None with fewer than 3.
+    """
+
+    tokens: int
+    live_ms: float
+    shadow_ms: float
+    change_pct: float
+    low_pct: float | None
+    high_pct: float | None
+
+
+class Shadow:
+    """Places by `policy` all requests that another one places, when that does, and prices both placements.
+
+    Both hold the same requests at any time, and each has a ledger of its own of which worker holds which. A
+    token of a request costs the expected step time of the worker that holds it (`StepCost` of its
+    requests, KV tokens and expected active experts). So the two differ by the placement alone. A request
+    ends when it does in truth, and a policy with a decode queue is asked by `select`: nobody waits here.
+
+    It is told in the placer's own words, which it only writes down; `catch_up` works on them, between
+    placements. What is wrong with the policy is raised there.
+
+    Args:
+        policy: made for it alone, with the live table.
+        table_version: of that table; scores of another one are not used.
+
+    Attributes:
+        totals: float64[3], tokens so far and the seconds that they cost live and in the shadow.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        table_version: int = 0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy
+        self._table_version = table_version
+        self._rng = np.random.default_rng(seed)
+        self._clock = clock
+        self._events: deque[Callable[[], None]] = deque()
+        self._workers: tuple[str | None, ...] = ()
+        self._open = np.zeros(0, bool)
+        self._live, self._other = _Side(), _Side()
+        self._requests: dict[str, PlacementRequest] = {}
+        self._generated: dict[str, int] = {}  # tokens of each
+        self._cost = StepCost()
+        self.totals = np.zeros(3)
+        self._blocks: deque[NDArray[np.float64]] = deque([np.zeros(3)], maxlen=_BLOCKS)
+        self._block_ends_s = clock() + _BLOCK_S
+
+    # -- what the placer tells ---------------------------------------------------------------------
+
+    def set_workers(self, workers: Sequence[str | None], open_: NDArray[np.bool_]) -> None:
+        """Who sits in which slot, and which take requests."""
+        self._events.append(partial(self._set_workers, tuple(workers), open_))
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        """The request runs there under the live policy."""
+        self._events.append(partial(self._assign, request, worker))
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        """Requests have generated so many tokens in all."""
+        self._events.append(partial(self._progress, generated_tokens))
+
+    def on_finished(self, request_id: str) -> None:
+        """The request no longer runs."""
+        self._events.append(partial(self._finish, request_id))
+
+    def update_cost_model(self, cost: StepCost) -> None:
+        """A decode step costs this at present."""
+        self._events.append(partial(self._price_by, cost))
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def catch_up(self, budget_s: float = float("inf")) -> bool:
+        """Work on what was told, for about so long; whether something is left.
+
+        Raises:
+            OverflowError: requests come faster than it can follow.
+            Exception: whatever the policy raised.
+        """
+        if len(self._events) > _MOST_BEHIND:
+            raise OverflowError(f"it was {len(self._events)} events behind")
+        until = time.perf_counter() + budget_s
+        while self._events and time.perf_counter() < until:
+            self._events.popleft()()
+        return bool(self._events)
+
+    def saving(self) -> Saving | None:
+        """None before the first token."""
+        blocks = np.array([block for block in self._blocks if block[0]])
+        if not len(blocks):
+            return None
+        tokens, live, other = blocks.sum(axis=0)
+        change, half = live / other - 1, None
+        if (n := len(blocks)) > 2:  # of a ratio of sums, by its residuals
+            residuals = blocks[:, 1] - live / other * blocks[:, 2]
+            half = 1.96 * np.sqrt(n / (n - 1) * (residuals**2).sum()) / other
+        low, high = (None, None) if half is None else (100 * (change - half), 100 * (change + half))
+        return Saving(int(tokens), 1e3 * live / tokens, 1e3 * other / tokens, 100 * change, low, high)
+
+    def _set_workers(self, workers: tuple[str | None, ...], open_: NDArray[np.bool_]) -> None:
+        stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
+        self._workers, self._open = workers, open_
+        for request in self._requests.values():
+            if self._other.slots.get(request.request_id) not in stays:
+                self._other.finish(request.request_id)
+                self._place(request)
+
+    def _assign(self, request: PlacementRequest, worker: int) -> None:
+        name = request.request_id
+        if name not in self._requests:
+            if request.table_version != self._table_version:  # its scores are of another table
+                request = replace(request, similarity=None)
+            self._requests[name] = replace(request, may_wait=False, exclude=())
+            self._generated[name] = 0
+            self._place(self._requests[name])
+        self._live.assign(request, worker, self._generated[name])
+
+    def _place(self, request: PlacementRequest) -> None:
+        loads = self._other.loads(self._open)
+        if loads.available.any():
+            decision = self.policy.select(request, loads, self._rng)
+            self._other.assign(request, decision.worker, self._generated[request.request_id])
+            self.policy.on_assigned(request, decision.worker, decision)
+
+    def _progress(self, generated_tokens: Mapping[str, int]) -> None:
+        known = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
+        live, other = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._other))
+        for name, tokens in known.items():
+            if name in self._live.slots and name in self._other.slots:
+                more = tokens - self._generated[name]
+                costs = live[self._live.slots[name]], other[self._other.slots[name]]
+                self._count(more * np.array([1.0, *costs]))
+        self._generated |= known
+        self._live.progress(known)
+        self._other.progress(known)
+        self.policy.on_progress(known)
+
+    def _count(self, priced: NDArray[np.float64]) -> None:
+        if (now := self._clock()) > self._block_ends_s:
+            self._blocks.append(np.zeros(3))
+            self._block_ends_s = now + _BLOCK_S
+        self.totals += priced
+        self._blocks[-1] += priced
+
+    def _finish(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            del self._generated[request_id]
+            self._live.finish(request_id)
+            self._other.finish(request_id)
+            self.policy.on_finished(request_id)
+
+    def _price_by(self, cost: StepCost) -> None:
+        self._cost = cost
+        self.policy.update_cost_model(cost)
+
+
+class _Side:
+    """Which worker holds which requests under one policy.
+
+    Attributes:
+        slots: worker of each request.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[str, int] = {}
+        self._ledger = LoadLedger()
+        self._active = ExpectedActivation()
+
+    def assign(self, request: PlacementRequest, slot: int, generated_tokens: int) -> None:
+        self.slots[request.request_id] = slot
+        self._ledger.add(request.request_id, slot, request.prompt_tokens)
+        self._ledger.progress(request.request_id, generated_tokens)
+        self._active.on_assigned(request, slot, self._active.levels(request))
+
+    def progress(self, generated_tokens: Mapping[str, int]) -> None:
+        for request_id, tokens in generated_tokens.items():
+            self._ledger.progress(request_id, tokens)
+
+    def finish(self, request_id: str) -> None:
+        self.slots.pop(request_id, None)
+        self._ledger.release(request_id)
+        self._active.on_finished(request_id)
+
+    def loads(self, open_: NDArray[np.bool_]) -> Loads:
+        return self._ledger.loads(self._ledger.places(range(len(open_))), open_)
+
+    def seconds(self, cost: StepCost, workers: int) -> NDArray[np.float64]:
+        """float64[W], expected time of a step of each, s."""
+        loads = self.loads(np.ones(workers, bool))
+        self._active.grow(workers)
+        experts = self._active.union[:workers]
+        return np.asarray(cost.seconds(loads.in_flight, loads.kv_tokens, experts), np.float64)

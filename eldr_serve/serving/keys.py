@@ -1,0 +1,107 @@
+"""The file of inference keys: whose they are, and what each tenant may use. It holds no key, only hashes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eldr_serve.errors import sentence
+from eldr_serve.files import write_whole
+
+TenantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class KeysError(ValueError):
+    """The file of keys cannot be used; one sentence."""
+
+
+class Limits(BaseModel):
+    """What one tenant may use, all its keys together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    priority: float = Field(
+        default=1.0, gt=0, le=1000, description="weight of its fair share while requests wait"
+    )
+    requests_per_minute: float | None = Field(default=None, gt=0, description="none: no limit")
+    tokens_per_minute: float | None = Field(
+        default=None, gt=0, description="prompt and generated tokens; none: no limit"
+    )
+
+
+class Key(BaseModel):
+    """One key of a tenant, as its SHA-256."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: Sha256
+    tenant: TenantName
+    created: date | None = None
+
+
+class Keys(BaseModel):
+    """All tenants and keys of a service."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tenants: dict[TenantName, Limits] = Field(default_factory=dict)
+    keys: tuple[Key, ...] = ()
+
+    @model_validator(mode="after")
+    def _sound(self) -> Keys:
+        for key in self.keys:
+            if key.tenant not in self.tenants:
+                raise ValueError(f"key {key.sha256[:12]} is of {key.tenant!r}, which is no tenant here")
+        if len({key.sha256 for key in self.keys}) < len(self.keys):
+            raise ValueError("a key is there twice")
+        return self
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """Tenants by their keys' SHA-256."""
+        return {key.sha256: key.tenant for key in self.keys}
+
+
+def digest(key: str) -> str:
+    """SHA-256 of a key, hex."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: Path) -> Keys:
+    """The file's content; KeysError if it is not there or not sound."""
+    try:
+        return Keys.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise KeysError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise KeysError(f"{path}: {sentence(error)}") from error
+
+
+def write_keys(path: Path, keys: Keys) -> None:
+    """Write the file whole or not at all."""
+    write_whole(path, keys.model_dump_json(indent=1, exclude_none=True) + "\n")
+
+
+def add_key(keys: Keys, tenant: str, key: str, limits: Mapping[str, float]) -> Keys:
+    """With one more key of the tenant, whose limits change as given; KeysError if that is not sound."""
+    old = keys.tenants[tenant].model_dump() if tenant in keys.tenants else {}
+    try:
+        changed = {tenant: Limits(**{**old, **limits})}
+        made = Key(sha256=digest(key), tenant=tenant, created=datetime.now(UTC).date())
+        return Keys(tenants={**keys.tenants, **changed}, keys=(*keys.keys, made))
+    except ValidationError as error:
+        raise KeysError(sentence(error)) from error
+
+
+def revoke_key(keys: Keys, prefix: str) -> Keys:
+    """Without the key whose SHA-256 begins so; KeysError unless it is exactly one. Its tenant stays."""
+    found = [key for key in keys.keys if prefix and key.sha256.startswith(prefix)]
+    if len(found) != 1:
+        raise KeysError(f"{len(found)} keys have a SHA-256 that begins with {prefix!r}: name one")
+    return Keys(tenants=keys.tenants, keys=tuple(key for key in keys.keys if key is not found[0]))

@@ -1,0 +1,160 @@
+"""What the live page shows beside the status: newest requests, steps of each worker, latencies over time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.routing import CentroidTable, Placement, Placer, State, StepSums
+from eldr_serve.serving.messages import Answered
+from eldr_serve.serving.signature_plane import CentroidPlane, CountsPlane, Point
+
+_POINTS = 400  # newest requests in the signature space
+_FIRST = 64  # requests whose counts span it, where there is no table
+_RUNNING = 200  # requests that are shown with their worker
+_ANSWERS = 8192  # newest answers with their latencies
+_BIN_S, _BINS = 5.0, 120  # of latencies: ten minutes
+_STEPS = 120  # newest reports of each engine, one a second
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A placed request, as it is drawn."""
+
+    number: int
+    placement: Placement
+    point: Point | None = field(default=None)
+    plane: object = None  # in which that is
+
+
+class LiveView:
+    """Of one router. It keeps references to what it is told, and works when it is looked at.
+
+    Args:
+        clock: s.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._number = 0
+        self._seen: deque[_Seen] = deque(maxlen=_POINTS)
+        self._plane: CentroidPlane | CountsPlane | None = None
+        self._spanned_by = 0  # requests, where there is no table
+        self._table: tuple[CentroidTable, int] | None = None
+        self._answers: deque[tuple[float, Answered]] = deque(maxlen=_ANSWERS)
+        self._steps: dict[str, deque[tuple[float, StepSums]]] = {}
+        self._changes: deque[tuple[float, str]] = deque(maxlen=20)
+
+    # -- what the router tells -----------------------------------------------------------------------
+
+    def placed(self, placements: Iterable[Placement]) -> None:
+        """These have their workers."""
+        for placement in placements:
+            self._number += 1
+            self._seen.append(_Seen(self._number, placement))
+
+    def answered(self, answers: Iterable[Answered]) -> None:
+        """These streams have ended."""
+        now = self._clock()
+        self._answers.extend((now, answer) for answer in answers)
+
+    def observe_steps(self, replica: str, steps: StepSums) -> None:
+        """What one engine did since its last report."""
+        self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
+
+    def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
+        """The settings are these from now on."""
+        self._changes.append((self._clock(), policy))
+        self._table = None if table is None else (table, table_version)
+        self._plane, self._spanned_by = None, 0
+
+    # -- what the page asks --------------------------------------------------------------------------
+
+    def snapshot(self, placer: Placer, slots: list[str | None], layers: int | None) -> dict[str, Any]:
+        """JSON-able; times are s before now, latencies ms.
+
+        Args:
+            slots: the replica in each.
+            layers: MoE layers, by which active experts are divided; None: not known yet.
+        """
+        now = self._clock()
+        self._steps = {name: told for name, told in self._steps.items() if name in slots}
+        return {
+            "requests": self._requests(placer),
+            "space": self._space(),
+            "steps": {name: self._series(told, now, layers) for name, told in self._steps.items()},
+            "latency": self._latencies(now),
+            "changes": [{"ago_s": round(now - at, 1), "policy": name} for at, name in self._changes],
+        }
+
+    def _requests(self, placer: Placer) -> dict[str, Any]:
+        placements = [*placer.queue.values(), *placer.running.values()]
+        shown = placements[-_RUNNING:]
+        return {
+            "not_shown": len(placements) - len(shown),
+            "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
+            "rows": [
+                [p.request_id[:8], p.slot if p.state is State.LEASED else None, p.generated_tokens,
+                 p.request.max_new_tokens, p.request.prompt_tokens, p.request.domain, p.reason]
+                for p in shown
+            ],
+        }  # fmt: skip
+
+    def _space(self) -> dict[str, Any]:
+        plane = self._current_plane()
+        points = []
+        for seen in self._seen:
+            if plane is not None and seen.plane is not plane:
+                seen.plane, seen.point = plane, plane.place(seen.placement.request)
+            if plane is not None and seen.point is not None:
+                points.append([seen.number, *seen.point, seen.placement.slot, seen.placement.request.domain])
+        return {
+            "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
+            "centroids": [] if plane is None else list(plane.centroids),
+            "columns": ["number", "x", "y", "worker", "domain"],
+            "points": points,
+        }
+
+    def _current_plane(self) -> CentroidPlane | CountsPlane | None:
+        if self._table is not None:
+            self._plane = self._plane or CentroidPlane(*self._table)
+        elif self._spanned_by < _FIRST:
+            found = [seen.placement.request.signature for seen in self._seen]
+            counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_FIRST]
+            counts = [c for c in counts if c.shape == counts[0].shape]
+            if len(counts) > max(self._spanned_by, 2):
+                self._plane, self._spanned_by = CountsPlane(counts), len(counts)
+        return self._plane
+
+    def _latencies(self, now: float) -> dict[str, Any]:
+        bins: dict[int, list[Answered]] = {}
+        for at, answer in self._answers:
+            if (ago := int((now - at) / _BIN_S)) < _BINS:
+                bins.setdefault(ago, []).append(answer)
+        rows = []
+        for ago, answers in sorted(bins.items(), reverse=True):
+            row: list[float | None] = [(ago + 0.5) * _BIN_S, len(answers)]
+            for values in ([a.tpot_s for a in answers], [a.ttft_s for a in answers]):
+                known = [value for value in values if value is not None]
+                ends = 1e3 * np.percentile(known, [50, 99]) if known else (None, None)
+                row += [None if end is None else round(float(end), 3) for end in ends]
+            rows.append(row)
+        columns = ["ago_s", "answers", "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms"]
+        return {"columns": columns, "rows": rows}
+
+    def _series(
+        self, told: Iterable[tuple[float, StepSums]], now: float, layers: int | None
+    ) -> dict[str, Any]:
+        rows = []
+        for at, steps in told:
+            n = steps.steps
+            experts = None if not layers else round(steps.experts / n / layers, 2)
+            rows.append(
+                [round(now - at, 1), round(steps.requests / n, 2), experts, round(1e3 * steps.seconds / n, 3)]
+            )
+        return {"columns": ["ago_s", "batch", "active_experts", "step_ms"], "rows": rows}

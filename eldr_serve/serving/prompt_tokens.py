@@ -1,0 +1,97 @@
+"""A prompt's token ids before any engine has seen it, for a prediction of its experts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.serving.wire import Asked
+from eldr_serve.signature_predictor import tokenizer_fingerprint
+
+logger = logging.getLogger(__name__)
+
+_LONG = 4096  # characters; a longer prompt is tokenised in a thread
+
+
+class PromptTokens:
+    """The tokenizer of the served model, without its engine.
+
+    Of a chat the ids are those of its messages' texts, without the template that an engine would write around
+    them: predictions hang on how often each token occurs, and a template's occur in every prompt.
+
+    Args:
+        source: folder with the model's tokenizer.json, or the model's name on the hub.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._tokenizer: Tokenizer | None = None
+
+    async def fingerprint(self) -> str:
+        """Names the tokenizer (see tokenizer_fingerprint), which is loaded if need be.
+
+        Raises:
+            ValueError: there is none that can be read.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(self._load)
+        return await asyncio.to_thread(tokenizer_fingerprint, self._tokenizer.get_vocab())
+
+    def _load(self) -> Tokenizer:
+        folder = Path(self._source)
+        try:
+            if folder.is_dir():
+                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return Tokenizer.from_pretrained(self._source)
+        except Exception as error:  # its own class is Exception itself
+            raise ValueError(f"the tokenizer of {self._source} cannot be read: {error}") from error
+
+    async def of(self, asked: Asked) -> NDArray[np.uint32] | None:
+        """uint32[n]; None for several prompts, for embeddings, and as long as there is no tokenizer."""
+        if asked.prompt is None and isinstance(asked.messages, list):
+            text, special = "\n".join(_texts(asked.messages)), False
+        elif isinstance(asked.prompt, str):
+            text, special = asked.prompt, True
+        else:
+            return _given(asked.prompt)
+        if self._tokenizer is None or not text:
+            return None
+        if len(text) > _LONG:
+            return await asyncio.to_thread(self._encode, text, special)
+        return self._encode(text, special)
+
+    def _encode(self, text: str, special: bool) -> NDArray[np.uint32]:
+        assert self._tokenizer is not None
+        encoded = self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=special)
+        return np.array(encoded.ids, np.uint32)
+
+
+def _given(prompt: Any) -> NDArray[np.uint32] | None:
+    """Of a prompt of token ids."""
+    if not isinstance(prompt, list) or not prompt or several_prompts(prompt):
+        return None
+    try:
+        return np.array(prompt, np.uint32)
+    except (TypeError, ValueError, OverflowError):  # the engine says what is wrong with them
+        return None
+
+
+def _texts(messages: list[Any]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):
+            yield from (
+                part["text"]
+                for part in content
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )

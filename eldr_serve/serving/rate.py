@@ -1,0 +1,30 @@
+"""A bound on how often something is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Rate:
+    """A token bucket that holds what comes in one second, and at least one.
+
+    Args:
+        per_s: how often in a second; 0: never.
+    """
+
+    def __init__(self, per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._most = max(per_s, 1.0) if per_s else 0.0
+        self._clock = clock
+        self._left, self._at_s = self._most, clock()
+
+    def take(self) -> bool:
+        """Whether it may be done now; then it is counted."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at_s) * self._per_s, self._most)
+        self._at_s = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

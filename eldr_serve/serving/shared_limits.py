@@ -1,0 +1,25 @@
+"""What tenants have taken of their limits at each ingress replica, for the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from eldr_serve.serving.tenants import Taken
+
+_SILENT_S = 60.0
+
+
+class SharedLimits:
+    """Held by the router, to which all replicas talk; one that is silent for a minute is forgotten."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._taken: dict[str, tuple[float, Taken]] = {}
+
+    def exchange(self, ingress: str, taken: Taken) -> dict[str, Taken]:
+        """Take what was taken at one replica since it began; returns the same of each other one."""
+        now = self._clock()
+        self._taken[ingress] = (now, taken)
+        self._taken = {name: item for name, item in self._taken.items() if now - item[0] <= _SILENT_S}
+        return {name: item[1] for name, item in self._taken.items() if name != ingress}

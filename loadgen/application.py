@@ -1,0 +1,122 @@
+"""An application of ours on a Ray cluster of its own, which this process starts and stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from eldr_serve.client import Client, ServiceError
+from eldr_serve.serving.ray_settings import QUIET
+from tools.cli import BadInput
+
+NAME = "eldr"
+_POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
+
+
+def check_port(port: int) -> None:
+    """BadInput if it, or the next one, is somebody else's."""
+    for wanted in (port, port + 1):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", wanted)) == 0:
+                raise BadInput(f"something listens at port {wanted} already; give another --port")
+
+
+def start(
+    arguments: dict[str, Any], port: int, key: str, *, dashboard: bool, tell: Callable[[str], None]
+) -> tuple[Client, str]:
+    """Start a cluster and the application in it; returns once its engines are warm.
+
+    Args:
+        arguments: of a deployment YAML's application; its ingress listens at `port`.
+        port: of the ingress; Serve's proxy takes the next one.
+        key: admin key.
+        tell: told now and then how far it is.
+
+    Returns:
+        A client of it, and the address of Ray's dashboard.
+
+    Raises:
+        BadInput: the application does not start.
+    """
+    # Before ray is imported: a cluster of this process alone, which needs no token and reports to nobody.
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+
+    arguments["admin_key"] = key
+    arguments["ingress"] = arguments.get("ingress", {}) | {"port": port}
+    for noisy in ("ray", "ray.serve", "vllm", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    service = Client(f"http://127.0.0.1:{port}", key)
+    with ThreadPoolExecutor(1) as importing:
+        builder = importing.submit(_builder)  # while Ray starts
+        tell("a Ray cluster of its own")
+        context = ray.init(
+            "local",
+            num_cpus=8,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=400_000_000,
+            include_dashboard=dashboard,
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
+        tell("importing Ray Serve LLM and vLLM")
+        builder.result()
+    deploy(arguments)
+    while (state := serve.status().applications[NAME]).status != "RUNNING":
+        if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise BadInput(f"the application did not start: {state.message}")
+        tell(_replicas_up(state.deployments))
+        time.sleep(_POLL_S)
+    while not (ingress := _ingress_status(service)).get("ready"):
+        tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV trials")
+        time.sleep(0.5)
+    return service, f"http://{context.dashboard_url}"
+
+
+def deploy(arguments: dict[str, Any]) -> None:
+    """Give Serve the application, anew where it runs already; returns before that is done."""
+    from ray import serve
+
+    target = serve.RunTarget(_builder()(arguments), name=NAME, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def stop() -> None:
+    """End the application and its cluster."""
+    import ray
+    from ray import serve
+
+    serve.shutdown()
+    ray.shutdown()
+
+
+def _ingress_status(service: Client) -> dict[str, Any]:
+    """Empty while the ingress does not listen yet."""
+    try:
+        found: dict[str, Any] = service.status()["ingress"]
+    except ServiceError:
+        return {}
+    return found
+
+
+def _builder() -> Callable[[dict[str, Any]], Any]:
+    from eldr_serve.serving.app import build_app
+
+    return build_app
+
+
+def _replicas_up(deployments: dict[str, Any]) -> str:
+    """How many replicas of each deployment run, of how many; `deployments` as in `serve.status()`."""
+    parts = []
+    for name, deployment in sorted(deployments.items()):
+        up, total = deployment.replica_states.get("RUNNING", 0), sum(deployment.replica_states.values())
+        parts.append(f"{name.partition(':')[0]} {up} of {total}")
+    return f"up: {', '.join(parts)}"

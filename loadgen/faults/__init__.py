@@ -1,0 +1,1 @@
+"""Faults on purpose: the serving code on virtual time, and the whole application under kill -9."""

@@ -1,0 +1,156 @@
+"""Break the service on purpose, and look whether anything was lost.
+
+python -m loadgen.faults simulate --seeds 5000       the serving code on virtual time
+python -m loadgen.faults simulate --seed 17          one run again, with all that happened in it
+python -m loadgen.faults mutate                      faults in the code, which the runs must find
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loadgen.faults.chaos import FAULTS, NOTES, OWN_CONNECTION, rows, run_chaos
+from loadgen.faults.mutations import MUTATIONS, search
+from loadgen.faults.simulate import Run, run_seed
+from loadgen.workload import read_prompts
+from tools.cli import BadInput, run
+from tools.progress import progress_bar
+from tools.results import print_table, publish
+
+_Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
+_CORES = os.cpu_count() or 1
+
+
+def simulate(
+    *,
+    seeds: Annotated[int, typer.Option(help="runs, one a seed", min=1)] = 1000,
+    first: Annotated[int, typer.Option(help="the first seed")] = 0,
+    seed: Annotated[int | None, typer.Option(help="this run alone, told in full")] = None,
+    processes: _Processes = _CORES,
+) -> None:
+    """Run the serving code on virtual time under seeded faults; status 1 if anything was wrong."""
+    if seed is None:
+        failed = _simulate_all(range(first, first + seeds), processes)
+    else:
+        one = run_seed(seed)
+        _tell(one)
+        failed = len(one.violations)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _tell(one: Run) -> None:
+    """All of a run."""
+    console = Console(highlight=False, soft_wrap=True)
+    for event in one.happened:
+        console.print(event, markup=False)
+    for outcome in one.outcomes:
+        plan = outcome.plan
+        what = f"{plan.method}, {'stream' if plan.stream else 'whole'}, {plan.max_tokens} tokens, n={plan.n}"
+        said = f"{plan.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
+        console.print(f"{said} ({what}) {outcome.detail}", markup=False)
+    for violation in one.violations:
+        console.print(f"VIOLATION {violation}", markup=False)
+    console.print(f"seed {one.seed}: {one.virtual_s:.1f} s of virtual time, trace {one.trace & 2**64 - 1:x}")
+
+
+def _run(seed: int) -> tuple[int, Counter[str], int, list[str]]:
+    """What is counted of a run; it may go from process to process."""
+    one = run_seed(seed)
+    return seed, one.kinds, len(one.happened), one.violations
+
+
+def _simulate_all(seeds: range, processes: int) -> int:
+    """How many seeds fail."""
+    console = Console(highlight=False, soft_wrap=True)
+    kinds, faults, failed = Counter[str](), 0, 0
+    with multiprocessing.get_context("fork").Pool(processes) as pool, progress_bar() as bar:
+        task = bar.add_task("runs", total=len(seeds))
+        for seed, ended, happened, violations in pool.imap_unordered(_run, seeds, chunksize=4):
+            bar.advance(task)
+            kinds.update(ended)
+            faults += happened
+            failed += bool(violations)
+            if violations:
+                console.print(f"seed {seed} fails; again: python -m loadgen.faults simulate --seed {seed}")
+            for violation in violations:
+                console.print(f"    {violation}", markup=False)
+    print_table("what clients saw", [{"runs": len(seeds), "faults": faults, **dict(sorted(kinds.items()))}])
+    console.print(f"{len(seeds)} seeds, {failed} with a violation")
+    return failed
+
+
+def mutate(
+    *,
+    only: Annotated[str, typer.Option(help="mutations whose name has this in it")] = "",
+    seeds: Annotated[int, typer.Option(help="runs until a mutation counts as not found", min=1)] = 400,
+    processes: _Processes = _CORES,
+) -> None:
+    """Change the serving code as it is imported, fault by fault; status 1 if the runs miss one."""
+    chosen = [mutation for mutation in MUTATIONS if only in mutation.name]
+    if not chosen:
+        raise BadInput(f"no mutation's name has {only!r} in it")
+    console, missed = Console(highlight=False, soft_wrap=True), []
+    for found in search(chosen, seeds, processes):
+        by = "NOT FOUND" if found.seed is None else f"seed {found.seed}: {found.violation[:100]}"
+        console.print(f"{found.mutation}: {by}", markup=False)
+        if found.seed is None:
+            missed.append(found.mutation)
+    console.print(f"{len(chosen)} mutations of the serving code, {len(missed)} not found")
+    if missed:
+        raise typer.Exit(1)
+
+
+def chaos(
+    *,
+    seconds: Annotated[float, typer.Option(help="Length of the load, s.", min=10)] = 600.0,
+    every: Annotated[float, typer.Option(help="Time from one fault to the next, s.", min=1)] = 20.0,
+    in_flight: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 10,
+    faults: Annotated[str, typer.Option(help="Kinds, with commas; all by default.")] = ",".join(FAULTS),
+    deployment: Annotated[
+        Path, typer.Option(help="Deployment YAML, whose engines run on this machine.")
+    ] = Path("deployments/cpu_demo.yaml"),
+    prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts.")] = Path(
+        "demo_model/prompts"
+    ),
+    blocks: Annotated[int, typer.Option(help="KV blocks of an engine, few, so that they are reused.")] = 64,
+    port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8300,
+    seed: Annotated[int, typer.Option(help="Of faults, clients and prompts.")] = 0,
+    out: Annotated[Path, typer.Option(help="JSON file of the figures.")] = Path("out/faults.json"),
+) -> None:
+    """Kill and stop the application's processes in turn; status 1 if a client or a text came to harm."""
+    chosen = faults.split(",")
+    if unknown := set(chosen) - set(FAULTS):
+        raise BadInput(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
+    found = run_chaos(
+        deployment, read_prompts([prompts]), chosen,
+        seconds=seconds, every_s=every, in_flight=in_flight, blocks=blocks, port=port, seed=seed,
+    )  # fmt: skip
+    inputs = {
+        "deployment": deployment.name,
+        "seconds": seconds,
+        "every_s": every,
+        "in_flight": in_flight,
+        "blocks": blocks,
+    }
+    table = rows(found)
+    publish("faults", table, inputs=inputs, seed=seed, notes=NOTES, out=out)
+    for what in found.left_behind:
+        print(f"left behind: {what}")
+    for one in found.sent:
+        if one.kind not in ("ok", "left", *OWN_CONNECTION):
+            print(f"{one.kind}: {one.detail[:200]}")
+    total = table[-1]
+    if total["wrong_text"] or total["failed"] or total["silent_over_15_s"] or found.left_behind:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(simulate, mutate, chaos)

@@ -1,0 +1,225 @@
+"""Faults written into the serving code itself, each of which some seed must find.
+
+A mutation replaces one piece of a module's text as it is imported; no file changes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old`, which must stand in the module just once, becomes `new`."""
+
+    name: str
+    module: str
+    old: str
+    new: str = "pass"
+
+
+_SERVING = "eldr_serve.serving"
+MUTATIONS = (
+    # -- a request's path
+    Mutation(
+        "a lease is not released", f"{_SERVING}.path", "self._client.release(run.request_id)"
+    ),
+    Mutation(
+        "a retry decodes from blocks that were read before",
+        f"{_SERVING}.path",
+        "prefilled = await self._prefill(run) if splits else None",
+        "prefilled = run.__dict__.get('kept') or (await self._prefill(run) if splits else None)\n"
+        "            run.__dict__['kept'] = prefilled",
+    ),
+    Mutation(
+        "a cancel is lost on its way to the decode engine",
+        f"{_SERVING}.path",
+        "            if call is not None and not ended:\n                call.cancel()\n",
+        "",
+    ),
+    Mutation(
+        "blocks are freed while an engine may still read them",
+        f"{_SERVING}.path",
+        "reader=None if ended else call",
+        "reader=None",
+    ),
+    Mutation(
+        "blocks that nobody reads are not released",
+        f"{_SERVING}.path",
+        "create_task(self._send_release(request_id, replica, reader))",
+        "create_task(asyncio.sleep(0))",
+    ),
+    Mutation(
+        "a finished background task is kept",
+        f"{_SERVING}.path",
+        "        task.add_done_callback(self._background.discard)\n",
+        "",
+    ),
+    Mutation(
+        "a stream whose engine is lost ends as if it were whole",
+        f"{_SERVING}.path",
+        "yield _LOST",
+        "yield b'data: [DONE]\\n\\n'",
+    ),
+    Mutation(
+        "what was generated is not prefilled again",
+        f"{_SERVING}.path",
+        "request.cache_salt, generated=bytes(run.ids)",
+        "request.cache_salt",
+    ),
+    Mutation(
+        "an answer that goes on elsewhere begins anew",
+        f"{_SERVING}.path",
+        "            generated=bytes(run.ids),\n            created",
+        "            created",
+    ),
+    Mutation(
+        "the ids of one token are lost",
+        f"{_SERVING}.path",
+        "self.tokens += chunk.tokens",
+        "self.tokens += max(chunk.tokens - 1, 0)",
+    ),
+    # -- the router's client
+    Mutation("a release is not told", f"{_SERVING}.router_client", "self._released.append(request_id)"),
+    Mutation(
+        "releases of a message that was not delivered are forgotten",
+        f"{_SERVING}.router_client",
+        "self._released[:0] = message.released",
+    ),
+    Mutation(
+        "placements of a message that was not delivered are forgotten",
+        f"{_SERVING}.router_client",
+        "                self._ask(placement)\n        self._released",
+        "                pass\n        self._released",
+    ),
+    Mutation(
+        "a lease that comes after its request has gone is kept",
+        f"{_SERVING}.router_client",
+        "self._withdraw(answer.request_id)\n            elif",
+        "pass\n            elif",
+    ),
+    Mutation(
+        "a request whose router is lost waits for it",
+        f"{_SERVING}.router_client",
+        "self._settle(self.placements[request_id])",
+    ),
+    Mutation("own load is never released", f"{_SERVING}.router_client", "self._own.release(request_id)"),
+    Mutation(
+        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot())", "())"
+    ),
+    # -- the router
+    Mutation(
+        "leases of a dead ingress are kept",
+        f"{_SERVING}.router_state",
+        "for request_id in lost + queued:",
+        "for request_id in queued:",
+    ),
+    Mutation(
+        "leases that clients made are not taken",
+        f"{_SERVING}.router_state",
+        "self._hold(replace(lease, client=message.client))",
+    ),
+    # -- the channel
+    Mutation(
+        "calls of a lost channel are not told", "eldr_serve.channel.client", "call.over(ChannelLost(reason))"
+    ),
+    Mutation(
+        "an engine does not hear a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"
+    ),
+    Mutation(
+        "calls of a dead ingress run on",
+        "eldr_serve.channel.server",
+        "        for task in calls.values():\n            task.cancel()\n",
+        "",
+    ),
+    Mutation(
+        "a silent channel stays open",
+        "eldr_serve.channel.peer",
+        "if now - self._heard_at > self._silent_s:",
+        "if False:",
+    ),
+    # -- admission
+    Mutation("a place is not given back", f"{_SERVING}.places", "self.in_flight -= 1"),
+    Mutation(
+        "a client that leaves is not noticed",
+        f"{_SERVING}.admission",
+        "answering.cancel()  # does nothing if it is done",
+    ),
+)  # fmt: skip
+
+
+class _Loader(SourceFileLoader):
+    mutation: Mutation
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_source(fullname) or ""
+        found = source.count(self.mutation.old)
+        if found != 1:
+            raise ValueError(f"mutation {self.mutation.name!r}: its text stands {found} times in {fullname}")
+        return compile(source.replace(self.mutation.old, self.mutation.new), self.path, "exec")
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._mutation.module:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _Loader(fullname, spec.origin)
+        spec.loader.mutation = self._mutation
+        return spec
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first seed under which the mutation was found, and by what; None if by none."""
+
+    mutation: str
+    seed: int | None
+    violation: str
+
+
+def find(mutation: Mutation, seeds: int) -> Found:
+    """Run seeds until one fails with the mutation and not without it.
+
+    For a process of its own: the serving code is imported twice.
+    """
+    right = _imported()
+    sys.meta_path.insert(0, _Finder(mutation))
+    mutated = _imported()
+    for seed in range(seeds):
+        run = mutated.run_seed(seed)
+        if run.violations and not right.run_seed(seed).violations:
+            return Found(mutation.name, seed, run.violations[0])
+    return Found(mutation.name, None, "")
+
+
+def _imported() -> ModuleType:
+    """`simulate`, with all the serving code imported anew."""
+    for name in [name for name in sys.modules if name.startswith(("eldr_serve", "loadgen.faults"))]:
+        if name != __name__:
+            del sys.modules[name]
+    return importlib.import_module("loadgen.faults.simulate")
+
+
+def _find(task: tuple[Mutation, int]) -> Found:
+    return find(*task)
+
+
+def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Found]:
+    """All of them, a process each."""
+    _imported()  # here once for all that serving imports
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+        yield from pool.imap_unordered(_find, [(mutation, seeds) for mutation in mutations], chunksize=1)

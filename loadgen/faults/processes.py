@@ -1,0 +1,60 @@
+"""The processes of an application that this process has started, to be killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+
+# What Ray calls them; a stop of `gcs` stops Ray's store of who and where.
+_TITLES = {
+    "prefill": "ray::ServeReplica:eldr:Prefill",
+    "decode": "ray::ServeReplica:eldr:Decode",
+    "ingress": "ray::ServeReplica:eldr:EldrIngress",
+    "router": "ray::DecodeRouter",
+    "proxy": "ray::ProxyActor",
+    "controller": "ray::ServeController",
+    "gcs": "gcs_server",
+}
+ROLES = tuple(_TITLES)
+
+
+def of(role: str) -> list[psutil.Process]:
+    """Those that live, oldest first; children of this process alone, so nobody else's."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+            if _TITLES[role] in title and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.create_time(), process.pid, process))
+        except psutil.NoSuchProcess:
+            continue
+    return [process for *_, process in sorted(found, key=lambda entry: entry[:2])]
+
+
+def kill(process: psutil.Process) -> None:
+    """As kill -9."""
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def stop(process: psutil.Process) -> None:
+    """As SIGSTOP."""
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+def go_on(process: psutil.Process) -> None:
+    """As SIGCONT."""
+    if process.is_running():
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def resources(role: str) -> list[tuple[int, float, int]]:
+    """(pid, MiB of memory, descriptors) of each."""
+    found = []
+    for process in of(role):
+        try:
+            found.append((process.pid, process.memory_info().rss / 2**20, process.num_fds()))
+        except psutil.NoSuchProcess:
+            continue
+    return found

@@ -1,0 +1,168 @@
+"""What a seed makes happen: requests, and faults at moments and at steps of a process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eldr_serve.serving.router_state import RouterState
+from loadgen.faults.clients import Plan
+from loadgen.faults.virtual_time import Process
+from loadgen.faults.world import POLICIES, ROLES, World, table
+
+DURATION_S = 6.0  # within which requests come and faults happen
+_STEPS = 600  # of a process, within which a fault at a step falls
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        steps: it happens when its process has done so many steps after `at_s`; 0: at `at_s`.
+        choice: 0 to 1, decides among what there is.
+        seconds: how long it lasts, of those that last.
+    """
+
+    kind: str
+    role: str
+    at_s: float
+    steps: int
+    choice: float
+    seconds: float
+
+    def __str__(self) -> str:
+        when = f"{self.at_s:.3f} s" + (f" + {self.steps} steps" if self.steps else "")
+        return f"{when}: {self.kind} {self.role} ({self.choice:.2f}, {self.seconds:.2f} s)"
+
+
+def plans(rng: random.Random) -> list[Plan]:
+    """Requests of one run, some of which share a prefix, leave early or read slowly."""
+    shared = [_words(rng, 8) for _ in range(2)]
+    made = []
+    for _ in range(rng.randint(6, 16)):
+        prompt = " ".join([rng.choice([*shared, _words(rng, 1)]), _words(rng, rng.randint(1, 12))])
+        slow = rng.random() < 0.1
+        plan = Plan(
+            at_s=rng.uniform(0.8, DURATION_S),
+            method=rng.choice(["chat", "completions"]),
+            prompt=prompt,
+            max_tokens=320 if slow else rng.choice([1, 2, 5, 12, 30, 60]),
+            stream=slow or rng.random() < 0.6,
+            n=2 if rng.random() < 0.08 else 1,
+            leaves_s=rng.choice([rng.uniform(0, 0.04), rng.uniform(0, 1)]) if rng.random() < 0.3 else None,
+            reads_s=rng.choice([0.3, 8.0]) if slow else 0.0,
+            token_s=0.02 if slow else rng.choice([0.005, 0.02, 0.1]),
+        )
+        made.append(plan)
+        if rng.random() < 0.1:
+            made.append(plan)  # sent twice
+    return sorted(made, key=lambda plan: plan.at_s)
+
+
+def _words(rng: random.Random, number: int) -> str:
+    return " ".join(str(rng.randrange(1, 9973)) for _ in range(number))
+
+
+def faults(rng: random.Random) -> list[Fault]:
+    """None to eight, in some runs of one role alone."""
+    made = []
+    roles = rng.choice([ROLES, ROLES, ROLES, ("router",), ("decode",), ("ingress",), ("prefill",)])
+    possible = [(kind, role) for kind, (of, _) in _KINDS.items() for role in of if role in roles]
+    for _ in range(rng.choice([0, 1, 2, 3, 4, 5, 6, 8])):
+        kind, role = rng.choice(possible)
+        made.append(
+            Fault(
+                kind,
+                role,
+                rng.uniform(0.5, DURATION_S),
+                rng.randrange(1, _STEPS) if rng.random() < 0.5 else 0,
+                rng.random(),
+                rng.choice([rng.uniform(0.05, 1.0), rng.uniform(1.0, 4.0)]),
+            )
+        )
+    return made
+
+
+def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
+    """Have it happen."""
+
+    def due() -> None:
+        live = world.live[fault.role]
+        if not live:
+            return
+        process = live[int(fault.choice * len(live))]
+
+        def now() -> None:
+            if process.alive and world.loop.time() <= DURATION_S:
+                happened(f"{world.loop.time():.4f} s: {fault.kind} {process.name} ({fault.seconds:.2f} s)")
+                _KINDS[fault.kind][1](world, process, fault)
+
+        if fault.steps:
+            process.trap(fault.steps, now)
+        else:
+            now()
+
+    world.loop.call_later(fault.at_s, due)
+
+
+# -- kinds ---------------------------------------------------------------------------------------
+
+
+def _stall(world: World, process: Process, fault: Fault) -> None:
+    ends = world.network.of(process)
+    if ends:
+        ends[int(fault.choice * 997) % len(ends)].stall(fault.seconds)
+
+
+def _cut(world: World, process: Process, fault: Fault) -> None:
+    ends = world.network.of(process)
+    if ends:
+        world.network.cut(ends[int(fault.choice * 997) % len(ends)], half=False)
+
+
+def _half_cut(world: World, process: Process, fault: Fault) -> None:
+    ends = world.network.of(process)
+    if ends:
+        world.network.cut(ends[int(fault.choice * 997) % len(ends)], half=True)
+
+
+def _gcs(world: World, process: Process, fault: Fault) -> None:
+    world.gcs_until_s = world.loop.time() + 2 * fault.seconds
+
+
+def _state(process: Process) -> RouterState:
+    state: RouterState = process.servable_object._state
+    return state
+
+
+def _policy(world: World, process: Process, fault: Fault) -> None:
+    name = POLICIES[int(fault.choice * len(POLICIES))]
+    process.soon(lambda: _state(process).set_policy(name, {}))
+
+
+def _swap(world: World, process: Process, fault: Fault) -> None:
+    process.soon(lambda: _state(process).swap_table(table(2 + int(fault.choice * 3)).to_bytes()))
+
+
+def _configure(world: World, process: Process, fault: Fault) -> None:
+    """A new deployment of other options: the actor begins anew, and no connection is lost."""
+    settings = world.settings.model_copy(update={"seed": int(1000 * fault.choice)})
+    process.soon(lambda: world.loop.create_task(process.servable_object.configure(settings)))
+
+
+_ENGINES = ("prefill", "decode")
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[World, Process, Fault], None]]] = {
+    "kill": (ROLES, lambda world, process, fault: world.kill(process)),
+    "lose the machine of": (_ENGINES, lambda world, process, fault: world.kill(process, silently=True)),
+    "stop": (ROLES, lambda world, process, fault: world.stop(process, fault.seconds)),
+    "stall a connection of": (ROLES, _stall),
+    "cut a connection of": (ROLES, _cut),
+    "cut one side of a connection of": (ROLES, _half_cut),
+    "drain": (_ENGINES, lambda world, process, fault: world.drain(process)),
+    "stop GCS for": (("router",), _gcs),
+    "another policy in": (("router",), _policy),
+    "another table in": (("router",), _swap),
+    "other options of": (("router",), _configure),
+}

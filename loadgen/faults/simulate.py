@@ -1,0 +1,265 @@
+"""Runs of the serving code on virtual time, each decided by its seed, and what must be so in all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from eldr_serve.routing import State
+from loadgen.faults.clients import Outcome, Plan, ask
+from loadgen.faults.fake_engines import DecodeEngine, PrefillEngine
+from loadgen.faults.schedule import DURATION_S, Fault, arm, faults, plans
+from loadgen.faults.virtual_network import Network
+from loadgen.faults.virtual_time import Livelock, VirtualLoop
+from loadgen.faults.world import CLIENT_TIMEOUT_S, LEASE_S, QUEUE_S, World, virtual
+
+ALLOWED = ("ok", "left", "http 503", "http 429")  # what a client may see whatever happens
+LOST_AFTER = 2  # faults, before which no stream may be lost: an answer goes on elsewhere once
+_LONG, _LONG_S = 100, 2.0  # tokens of the streams that run while leases are compared, and s a token
+_SETTLE_S = LEASE_S + CLIENT_TIMEOUT_S + 6.0
+
+
+@dataclass
+class Run:
+    """What came of a seed."""
+
+    seed: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    happened: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    virtual_s: float = 0.0
+    trace: int = 0
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many requests ended how."""
+        return Counter(outcome.kind for outcome in self.outcomes)
+
+
+def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] | None = None) -> Run:
+    """One run; the same seed is the same run.
+
+    Args:
+        asked: these requests, in place of those that the seed draws.
+        wrong: these faults, likewise.
+    """
+    logging.disable(logging.CRITICAL)
+    gc.freeze()
+    gc.disable()  # so that nothing is finalized at another moment than in the run before
+    try:
+        rng = random.Random(seed)
+        loop = VirtualLoop(random.Random(rng.random()))  # type: ignore[abstract]
+        loop.network = Network(loop, random.Random(rng.random()))
+        run = Run(seed, faults=faults(rng) if wrong is None else wrong)
+        asked = plans(rng) if asked is None else asked
+        holder: list[World] = []
+
+        async def main() -> None:
+            await _Simulation(run, holder[0], asked, rng).go()
+
+        world = World(loop, random.Random(rng.random()))
+        holder.append(world)
+        with virtual(loop, world, random.Random(rng.random())):
+            try:
+                loop.run(main())
+            except Livelock as error:
+                run.violations.append(f"it does not end: {error}")
+        run.violations += [f"nobody caught: {error}" for error in loop.errors]
+        run.virtual_s, run.trace = loop.time(), loop.trace
+        return run
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        logging.disable(logging.NOTSET)
+
+
+class _Simulation:
+    def __init__(self, run: Run, world: World, asked: list[Plan], rng: random.Random) -> None:
+        self.run, self.world, self.asked, self.rng = run, world, asked, rng
+        self._long: list[asyncio.Task[Outcome]] = []
+
+    async def go(self) -> None:
+        world, loop = self.world, self.world.loop
+        await world.start(prefills=self.rng.choice([1, 2]), decodes=self.rng.choice([2, 3]), ingresses=2)
+        for fault in self.run.faults:
+            arm(world, fault, self.run.happened.append)
+        clients = [loop.create_task(self._client(plan)) for plan in self.asked]
+        self._begin_long(2)
+        self.run.outcomes = list(await asyncio.gather(*clients))
+        for outcome in self.run.outcomes:
+            self._judge(outcome)
+        await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
+        await self._until(self._all_back, 30, "processes that were started anew are not back")
+        await self._compare_leases()
+        await self._until(self._nothing_left, _SETTLE_S, "left behind")
+        await self._one_more()
+        await self._until(self._nothing_left, _SETTLE_S, "left behind by a request after the faults")
+        self._check_engines()
+        await self._stop_ingresses()
+
+    async def _client(self, plan: Plan) -> Outcome:
+        await asyncio.sleep(plan.at_s)
+        while not (there := self.world.live["ingress"]):
+            await asyncio.sleep(0.1)
+        return await ask(self.world, plan, there[int(self.rng.random() * len(there))])
+
+    async def _until(self, wrong: Callable[[], list[str]], seconds: float, what: str) -> None:
+        """Wait until nothing is wrong any more; a violation if that takes longer."""
+        until = self.world.loop.time() + seconds
+        while found := wrong():
+            if self.world.loop.time() > until:
+                self.run.violations.append(f"{what}: {'; '.join(found)}")
+                return
+            await asyncio.sleep(0.25)
+
+    # -- what must be so ---------------------------------------------------------------------------
+
+    def _judge(self, outcome: Outcome) -> None:
+        plan, say = outcome.plan, self.run.violations.append
+        what = f"{'stream' if plan.stream else 'answer'} of {plan.prompt!r}"
+        allowed = outcome.kind in ALLOWED
+        if outcome.kind == "engine lost":
+            allowed = plan.n > 1 or len(self.run.happened) >= LOST_AFTER
+        if outcome.kind == "connection lost":
+            allowed = outcome.ingress in self.world.killed or bool(plan.reads_s)
+        if not allowed:
+            say(f"{what}: {outcome.kind} after {outcome.seconds:.1f} s {outcome.detail}")
+        late_s = 1.5 * plan.max_tokens * plan.token_s + QUEUE_S + 4.0
+        if self._engines_are_well and not plan.reads_s and outcome.seconds > late_s:
+            say(f"{what}: it took {outcome.seconds:.1f} s, though only the router was away")
+        if outcome.starts > 1 or outcome.ends > 1:
+            say(f"{what}: {outcome.starts} starts, {outcome.ends} ends")
+        if outcome.kind == "ok" and outcome.text != plan.reference:
+            say(f"{what}: {outcome.text!r} in place of {plan.reference!r}")
+        elif not plan.reference.startswith(outcome.text):
+            say(f"{what}: {outcome.text!r} is no prefix of {plan.reference!r}")
+
+    @property
+    def _engines_are_well(self) -> bool:
+        return all(fault.role == "router" for fault in self.run.faults)
+
+    def _all_back(self) -> list[str]:
+        world, found = self.world, []
+        for role, number in world.wanted.items():
+            there = len(world.known[role] if role in world.known else world.live[role])
+            if there < number:
+                found.append(f"{there} of {number} {role}")
+        for process in world.live["ingress"]:
+            if process.stopped:
+                found.append(f"{process} is stopped")
+                continue
+            one = process.servable_object
+            if one._client.router_away:
+                found.append(f"{process} places by own load")
+            if set(one._prefill.live) != set(world.known["prefill"]):
+                found.append(f"{process} does not know all prefill replicas")
+            if set(one._decode.live) != set(world.known["decode"]):
+                found.append(f"{process} does not know all decode replicas")
+        return found
+
+    def _state(self) -> Any:
+        router = self.world.router()
+        assert router is not None
+        return router.servable_object._state
+
+    async def _compare_leases(self) -> None:
+        """While long streams run, router and clients agree on who holds what."""
+        self._begin_long(0)
+        await asyncio.sleep(0.7)
+        await self._until(self._disagreements, CLIENT_TIMEOUT_S + 8.0, "leases")
+        for task in self._long:
+            task.cancel()
+
+    def _begin_long(self, during: int) -> None:
+        """Streams that run until they are cancelled: so many begin among the faults; or one now, if none."""
+        for number in range(during or 1):
+            at_s = self.rng.uniform(0.8, DURATION_S) if during else 0.0
+            plan = Plan(
+                at_s, "completions", f"{number} 1", _LONG, stream=True, token_s=_LONG_S, leaves_s=500.0
+            )
+            self._long.append(self.world.loop.create_task(self._client(plan)))
+
+    def _disagreements(self) -> list[str]:
+        told = {name: placement.replica for name, placement in self._state().placer.running.items()}
+        held: dict[str, str] = {}
+        for process in self.world.live["ingress"]:
+            placements = process.servable_object._client.placements
+            held |= {n: p.replica for n, p in placements.items() if p.state is State.LEASED}
+        if told == held and held:
+            return []
+        return [f"the router has {told}, its clients have {held}"]
+
+    def _nothing_left(self) -> list[str]:
+        found = []
+
+        def zero(what: str, number: Any) -> None:
+            if number:
+                found.append(f"{what}: {number}")
+
+        world = self.world
+        for process in world.live["ingress"]:
+            one = process.servable_object
+            zero(f"{process} in flight", one.gate.in_flight)
+            zero(f"{process} waiting", one.gate.places.waiting)
+            zero(f"{process} placements", dict(one._client.placements))
+            zero(f"{process} answers awaited", one._client._answers)
+            zero(f"{process} unsent", one._client._unsent)
+            zero(f"{process} releases to tell", one._client._released)
+            zero(f"{process} progress to tell", one._client._progress)
+            zero(f"{process} own load", len(one._client._own._ledger))
+            zero(f"{process} background", len(one._path._background))
+            zero(
+                f"{process} open calls",
+                sum(one._prefill.in_flight.values()) + sum(one._decode.in_flight.values()),
+            )
+        state = self._state()
+        zero("router leases", dict(state.placer.running))
+        zero("router queue", dict(state.placer.queue))
+        zero("router ledger", len(state.placer._ledger))
+        for name, engine in world.engines.items():
+            if engine.process.alive:
+                zero(f"{name} blocks in use", engine.blocks.in_use)
+                zero(f"{name} running", engine.running)
+                zero(f"{name} calls", world.servers[name]._channel.in_flight)
+                if isinstance(engine, PrefillEngine):
+                    zero(f"{name} prompts held", engine.held)
+        return found
+
+    def _check_engines(self) -> None:
+        """No engine has kept wrong blocks; and while all could be reached, no lease has run out."""
+        say = self.run.violations.append
+        for name, engine in self.world.engines.items():
+            if isinstance(engine, PrefillEngine):
+                if self._engines_are_well and engine.expired:
+                    say(f"{name}: {engine.expired} prompts were neither read nor released")
+            elif isinstance(engine, DecodeEngine):
+                for prefix, block in engine.prefixes.items():
+                    if prefix[-len(block) :] != block:
+                        say(f"{name} keeps {block} as the end of {prefix}")
+
+    async def _one_more(self) -> None:
+        """A request after it all is answered."""
+        for process in self.world.live["ingress"]:
+            plan = Plan(0.0, "completions", "1 2 3 4 5 6", 3, stream=False)
+            outcome = await ask(self.world, plan, process)
+            if outcome.kind != "ok" or outcome.text != plan.reference:
+                self.run.violations.append(f"a request after the faults: {outcome.kind} {outcome.detail}")
+
+    async def _stop_ingresses(self) -> None:
+        """No task is left in an ingress that has stopped."""
+        there = list(self.world.live["ingress"])
+        for process in there:
+            process.run(self.world.loop.create_task, process.servable_object.stop())
+        await asyncio.sleep(1.0)
+        for process in there:
+            if process.pending:
+                self.run.violations.append(
+                    f"tasks left in {process}: {[str(t.get_coro()) for t in process.pending]}"
+                )

@@ -1,0 +1,171 @@
+"""Connections between processes of a VirtualLoop, as TCP makes them: in order, late, stalled, lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from loadgen.faults.virtual_time import Process, VirtualLoop, current
+
+_NEVER_S = 1e6
+
+
+class End(asyncio.Transport):
+    """One end of a connection, in the process that it belongs to."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        super().__init__()
+        self.process = process
+        self.peer: End
+        self.protocol: Any = None
+        self.open = True
+        self.lost = False  # nothing that is written arrives any more
+        self._network = network
+        self._clear_at = 0.0  # when all that was written has arrived
+        self._unread_bytes = 0
+
+    def _arrives_at(self) -> float:
+        loop = self._network.loop
+        self._clear_at = max(self._clear_at, loop.time() + self._network.latency_s())
+        return self._clear_at
+
+    def stall(self, seconds: float) -> None:
+        """What is written arrives later."""
+        self._clear_at = max(self._clear_at, self._network.loop.time()) + seconds
+
+    def write(self, data: Any) -> None:
+        if self.open and not self.lost:
+            self._unread_bytes += len(data)
+            at = self._arrives_at()
+            self._network.loop.call_at(
+                at, self._arrive, bytes(data), context=self.peer.process.context.copy()
+            )
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def _arrive(self, data: bytes) -> None:
+        self._unread_bytes -= len(data)
+        if self.peer.open and not self.lost:
+            self.peer.protocol.data_received(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self._unread_bytes
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return (self.peer.process.name, 0) if name == "peername" else default
+
+    def is_closing(self) -> bool:
+        return not self.open
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """This end is told at once; the other later, perhaps without what was on its way."""
+        if self.open:
+            self.open = False
+            self.process.soon(self.protocol.connection_lost, None)
+            self._reset()
+
+    def _reset(self) -> None:
+        if not self.lost:
+            self._network.loop.call_at(
+                self._arrives_at(), self.peer.hear_of_end, context=self.peer.process.context.copy()
+            )
+            self.lost = self._network.rng.random() < 0.5
+
+    def hear_of_end(self) -> None:
+        """The other end is gone, or so the network says."""
+        if self.open:
+            self.open = False
+            self.protocol.connection_lost(ConnectionResetError("connection reset by peer"))
+            self._network.connections.discard_end(self)
+
+    def die(self, *, silently: bool) -> None:
+        """Its process was killed; silently: with its machine, so that the other end is told nothing."""
+        if self.open:
+            self.open = False
+            if silently:
+                self.lost = True
+            else:
+                self._reset()
+
+
+class _Connections(list[End]):
+    """One end of each that is open."""
+
+    def discard_end(self, end: End) -> None:
+        self[:] = [found for found in self if found is not end and found.peer is not end]
+
+
+class Network:
+    """Of one loop."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.connections = _Connections()
+        self._listeners: dict[tuple[str, int], tuple[Callable[[], Any], Process]] = {}
+        self._ports = 1
+
+    def latency_s(self) -> float:
+        """Mostly short."""
+        return self.rng.uniform(0.0001, 0.002) if self.rng.random() < 0.95 else self.rng.uniform(0.002, 0.05)
+
+    def listen(self, factory: Callable[[], Any], host: str) -> Any:
+        """What `loop.create_server` returns."""
+        self._ports += 1
+        key = (host, self._ports)
+        self._listeners[key] = (factory, current())
+        return SimpleNamespace(
+            sockets=[SimpleNamespace(getsockname=lambda: key)], close=lambda: self._listeners.pop(key, None)
+        )
+
+    async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[End, Any]:
+        """What `loop.create_connection` returns."""
+        await asyncio.sleep(self.latency_s())
+        found = self._listeners.get((host, port))
+        if found is None:
+            raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+        make, server = found
+        if not server.alive:  # its machine is gone
+            await asyncio.sleep(_NEVER_S)
+        mine, other = End(self, current()), End(self, server)
+        mine.peer, other.peer = other, mine
+        mine.protocol = factory()
+        self.connections.append(mine)
+        # What is written at once arrives after this, in its order.
+        self.loop.call_at(mine._arrives_at(), self._accept, other, make, context=server.context.copy())
+        mine.protocol.connection_made(mine)
+        return mine, mine.protocol
+
+    def _accept(self, end: End, make: Callable[[], Any]) -> None:
+        end.protocol = make()
+        end.protocol.connection_made(end)
+
+    def of(self, process: Process) -> list[End]:
+        """The ends that a process has."""
+        ends = [end for mine in self.connections for end in (mine, mine.peer)]
+        return [end for end in ends if end.process is process and end.protocol is not None and end.open]
+
+    def cut(self, end: End, *, half: bool) -> None:
+        """The connection is lost; half: the other end is not told, and hears nothing more."""
+        for side in (end, end.peer):
+            side.lost = True
+        end.process.soon(end.hear_of_end)
+        if not half:
+            end.peer.process.soon(end.peer.hear_of_end, after_s=self.latency_s())
+
+    def kill(self, process: Process, *, silently: bool = False) -> None:
+        """The process is dead, and so are its connections."""
+        for end in self.of(process):
+            end.die(silently=silently)
+        if not silently:
+            self._listeners = {
+                key: found for key, found in self._listeners.items() if found[1] is not process
+            }
+        self.connections[:] = [e for e in self.connections if e.open or e.peer.open]

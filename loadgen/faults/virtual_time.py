@@ -1,0 +1,299 @@
+"""An event loop on virtual time, in which several processes run that can be killed and stopped.
+
+A process is a context: whatever was begun in it runs in it. Killed, it never runs again, not even a
+`finally`; stopped, what is due waits. Which process runs next is drawn by the seed, so one seed is one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import heapq
+import itertools
+import random
+import sys
+import weakref
+from asyncio import events
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+_MAX_STEPS = 3_000_000  # of one run, which then goes round in a circle
+
+_process: ContextVar[Process] = ContextVar("process")
+
+
+class Livelock(RuntimeError):  # noqa: N818
+    """The run does not end."""
+
+
+class Process:
+    """What is killed, or stopped, as a whole.
+
+    Attributes:
+        servable_object: what runs in it, named as Ray Serve's context names it.
+        steps: callbacks and steps of tasks that it has run.
+    """
+
+    def __init__(self, loop: VirtualLoop, name: str, number: int) -> None:
+        self.name = name
+        self.loop = loop
+        self.number = number
+        self.alive = True
+        self.stopped = False
+        self.servable_object: Any = None
+        self.steps = 0
+        self.ready: deque[asyncio.Handle] = deque()
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self._traps: dict[int, Callable[[], None]] = {}
+        self.context = copy_context()
+        self.context.run(_process.set, self)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def run(self, begin: Callable[..., Any], *args: Any) -> Any:
+        """Call it as if the process did."""
+        return self.context.copy().run(begin, *args)
+
+    def soon(self, callback: Callable[..., Any], *args: Any, after_s: float = 0.0) -> asyncio.TimerHandle:
+        """Have the process call it."""
+        return self.loop.call_later(after_s, callback, *args, context=self.context.copy())
+
+    def trap(self, after_steps: int, callback: Callable[[], None]) -> None:
+        """Call it when the process has done so many steps more."""
+        self._traps[self.steps + max(after_steps, 1)] = callback
+
+    def stepped(self) -> None:
+        self.steps += 1
+        if self._traps:
+            callback = self._traps.pop(self.steps, None)
+            if callback is not None:
+                callback()
+
+    @property
+    def pending(self) -> list[asyncio.Task[Any]]:
+        """Tasks that have not ended."""
+        return [task for task in self.tasks if not task.done()]
+
+
+def current() -> Process:
+    """The process that runs now."""
+    return _process.get()
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """See above.
+
+    Attributes:
+        network: has `connect(factory, host, port)` and `listen(factory, host)`, see virtual_network.
+        thread_s: how long a call in a thread takes, s.
+        errors: what asyncio would have logged of exceptions that nobody has caught.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._now = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, Context]] = []
+        self._numbers = itertools.count()
+        self._runnable: dict[Process, None] = {}
+        self._steps = 0
+        self._generators: weakref.WeakKeyDictionary[Any, Process] = weakref.WeakKeyDictionary()
+        self._over = False
+        self.processes: list[Process] = []
+        self.errors: list[str] = []
+        self.network: Any = None
+        self.thread_s: Callable[[], float] = lambda: 0.001
+        self.trace = 0  # of what ran, in its order: equal for equal runs
+
+    def process(self, name: str) -> Process:
+        """A new one."""
+        process = Process(self, name, len(self.processes))
+        self.processes.append(process)
+        return process
+
+    def kill(self, process: Process) -> None:
+        """It never runs again."""
+        process.alive = False
+        process.ready.clear()
+        self._runnable.pop(process, None)
+
+    def stop_process(self, process: Process) -> None:
+        """As SIGSTOP."""
+        process.stopped = True
+        self._runnable.pop(process, None)
+
+    def go_on(self, process: Process) -> None:
+        """As SIGCONT."""
+        process.stopped = False
+        if process.alive and process.ready:
+            self._runnable[process] = None
+
+    # -- what asyncio asks of a loop -------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        context = copy_context() if context is None else context
+        handle = asyncio.Handle(callback, args, self, context)
+        self._make_ready(handle, context)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        context = copy_context() if context is None else context
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer, context))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None: ...
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        if self._over:
+            coro.close()
+            return self.create_future()  # type: ignore[return-value]
+        context = copy_context() if context is None else context
+        process = context[_process]
+        task = asyncio.Task(coro, loop=self, name=name or "task", context=context)
+        process.tasks[task] = None
+        task.add_done_callback(process.tasks.pop, context=context)
+        return task
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        done = self.create_future()
+
+        def run() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(func(*args))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.call_later(self.thread_s(), run)
+        return done
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None) -> Any:  # type: ignore[override]
+        return await self.network.connect(protocol_factory, host, port)
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        return self.network.listen(protocol_factory, host)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self._over:
+            self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        self.call_exception_handler(context)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def run(self, main: Coroutine[Any, Any, Any]) -> Any:
+        """What `main` returns; it runs in a process of its own, and when it ends all is over."""
+        process = self.process("harness")
+        hooks = sys.get_asyncgen_hooks()
+        running = events._get_running_loop()
+        events._set_running_loop(self)
+        sys.set_asyncgen_hooks(firstiter=self._began, finalizer=self._finalize)
+        try:
+            task = process.run(self.create_task, main)
+            while not task.done():
+                self._turn()
+            return task.result()
+        finally:
+            self._bury()
+            sys.set_asyncgen_hooks(*hooks)
+            events._set_running_loop(running)
+
+    def _turn(self) -> None:
+        """One turn of the loop of one process that has something to do; the next timers where none has."""
+        if not self._runnable:
+            self._wait()
+            return
+        runnable = list(self._runnable)
+        process = runnable[int(self._rng.random() * len(runnable))]
+        ready = process.ready
+        for _ in range(len(ready)):
+            if not ready or process.stopped:  # killed or stopped by what it did
+                break
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+                self._steps += 1
+                process.stepped()
+        if not ready or process.stopped:
+            self._runnable.pop(process, None)
+        self.trace = hash((self.trace, process.number, process.steps, self._now))
+        if self._steps > _MAX_STEPS:
+            raise Livelock(f"{self._steps} steps, and {self._now:.1f} s of virtual time")
+
+    def _wait(self) -> None:
+        if not self._timers:
+            raise Livelock("everybody waits, and for nothing")
+        self._now = max(self._now, self._timers[0][0])
+        while self._timers and self._timers[0][0] <= self._now:
+            _, _, timer, context = heapq.heappop(self._timers)
+            if not timer.cancelled():
+                self._make_ready(timer, context)
+
+    def _make_ready(self, handle: asyncio.Handle, context: Context) -> None:
+        if self._over:
+            return
+        process = context[_process]
+        if process.alive:
+            process.ready.append(handle)
+            if not process.stopped:
+                self._runnable[process] = None
+
+    def _began(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self._generators[generator] = current()
+
+    def _finalize(self, generator: AsyncGenerator[Any, Any]) -> None:
+        process = self._generators.get(generator)
+        if process is not None and process.alive and not self._over:
+            process.run(self.create_task, generator.aclose())
+
+    def _bury(self) -> None:
+        """End what is left, none of which may do anything any more."""
+        self._over = True
+        for process in self.processes:
+            for task in process.pending:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                coroutine = task.get_coro()
+                assert coroutine is not None
+                with contextlib.suppress(BaseException):
+                    process.run(coroutine.close)
+        self._timers.clear()
+        gc.collect()  # what is ended by that finds this loop, which does nothing

@@ -1,0 +1,372 @@
+"""The application on virtual time: real ingresses and a real router, each a process, over fake engines.
+
+What is fake: Ray (who starts and finds processes), HTTP's bytes, and the engines. What is real: the HTTP
+application, admission, path, client and link of the router, the actor with its state and placer, fleets,
+warm-up, and both ends of every channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from ray.exceptions import RayError
+
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.channel import ChannelServer
+from eldr_serve.channel import client as channel_client
+from eldr_serve.serving import decode_router, ingress, servers
+from eldr_serve.serving.address import Address
+from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
+from eldr_serve.serving.decode_router import DecodeRouter
+from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.replicas import ReplicaDirectory
+from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.serving.router_state import RouterState
+from eldr_serve.signature import SignatureSpec
+from loadgen.faults.fake_engines import (
+    EXPERTS,
+    LAYERS,
+    MODEL,
+    BlockEngine,
+    DecodeEngine,
+    PrefillEngine,
+)
+from loadgen.faults.virtual_network import Network
+from loadgen.faults.virtual_time import Process, VirtualLoop, current
+
+ADMIN_KEY = "key"
+LEASE_S = 12.0  # of a prompt's KV blocks
+CLIENT_TIMEOUT_S = 12.0  # until a silent ingress has lost its leases
+CALL_S = 10.0
+QUEUE_S = 5.0
+LONG_AWAY_S = 12.0  # that a router is away at times, in which nobody may wait for it
+_MAX_UNREAD_BYTES = 40_000  # of a stream that its client does not read: more than 4 s of tokens
+_SAMPLE_PERIOD_S = 1.0
+POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
+ROLES = ("prefill", "decode", "router", "ingress")
+
+
+def table(centroids: int, band: float = 0.1) -> RoutingTable:
+    """Centroid c points at expert c of layer 0."""
+    spec = SignatureSpec(np.ones((LAYERS, EXPERTS), np.float32), np.arange(LAYERS))
+    domains = [f"domain{c}" for c in range(centroids)]
+    points = np.eye(centroids, spec.dim, dtype=np.float32)
+    return RoutingTable(MODEL, spec, points, np.ones(centroids, np.int64), domains, band)
+
+
+class _Ingress(ingress.EldrIngress):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve's is asynchronous, and awaited by Serve alone."""
+
+
+class _Prefill(servers.PrefillServer):
+    def __del__(self) -> None:  # type: ignore[override]
+        """As above; `leave` is what Serve does."""
+
+
+class _Decode(servers.DecodeServer):
+    def __del__(self) -> None:  # type: ignore[override]
+        """As above."""
+
+
+class _Remote:
+    """`handle.method.remote()`, in the process that the method belongs to.
+
+    Args:
+        find: that process now; None while it is away.
+        call: what is run there.
+    """
+
+    def __init__(
+        self, find: Callable[[], Process | None], call: Callable[[Process], Coroutine[Any, Any, Any]]
+    ) -> None:
+        self._find = find
+        self._call = call
+
+    async def remote(self, *args: Any) -> Any:
+        caller, process = current(), self._find()
+        if process is None:
+            raise RayError("the actor is away")
+        done: asyncio.Future[Any] = caller.loop.create_future()
+
+        def answered(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                caller.soon(settle, task.result(), after_s=0.001)
+
+        def settle(result: Any) -> None:
+            if not done.done():
+                done.set_result(result)
+
+        process.soon(
+            lambda: process.loop.create_task(self._call(process)).add_done_callback(answered), after_s=0.001
+        )
+        while not done.done():
+            await asyncio.wait([done], timeout=0.5)
+            if not process.alive and not done.done():
+                raise RayError("the actor died")
+        return done.result()
+
+
+class World:
+    """Processes, and who starts them again when they die.
+
+    Args:
+        rng: draws everything that the seed decides.
+    """
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        self.loop, self.rng = loop, rng
+        self.network: Network = loop.network
+        self.engines: dict[str, BlockEngine] = {}  # all that ever were
+        self.servers: dict[str, servers.EngineServer] = {}  # of engines, by name of their process
+        self.live: dict[str, list[Process]] = {role: [] for role in ROLES}
+        self.known: dict[str, dict[str, dict[str, Any]]] = {"prefill": {}, "decode": {}}  # to Serve
+        self.directories: dict[Process, dict[str, ReplicaDirectory]] = {}
+        self.killed: set[Process] = set()
+        self.gcs_until_s = 0.0  # GCS is away until then
+        self.prefill_blocks = rng.choice([12, 24, 48])
+        self.decode_blocks = rng.choice([192, 256, 384])
+        self._numbers = dict.fromkeys(ROLES, 0)
+        self._samples = 0
+        self.settings = RouterSettings(
+            model_id=MODEL,
+            policy=rng.choice(POLICIES),
+            table=table(3).to_bytes(),
+            client_timeout_s=CLIENT_TIMEOUT_S,
+        )
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    async def start(self, *, prefills: int, decodes: int, ingresses: int) -> None:
+        """Start all, and let what runs by itself run."""
+        self.wanted = {"router": 1, "prefill": prefills, "decode": decodes, "ingress": ingresses}
+        for role, number in self.wanted.items():
+            for _ in range(number):
+                self.start_one(role)
+        self.loop.thread_s = self._thread_s
+        self._control = asyncio.create_task(self._sample())
+
+    def _thread_s(self) -> float:
+        """A thread's calls are Ray's, which wait for GCS."""
+        return max(self.gcs_until_s - self.loop.time(), 0) + self.rng.uniform(0.0001, 0.005)
+
+    def start_one(self, role: str) -> None:
+        """One more process of the role."""
+        self._numbers[role] += 1
+        process = self.loop.process(f"{role}-{self._numbers[role]}")
+        self.live[role].append(process)
+        if role == "ingress":
+            self.directories[process] = {}
+            process.run(self._start_ingress, process)
+        elif role == "router":
+            process.run(self._start_router, process)
+        else:
+            process.run(self.loop.create_task, self._start_engine(role, process))
+
+    async def _start_engine(self, role: str, process: Process) -> None:
+        made: dict[str, Any] = {"process": process, "time_s": self.time_s, "lease_s": LEASE_S}
+
+        async def prefill(config: Any) -> PrefillEngine:
+            return PrefillEngine(blocks=self.prefill_blocks, **made)
+
+        async def decode(config: Any) -> DecodeEngine:
+            return DecodeEngine(blocks=self.decode_blocks, peers=self.engines, **made)
+
+        config: Any = SimpleNamespace(deployment_config={})
+        server: servers.EngineServer
+        if role == "prefill":
+            server = _Prefill.__new__(_Prefill)
+            await server.__init__(config, engine=prefill)  # type: ignore[misc]
+        else:
+            server = _Decode.__new__(_Decode)
+            await server.__init__(config, engine=decode, router_name="router")  # type: ignore[misc]
+        process.servable_object = server
+        self.engines[process.name] = server._engine  # type: ignore[assignment]
+        self.servers[process.name] = server
+        self.known[role][process.name] = await server.record_replica_metadata()
+        self._publish(role)
+
+    def _start_router(self, process: Process) -> None:
+        process.servable_object = DecodeRouter(self.settings)
+
+    def _start_ingress(self, process: Process) -> None:
+        healthy: Any = SimpleNamespace(check_health=_Remote(lambda: process, _nothing))
+        process.servable_object = made = _Ingress(
+            prefill=healthy,
+            decode=healthy,
+            model_card={"id": MODEL, "object": "model"},
+            openapi={},
+            application="world",
+            tokenizer="/nowhere",
+            router=self.settings,
+            options=IngressOptions(max_in_flight=self.rng.choice([6, 64])),
+            path_options=PathOptions(
+                kv_lease_s=LEASE_S,
+                queue_ttl_s=QUEUE_S,
+                prefill_limit_s=CALL_S,
+                first_token_limit_s=CALL_S,
+                gap_limit_s=CALL_S,
+            ),
+            admin_key_sha256=sha256(ADMIN_KEY.encode()).hexdigest(),
+        )
+        for role in ("prefill", "decode"):
+            self._publish(role)
+        self.loop.create_task(made.check_health())
+
+    # -- what Ray does -----------------------------------------------------------------------------
+
+    def directory(self, name: str) -> ReplicaDirectory:
+        """The current process's, by its deployment's name."""
+        role = name.rpartition("/")[2]
+        found = ReplicaDirectory()
+        found.budget = PrefillBudget(clock=self.loop.time)
+        return self.directories[current()].setdefault(role, found)
+
+    def router(self) -> Process | None:
+        """The actor's process."""
+        return self.live["router"][0] if self.live["router"] else None
+
+    def _publish(self, role: str) -> None:
+        """Serve tells every ingress of the replicas."""
+
+        def tell(found: ReplicaDirectory) -> None:
+            found.publish(dict(self.known[role]))  # the newest, however late the news is
+
+        for process, directories in self.directories.items():
+            if role in directories:
+                after_s = max(self.gcs_until_s - self.loop.time(), 0) + self.rng.uniform(0.001, 0.1)
+                process.soon(tell, directories[role], after_s=after_s)
+
+    async def _sample(self) -> None:
+        """Serve brings the replicas' routing stats to the ingresses."""
+        stats: dict[str, Mapping[str, Any]] = {}
+        while True:
+            await asyncio.sleep(_SAMPLE_PERIOD_S)
+            self._samples += 1
+            for process in self.live["prefill"]:
+                engine = self.engines.get(process.name)
+                if engine is not None and not process.stopped:
+                    stats[process.name] = {KV_USAGE: engine.kv_usage(), SAMPLE: self._samples}
+            for process, found in self.directories.items():
+                if "prefill" in found:
+                    known = {name: stats.get(name, {}) for name in self.known["prefill"]}
+                    process.soon(found["prefill"].budget.take, known, after_s=0.01)
+
+    def time_s(self, mean_s: float) -> float:
+        """How long a piece of work takes."""
+        return mean_s * self.rng.uniform(0.5, 1.5)
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def kill(self, process: Process, *, silently: bool = False) -> None:
+        """As kill -9, or as a machine that is lost; somebody starts another after a while."""
+        if not process.alive:
+            return
+        role = process.name.partition("-")[0]
+        self.killed.add(process)
+        self.loop.kill(process)
+        self.network.kill(process, silently=silently)
+        self._forget(role, process)
+        if process in self.directories:
+            del self.directories[process]
+        away_s = self.rng.uniform(0.3, 3)
+        if role == "router" and self.rng.random() < 0.3:
+            away_s += LONG_AWAY_S
+        self.loop.processes[0].soon(self.start_one, role, after_s=away_s)
+
+    def _forget(self, role: str, process: Process) -> None:
+        if process in self.live[role]:
+            self.live[role].remove(process)
+        if role in self.known:
+            self.known[role].pop(process.name, None)
+            self.loop.processes[0].soon(self._publish, role, after_s=self.rng.uniform(0, 1.5))
+
+    def stop(self, process: Process, seconds: float) -> None:
+        """As SIGSTOP, and later SIGCONT."""
+        if process.alive and not process.stopped:
+            self.loop.stop_process(process)
+            self.loop.processes[0].soon(self.loop.go_on, process, after_s=seconds)
+
+    def drain(self, process: Process) -> None:
+        """Serve scales down and up: the engine takes no further call, ends those it has, and goes."""
+        role = process.name.partition("-")[0]
+        server = self.servers.get(process.name)
+        if server is None or not process.alive or process not in self.live[role]:
+            return
+        self._forget(role, process)
+
+        async def leave() -> None:
+            await servers.EngineServer.__del__(server)
+            process.soon(self._left, process, after_s=0.01)
+
+        process.run(self.loop.create_task, leave())
+        self.loop.processes[0].soon(self.start_one, role, after_s=self.rng.uniform(0, 2))
+
+    def _left(self, process: Process) -> None:
+        self.loop.processes[0].soon(self._end, process)
+
+    def _end(self, process: Process) -> None:
+        self.loop.kill(process)
+        self.network.kill(process)
+
+
+async def _nothing(process: Process) -> None:
+    """It is healthy."""
+
+
+async def _router_address(process: Process) -> Any:
+    return await process.servable_object.address()
+
+
+async def _open_channel(handler: Any, *, describe: Any, limit: int = 10**6) -> tuple[Address, ChannelServer]:
+    """As address.open_channel, without Ray."""
+    host = current().name
+    server = ChannelServer("secret", handler, describe=describe, limit=limit, full=RuntimeError)
+    return Address(host, await server.start(host), "secret"), server
+
+
+@contextmanager
+def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[None]:
+    """Within it the serving code finds this world where it looks for Ray, clocks and chance."""
+
+    def connect(name: str, settings: RouterSettings) -> Any:
+        return SimpleNamespace(address=_Remote(world.router, _router_address))
+
+    chance = random.getstate()
+    random.seed(rng.random())
+    with ExitStack() as patches:
+        for owner, name, other in (
+            (ingress, "connect", connect),
+            (ingress, "directory", world.directory),
+            (ingress, "serve", SimpleNamespace(get_replica_context=current)),
+            (decode_router, "open_channel", _open_channel),
+            (servers, "open_channel", _open_channel),
+            (decode_router, "_Metrics", _NoMetrics),
+            (channel_client, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
+            (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
+        ):
+            patches.enter_context(patch.object(owner, name, other))
+        patches.enter_context(patch("time.monotonic", loop.time))
+        patches.enter_context(patch("time.time_ns", lambda: int(1e9 * loop.time())))
+        patches.enter_context(patch.dict(RouterState.__init__.__kwdefaults__, clock=loop.time))
+        try:
+            yield
+        finally:
+            random.setstate(chance)
+
+
+class _NoMetrics:
+    """Ray's metrics need Ray."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None

@@ -1,0 +1,58 @@
+"""Connections that take a place and give nothing: idle ones, half requests, and readers that never read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_SMALL_BUFFER = 2048
+_AT_ONCE = 50  # connections that are made at a time
+_SPARE = 256  # descriptors for everything else
+_HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+
+
+def slow_request(model: str, max_tokens: int) -> bytes:
+    """A long stream, for somebody who will not read it."""
+    body = json.dumps(
+        {"model": model, "prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
+         "logprobs": 5}
+    ).encode()  # fmt: skip
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+@asynccontextmanager
+async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes) -> AsyncIterator[None]:
+    """Hold connections: half of the idle ones say nothing, half begin a request; slow ones send `request`.
+
+    Raises:
+        OSError: they cannot be made.
+    """
+    wanted = idle + slow + _SPARE
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most)))
+    loop, held, turn = asyncio.get_running_loop(), [], asyncio.Semaphore(_AT_ONCE)
+
+    async def hold(says: bytes, *, small: bool) -> None:
+        async with turn:
+            connection = socket.socket()
+            held.append(connection)
+            if small:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (host, port))
+            await loop.sock_sendall(connection, says)
+
+    try:
+        await asyncio.gather(
+            *(hold(_HALF if number % 2 else b"", small=False) for number in range(idle)),
+            *(hold(request, small=True) for _ in range(slow)),
+        )
+        yield
+    finally:
+        for connection in held:
+            connection.close()

@@ -1,0 +1,41 @@
+"""What a service still holds when nobody asks anything of it."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+from eldr_serve.client import Client
+
+SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease of 30 s at most
+
+
+def remains(url: str, admin_key: str | None) -> list[str]:
+    """What the service still holds, one entry each; empty where it is idle. Without the key, as its ingress
+    says."""
+    status = Client(url, admin_key).status()
+    if "workers" not in status:
+        held = {key: status["ingress"][key] for key in ("in_flight", "leases")}
+        return [f"{what}: {amount}" for what, amount in held.items() if amount]
+    held = {
+        "requests in flight": status["ingress"]["in_flight"],
+        "leases": status["leases"] + status["ingress"]["leases"],
+        "requests in the decode queue": status["decode_queue"]["size"],
+        "requests on decode workers": sum(worker["in_flight"] for worker in status["workers"]),
+        "KV tokens on decode workers": sum(worker["kv_tokens"] for worker in status["workers"]),
+        "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),
+        "KV usage of decode": sum(status["ingress"]["decode_kv_usage"].values()),
+    }
+    return [f"{what}: {amount}" for what, amount in held.items() if amount]
+
+
+def settle(url: str, model: str, admin_key: str | None, timeout_s: float = SETTLE_S) -> list[str]:
+    """What is wrong with the service after all answers have ended; empty where it is well."""
+    deadline = time.monotonic() + timeout_s
+    while (held := remains(url, admin_key)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    wrong = [f"left behind: {what}" for what in held]
+    return wrong if answer.status_code == 200 else [*wrong, f"a valid request got {answer.status_code}"]

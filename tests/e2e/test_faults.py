@@ -1,0 +1,28 @@
+"""A share of `python -m loadgen.faults chaos`, on an application of its own; the long run is that command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from service import ROOT
+
+FAULTS = "kill decode,kill router,stop decode,kill ingress,change policy,swap table"
+
+
+@pytest.mark.faults
+def test_processes_die_in_turn_and_nothing_is_lost(tmp_path: Path) -> None:
+    out = tmp_path / "faults.json"
+    options = {"seconds": 100, "every": 15, "in-flight": 6, "faults": FAULTS, "port": 8311, "out": out}
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.faults", "chaos", *(f"--{k}={v}" for k, v in options.items())],
+        capture_output=True, text=True, cwd=ROOT, timeout=600, check=False,
+    )  # fmt: skip
+    assert out.exists(), done.stderr[-3000:]
+    rows = {row["fault"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["all"]["requests"] > 50
+    assert rows["all"]["times"] == sum(row["times"] for row in rows.values()) - rows["all"]["times"] >= 5
+    assert done.returncode == 0, done.stdout

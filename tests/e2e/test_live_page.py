@@ -1,0 +1,54 @@
+"""The live page over real engines: what it shows is there, and the shadow prices real tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from service import ADMIN_KEY, Demo, Service, wait_for
+
+from tools.screenshots import taken
+
+
+def live(service: Service) -> dict[str, Any]:
+    answer = service.admin("GET", "/eldr/live")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def stream_all(service: Service, prompts: list[str]) -> None:
+    async def one(prompt: str) -> None:
+        stream = await service.async_client.completions.create(
+            model="eldr-demo", prompt=prompt, max_tokens=48, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            pass
+
+    await asyncio.gather(*map(one, prompts))
+
+
+async def test_the_page_shows_real_engines_and_the_shadow_prices_their_tokens(
+    service: Service, demo: Demo, prompts: list[str]
+) -> None:
+    assert httpx.get(f"{service.url}/eldr/live", timeout=30).status_code == 401
+    service.set_policy("marginal-cost")
+    shadow = service.admin("PUT", "/eldr/shadow", json={"name": "shortest-queue"})
+    assert shadow.status_code == 200, shadow.text
+    for _ in range(3):
+        await stream_all(service, prompts)
+    wait_for(lambda: (live(service)["comparison"]["now"] or {}).get("tokens", 0) > 0, "tokens are priced")
+    seen = live(service)
+    assert "shadow_errors" not in seen["counters"]
+    now = seen["comparison"]["now"]
+    assert now["live_ms"] > 0
+    assert now["shadow_ms"] > 0
+    assert seen["live"]["steps"].keys() == {worker["replica"] for worker in seen["workers"]}
+    assert len(seen["live"]["space"]["points"]) >= len(prompts)
+    assert sum(row[1] for row in seen["live"]["latency"]["rows"]) >= 3 * len(prompts)
+    busy = asyncio.create_task(stream_all(service, 4 * prompts))
+    for name, content in (await taken(f"{service.url}/eldr/", ADMIN_KEY)).items():
+        (demo.out / f"{name}.png").write_bytes(content)
+    await busy
+    assert service.admin("DELETE", "/eldr/shadow").status_code == 200

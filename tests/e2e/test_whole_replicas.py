@@ -1,0 +1,164 @@
+"""Whole replicas: two real engines that prefill and decode, and requests placed by predicted signatures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from conftest import ENGINE_ENV, PROMPTS
+from service import ADMIN_KEY, ROOT, Background, Service, wait_for
+
+from eldr_serve.serving.prompt_tokens import PromptTokens
+from eldr_serve.signature_predictor import SignaturePredictor
+
+PORT = 8241
+MODEL = ROOT / "demo_model" / "weights"
+LEARNT = 150  # prompts after which a predictor that knew nothing is better than the mean
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, prompts: list[str]) -> dict[str, list[str]]:
+    """What one plain engine answers, before the service has the cores."""
+    out = folder / "answers.json"
+    job = {"model": str(MODEL), "prompts": prompts, "max_tokens": 16, "out": str(out)}
+    command = [sys.executable, str(Path(__file__).with_name("single_engine.py")), json.dumps(job)]
+    with Background(command, folder / "single_engine.txt", ENGINE_ENV) as run:
+        run.finished()
+    found: dict[str, list[str]] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, reference: dict[str, list[str]]) -> Iterator[Service]:
+    said = folder / "service.txt"
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("whole_service.py")), str(PORT), ADMIN_KEY],
+            stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+    try:
+        wait_for(lambda: "ready" in said.read_text() or process.poll() is not None, "it is ready", 240)
+        assert process.poll() is None, said.read_text()[-5000:]
+        yield Service(f"http://127.0.0.1:{PORT}")
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def ignorant(whole: Service) -> SignaturePredictor:
+    """A predictor that fits the service and has learnt nothing yet: it foretells the same of all prompts."""
+    config = json.loads((MODEL / "config.json").read_text())
+    layers, experts, top_k, rank = (
+        *(config[key] for key in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok")),
+        32,
+    )
+    rng = np.random.default_rng(0)
+    directions, _ = np.linalg.qr(rng.normal(size=(layers * experts, rank)))
+    return SignaturePredictor(
+        model="eldr-demo",
+        tokenizer=asyncio.run(PromptTokens(str(MODEL)).fingerprint()),
+        top_k=top_k,
+        mean=np.full((layers, experts), top_k / experts, np.float32),
+        tokens=np.zeros((config["vocab_size"], rank), np.float32),
+        experts=directions.T.reshape(rank, layers, experts).astype(np.float32),
+        variance=np.full(config["vocab_size"], 10, np.float32),
+    )
+
+
+def swap(service: Service, predictor: bytes) -> httpx.Response:
+    return service.admin("PUT", "/eldr/predictor", content=predictor)
+
+
+def test_greedy_answers_equal_a_single_engine(
+    whole: Service, reference: dict[str, list[str]], prompts: list[str]
+) -> None:
+    client = whole.client
+    for prompt, completion, chat in zip(prompts, reference["completions"], reference["chats"], strict=True):
+        answer = client.completions.create(model="eldr-demo", prompt=prompt, max_tokens=16, temperature=0)
+        assert answer.choices[0].text == completion
+        stream = client.chat.completions.create(
+            model="eldr-demo",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == chat
+
+
+def test_several_answers_to_one_prompt_come_from_one_engine(whole: Service) -> None:
+    answer = whole.client.completions.create(model="eldr-demo", prompt="twice", n=2, max_tokens=4)
+    assert len(answer.choices) == 2
+
+
+def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
+    whole: Service, ignorant: SignaturePredictor
+) -> None:
+    assert swap(whole, ignorant.to_bytes()).json()["predictor_version"] == 1
+    layers, experts = ignorant.mean.shape
+    narrow = replace(
+        ignorant,
+        mean=np.full((layers, experts // 2), 2 * ignorant.top_k / experts, np.float32),
+        experts=np.zeros((0, layers, experts // 2), np.float32),
+        tokens=ignorant.tokens[:, :0],
+    )
+    for bad, word in (
+        (replace(ignorant, model="other").to_bytes(), "model other, not eldr-demo"),
+        (replace(ignorant, tokenizer="t").to_bytes(), "tokenizer t, not"),
+        (narrow.to_bytes(), "layers and experts"),
+        (b"nonsense", "not an eldr-serve file"),
+    ):
+        answer = swap(whole, bad)
+        assert answer.status_code == 400, answer.text
+        assert word in answer.json()["error"]["message"]
+    assert whole.status()["predictor"]["version"] == 1
+
+
+def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
+    whole: Service, ignorant: SignaturePredictor
+) -> None:
+    """The true signatures come while answers are streamed and with whole ones alike."""
+    assert swap(whole, ignorant.to_bytes()).status_code == 200
+    before: dict[str, Any] = whole.status()["counters"]
+    texts = [
+        json.loads(line)["prompt"][:400]
+        for file in sorted(PROMPTS.glob("*.jsonl"))
+        for line in file.read_text().splitlines()[2 : 2 + LEARNT // 10 + 1]
+    ]
+    client = whole.client
+    for number, text in enumerate(texts):
+        asked = {"model": "eldr-demo", "prompt": text, "max_tokens": 2, "temperature": 0}
+        answer = client.completions.create(**asked, stream=bool(number % 2))  # type: ignore[call-overload]
+        if number % 2:
+            list(answer)
+    wait_for(lambda: whole.status()["predictor"]["prompts"] >= len(texts), "the true signatures arrive", 20)
+    status = whole.status()
+    found = {name: status["counters"][name] - before.get(name, 0) for name in status["counters"]}
+    assert found["placed"] == len(texts)
+    predictor = status["predictor"]
+    assert predictor["prompts"] == len(texts)
+    # While it knew nothing it was no better than the mean, and may have been off.
+    assert found["signature_predicted"] + found.get("signature_missing", 0) == len(texts)
+    assert found["signature_predicted"] >= 16
+    assert predictor["on"] == 1
+    assert predictor["gain"] > 0
+    assert predictor["cosine"] > 0.2
+    assert status["leases"] == 0
+    assert {worker["in_flight"] for worker in status["workers"]} == {0}

@@ -1,0 +1,246 @@
+"""An engine of one process, or of 2 or 4 ranks with expert parallelism, driven as a script.
+
+Alone it writes what it answers and counts; with 2 ranks it must answer and count the same under every
+placement, choice of replicas and migration, when compiled, and with 4 under a placement that it starts with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+RANKS, REDUNDANT = 2, 8
+LAYERS, EXPERTS = tiny_model.LAYERS, tiny_model.EXPERTS
+SLOTS = EXPERTS + REDUNDANT
+PROMPTS, OUTPUT = 6, 10
+
+
+def made(model: str, ranks: int, **others: Any) -> Any:
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from eldr_serve.engine.vllm.config import engine_kwargs
+
+    shared = {"model": model, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    if ranks > 1:
+        others |= {"tensor_parallel_size": ranks, "enable_expert_parallel": True}
+    kwargs = engine_kwargs("calibrate", device="cpu", **shared, **others)
+    return LLMEngine.from_engine_args(EngineArgs(**kwargs), UsageContext.LLM_CLASS)
+
+
+class Session:
+    """Requests to an engine; between its steps something else may be asked of it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._sent = engine, 0
+
+    def answers(self, between: Any = lambda: None) -> list[dict[str, Any]]:
+        """Tokens and counts of the prompts, in their order; `between` is called after each step."""
+        from vllm import SamplingParams
+
+        rng = np.random.default_rng(0)
+        params = SamplingParams(
+            max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, detokenize=False,
+            extra_args={"kv_transfer_params": {"eldr_calibrate": True}},
+        )  # fmt: skip
+        self._sent += 1
+        for number in range(PROMPTS):
+            prompt = rng.integers(1, 257, int(rng.integers(3, 90))).tolist()
+            given = {"prompt_token_ids": prompt, "cache_salt": str(self._sent)}
+            self._engine.add_request(f"{self._sent}-{number}", given, params)
+        found = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    number = int(output.request_id.split("-")[1])
+                    found[number] = {
+                        "tokens": list(output.outputs[0].token_ids),
+                        "counts": output.kv_transfer_params["eldr_prefill"],
+                        "decode": output.kv_transfer_params["eldr_decode"],
+                    }
+            between()
+        return [found[number] for number in range(PROMPTS)]
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Every rank's answer."""
+        answers: list[Any] = self._engine.collective_rpc("eldr_experts", args=(method, *arguments))
+        return answers
+
+    def swap(self, rows: Any, ranks: int = RANKS) -> Any:
+        """As the client of a running engine does it."""
+        from eldr_serve.artifacts import ExpertPlacement
+        from eldr_serve.engine.vllm.ep.swap import swap_placement
+
+        async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+            answers: list[Any] = self._engine.collective_rpc(method, args=args)
+            return answers
+
+        made = ExpertPlacement(np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn")
+        return asyncio.run(swap_placement(call, made))
+
+
+@st.composite
+def placements(draw: Any) -> np.ndarray:
+    """int[L, P] with every expert somewhere."""
+    rows = []
+    for _ in range(LAYERS):
+        more = draw(st.lists(st.integers(0, EXPERTS - 1), min_size=REDUNDANT, max_size=REDUNDANT))
+        rows.append(draw(st.permutations([*range(EXPERTS), *more])))
+    return np.array(rows)
+
+
+def by_rank(rows: Any) -> list[list[list[int]]]:
+    """[L][G] the sorted experts of a rank, which may have any slot there."""
+    return [[sorted(rank) for rank in np.reshape(row, (RANKS, -1)).tolist()] for row in rows]
+
+
+def main(model: str, expected: Path) -> None:
+    from eldr_serve.experts.replica_choice import RULES
+
+    session = Session(
+        made(
+            model,
+            RANKS,
+            additional_config={"eldr_experts": {"redundant_experts": REDUNDANT, "moves_a_slice": 3}},
+        )
+    )
+    alone = json.loads(expected.read_text())
+    assert session.answers() == alone, "with experts in equal blocks"
+    first = session.ask("status")
+    assert first[0]["replica_bytes"] * EXPERTS == first[0]["weight_bytes"] * REDUNDANT
+    check_log(session)
+
+    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(rows=placements(), rule=st.sampled_from(RULES))
+    def placed(rows: np.ndarray, rule: str) -> None:
+        session.ask("choose", rule)
+        session.swap(rows)
+        for status in session.ask("status"):
+            assert by_rank(status["placement"]) == by_rank(rows)
+        assert session.answers() == alone, f"{rule} on {rows.tolist()}"
+
+    placed()
+
+    @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(rows=placements(), rule=st.sampled_from(RULES))
+    def migrated(rows: np.ndarray, rule: str) -> None:
+        session.ask("choose", rule)
+        slices = session.ask("begin", rows.tolist(), RANKS)[0]
+        left = [slices]
+
+        def between() -> None:
+            if left[-1]:
+                left.append(session.ask("move")[0])
+
+        assert session.answers(between) == alone, "while experts moved"
+        assert left == list(range(slices, slices - len(left), -1))
+        session.ask("stop")
+        assert session.answers() == alone, "where the swap ended"
+
+    migrated()
+    check_refusals(session)
+    assert session.answers() == alone
+    check_death(session)
+
+
+def started_with(model: str, expected: Path, placement: str) -> None:
+    session = Session(
+        made(
+            model, 4, additional_config={"eldr_experts": {"placement": placement, "replica_choice": "metro"}}
+        )
+    )
+    assert session.answers() == json.loads(expected.read_text())
+    rows = json.loads(Path(placement).read_text())["physical_to_logical_map"]
+    for status in session.ask("status"):
+        held = np.sort(np.reshape(status["placement"], (len(rows), 4, -1)))
+        assert np.array_equal(held, np.sort(np.reshape(rows, (len(rows), 4, -1))))
+
+
+def compiled(model: str, expected: Path) -> None:
+    import torch
+    from vllm.config import CompilationMode
+
+    torch._dynamo.config.disable = False  # as it was when the test's other engines were imported
+    engine = made(model, RANKS, enforce_eager=False)
+    assert engine.vllm_config.compilation_config.mode == CompilationMode.DYNAMO_TRACE_ONCE
+    session = Session(engine)
+    assert session.answers() == json.loads(expected.read_text())
+
+
+def check_log(session: Session) -> None:
+    """Every pair of a token and an expert is served by one rank."""
+    (end, mine), (_, theirs) = session.ask("batches", 0)
+    mine, theirs = np.array(mine), np.array(theirs)
+    assert mine.shape == (end, LAYERS, 4)
+    assert np.array_equal(mine[..., 0], theirs[..., 0])
+    assert np.array_equal(mine[..., 2] + theirs[..., 2], mine[..., 0] * tiny_model.TOP_K)
+    assert (mine[..., 3] <= mine[..., 2]).all()
+    assert np.array_equal(
+        np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * mine[..., 0].sum(axis=0)
+    )
+    assert (mine[..., 1] <= SLOTS // RANKS).all()
+
+
+def check_refusals(session: Session) -> None:
+    from eldr_serve.engine.vllm.ep.swap import PlacementError
+    from eldr_serve.experts.replica_choice import RULES
+
+    before = session.ask("status")
+    good = [[*range(EXPERTS), *range(REDUNDANT)]] * LAYERS
+    for rows, ranks, sentence in (
+        (good[1:], RANKS, "2 layers of 24 slots, the model 3 of 24"),
+        ([[*range(EXPERTS)]] * LAYERS, RANKS, "3 layers of 16 slots, the model 3 of 24"),
+        ([[*range(EXPERTS - 1), *range(REDUNDANT + 1)]] * LAYERS, RANKS, "expert 15 of layer 0 has no slot"),
+        ([[*range(SLOTS)]] * LAYERS, RANKS, "outside 0 to 15"),
+        (good, 4, "for 4 ranks, the engine has 2"),
+    ):
+        with pytest.raises(PlacementError, match=sentence):
+            session.swap(rows, ranks)
+    assert session.ask("status") == before
+    backwards = [row[::-1] for row in before[0]["placement"]]
+    assert session.ask("begin", backwards, RANKS)[0] > 1
+    under_way = session.ask("status")
+    with pytest.raises(PlacementError, match="under way"):
+        session.swap(good)
+    assert session.ask("status") == under_way
+    session.ask("stop")
+    assert (
+        session.ask("choose", "best")
+        == ["unknown replica choice 'best'; there are " + ", ".join(RULES)] * RANKS
+    )
+
+
+def check_death(session: Session) -> None:
+    """An engine ends with a rank that dies in a migration; it does not go on with the others, nor wait."""
+    executor = session._engine.engine_core.engine_core.model_executor
+    backwards = [row[::-1] for row in session.ask("status")[0]["placement"]]
+    assert session.ask("begin", backwards, RANKS)[0] > 1
+    os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
+    # A first answer may have been on its way.
+    with pytest.raises(RuntimeError):
+        list(iter(lambda: session.ask("move"), None))
+    assert executor.is_failed
+
+
+if __name__ == "__main__":
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if sys.argv[2] == "alone":
+        Path(sys.argv[3]).write_text(json.dumps(Session(made(sys.argv[1], 1)).answers()))
+    elif sys.argv[2] == "compiled":
+        compiled(sys.argv[1], Path(sys.argv[3]))
+    elif sys.argv[2] == "placed":
+        started_with(sys.argv[1], Path(sys.argv[3]), sys.argv[4])
+    else:
+        main(sys.argv[1], Path(sys.argv[3]))

@@ -1,0 +1,135 @@
+"""Expert parallelism on CPU engines: answers and counts are those of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from contextlib import nullcontext
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm
+from scripts import ROOT, run_script
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from demo_model.widen import WEIGHTS, widen
+from eldr_serve.artifacts import ExpertPlacement
+from eldr_serve.engine.vllm.compat import ep
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.moe import moe_layers
+from eldr_serve.engine.vllm.ep.start import started
+from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
+from eldr_serve.expert_placement import Topology
+
+SWITCH = {"ELDR_EXPERT_PARALLEL": "1"}
+
+
+def test_two_ranks_answer_as_one_process_whatever_the_placement(model: Path, tmp_path: Path) -> None:
+    expected = tmp_path / "alone.json"
+    run_script("ep_script.py", model, "alone", expected)
+    run_script("ep_script.py", model, "ranks", expected, **SWITCH)
+    # Traced as for GPUs; vLLM's own switch for tests leaves out the C++ compiler, for a minute less.
+    compiled = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "1"}
+    run_script("ep_script.py", model, "compiled", expected, **SWITCH, **compiled)
+
+
+def test_four_ranks_start_with_a_placement_of_the_demo_model(tmp_path: Path) -> None:
+    model, expected, placement = (str(tmp_path / name) for name in ("model", "alone.json", "placement.json"))
+    widen(WEIGHTS, 32, Path(model), heads=4)
+    rng = np.random.default_rng(0)
+    rows = np.stack([rng.permutation([*range(64), *rng.choice(64, 16)]) for _ in range(6)])
+    ExpertPlacement(rows, 4, 64, model="eldr-demo", method="drawn").save(placement)
+    run_script("ep_script.py", model, "alone", expected)
+    run_script("ep_script.py", model, "placed", expected, placement, **SWITCH)
+
+
+def test_vllm_finds_the_plugin_and_it_does_nothing_by_itself() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"]["vllm.general_plugins"].items()
+    EntryPoint(name, value, "vllm.general_plugins").load()()
+    assert not op_registry_oot
+    module = value.split(":")[0]
+    script = f"import sys; from {module} import register; register(); assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with pytest.raises(UnsupportedEngineError, match=r"checked on vLLM 0\.32\.0 and not on 0\.33\.1"):
+        ep.register_layers()
+    assert not op_registry_oot
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"is_sequence_parallel": True}, "sequence parallelism"),
+        ({"num_experts": 15}, "15 experts on 2 ranks"),
+        ({"speculative_config": object()}, "speculative decoding"),
+    ],
+)
+def test_an_engine_whose_ranks_would_not_agree_is_refused(changes: dict[str, Any], reason: str) -> None:
+    both = {
+        "data_parallel_size": 1, "pipeline_parallel_size": 1, "speculative_config": None, "num_experts": 16,
+        "is_sequence_parallel": False, "moe_parallel_config": SimpleNamespace(ep_size=2),
+    } | changes  # fmt: skip
+    config = SimpleNamespace(**both)
+    config.parallel_config = config
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        ep._check(config, config)
+
+
+@pytest.mark.parametrize(("use_ep", "refused"), [(True, True), (False, False)])
+def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused: bool) -> None:
+    layer = object.__new__(MoERunner)
+    layer.__dict__ |= {
+        "_modules": {}, "_parameters": {}, "_buffers": {}, "router": object.__new__(CPURouter),
+        "moe_config": SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=use_ep)),
+    }  # fmt: skip
+    layer.router.e_score_correction_bias = None
+    context = {"model.layers.0.mlp.experts": layer}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=context), speculative_config=None
+    )
+    with pytest.raises(UnsupportedEngineError, match="ELDR_EXPERT_PARALLEL=1") if refused else nullcontext():
+        assert moe_layers(config) == [(0, layer)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "config", "sentence"),
+    [
+        (None, {"redundant_experts": 3}, "19 expert slots do not divide by 2 ranks"),
+        (([[*range(16)]] * 2, 2), {}, "2 layers of 16 slots, the model 3 of 16"),
+        (([[*range(16)]] * 3, 2), {"redundant_experts": 2}, "3 layers of 16 slots, the model 3 of 18"),
+        (([[*range(16)]] * 3, 4), {}, "for 4 ranks, the engine has 2"),
+        (([[*range(18)]] * 3, 2), {"redundant_experts": 2}, "outside 0 to 15"),
+    ],
+)
+def test_a_start_with_what_does_not_fit_is_refused(
+    tmp_path: Path, placement: Any, config: dict[str, Any], sentence: str
+) -> None:
+    if placement is not None:
+        rows, ranks = np.array(placement[0]), placement[1]
+        file = tmp_path / "placement.json"
+        ExpertPlacement(rows, ranks, rows.shape[1], model="tiny", method="by hand").save(file)
+        config = config | {"placement": str(file)}
+    with pytest.raises(UnsupportedEngineError, match=sentence):
+        started(
+            [torch.nn.Parameter(torch.zeros(8, 4))], CpuExpertsConfig(**config),
+            layer=0, num_layers=3, num_experts=16, topology=Topology(ranks=2), rank=0, group=None,
+        )  # fmt: skip
+
+
+def test_a_misspelt_key_is_named() -> None:
+    with pytest.raises(UnsupportedEngineError, match="eldr_experts does not fit, replica_choise"):
+        parse(CpuExpertsConfig, {"replica_choise": "metro"})

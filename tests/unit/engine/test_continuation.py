@@ -1,0 +1,153 @@
+"""An answer that another engine has begun goes on in exactly the bytes that one engine would have sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from fake_vllm import EOS, PROMPT, TOKENIZER, Client, engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_serve.engine.protocol import EngineRequest
+
+TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # its characters are of several tokens
+SCRIPT = [*TOKENIZER.encode(TEXT), EOS]
+
+
+@dataclass
+class Frames:
+    """An answer's frames: ids, or None where they are not told, and bytes."""
+
+    sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
+
+    def send(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        self.sent.append((np.frombuffer(ids, np.uint32).tolist() if ids else None, payload))
+
+    def up_to(self, cut: int | None) -> tuple[list[int], bytes]:
+        ids = [token for known, _ in self.sent[:cut] for token in known or []]
+        return ids, b"".join(payload for _, payload in self.sent[:cut])
+
+
+def scripted(before: list[int]) -> int:
+    return SCRIPT[len(before) - len(PROMPT)]
+
+
+async def answer(
+    method: str,
+    fields: dict[str, Any],
+    *,
+    generated: list[int] | None = None,
+    created: int | None = None,
+    client: Client | None = None,
+    now: int = 100,
+) -> Frames:
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
+    body = json.dumps({"model": "m", "temperature": 0} | asked | fields).encode()
+    ids = np.asarray(generated or [], np.uint32).tobytes()
+    request = EngineRequest(method, body, "r", generated=ids, created=created)
+    frames = Frames()
+    with patch("time.time", lambda: float(now)):
+        await engine(client or Client(scripted), now).generate(request, frames.send)
+    return frames
+
+
+requests = st.fixed_dictionaries(
+    {
+        "stream": st.just(True),
+        "max_tokens": st.integers(1, len(SCRIPT) + 5),
+        "stop": st.lists(st.sampled_from(["END", "🦊🦊", "ve 🦊", "覚暁", "zzz", ". E"]), max_size=2),
+        "include_stop_str_in_output": st.booleans(),
+        "stream_options": st.sampled_from([None, {"include_usage": True}]),
+        "echo": st.booleans(),
+    },
+    optional={"min_tokens": st.integers(0, 20), "return_token_ids": st.booleans()},
+)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(["chat", "completions"]), requests, st.sampled_from([None, 0, 1, 4]), st.data())
+async def test_a_stream_that_is_cut_anywhere_goes_on_in_the_same_bytes(
+    method: str, fields: dict[str, Any], logprobs: int | None, data: Any
+) -> None:
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
+    fields["echo"] &= method == "completions"  # a chat's echo asks for the prompt's log-probabilities
+    if logprobs is not None and method == "chat":
+        fields |= {"logprobs": True, "top_logprobs": logprobs}
+    elif logprobs is not None:
+        fields = fields | {"logprobs": logprobs, "echo": False}
+    undisturbed = await answer(method, fields)
+    cut = data.draw(st.integers(0, len(undisturbed.sent) - 1))
+    ids, begun = undisturbed.up_to(cut)
+    client = Client(scripted)
+    rest = await answer(
+        method,
+        fields,
+        generated=ids,
+        created=100 if begun else None,
+        client=client,
+        now=999 if begun else 100,
+    )
+    whole_ids, whole = undisturbed.up_to(None)
+    rest_ids, ending = rest.up_to(None)
+    assert begun + ending == whole
+    assert ids + rest_ids == whole_ids
+    assert client.prompts == [[*PROMPT, *ids]]  # what was generated is not generated again
+    assert client.open == 0
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["chat", "completions"]), requests, st.data())
+async def test_a_whole_answer_that_is_cut_anywhere_is_the_same(
+    method: str, fields: dict[str, Any], data: Any
+) -> None:
+    fields |= {"stream": False, "stream_options": None, "min_tokens": 0, "echo": method == "completions"}
+    undisturbed = await answer(method, fields)
+    assert all(not payload for _, payload in undisturbed.sent[:-1])
+    ids, _ = undisturbed.up_to(data.draw(st.integers(0, len(undisturbed.sent) - 1)))
+    rest = await answer(method, fields, generated=ids)
+
+    def told(frames: Frames) -> dict[str, Any]:
+        return json.loads(frames.up_to(None)[1])
+
+    assert told(rest) == told(undisturbed)
+    assert ids + rest.up_to(None)[0] == undisturbed.up_to(None)[0]
+
+
+@pytest.mark.parametrize("method", ["chat", "completions"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 1, "temperature": 1.0}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5},
+        {"bad_words": ["x"]}, {"structured_outputs": {"regex": "a*"}}, {"logprobs": True, "stream": False},
+    ],
+)  # fmt: skip
+async def test_ids_are_told_of_no_answer_that_depends_on_more(method: str, fields: dict[str, Any]) -> None:
+    frames = await answer(method, {"stream": True, "max_tokens": 9} | fields)
+    assert {ids is None for ids, _ in frames.sent} == {True}
+
+
+@pytest.mark.parametrize("fields", [{"seed": 1}, {"repetition_penalty": 1.2}, {"temperature": 1.0}])
+async def test_ids_are_told_of_answers_that_depend_on_no_more(fields: dict[str, Any]) -> None:
+    frames = await answer("completions", {"stream": True, "max_tokens": 9} | fields)
+    assert all(ids for ids, _ in frames.sent)
+
+
+async def test_calls_of_tools_have_random_ids_and_do_not_go_on() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    frames = await answer("chat", {"stream": True, "max_tokens": 9, "tools": [tool], "tool_choice": "auto"})
+    assert {ids is None for ids, _ in frames.sent} == {True}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("method", ["chat", "completions"])
+async def test_an_engine_core_that_dies_in_mid_answer_is_the_engines_fault_not_an_answer(
+    method: str, stream: bool
+) -> None:
+    fields = {"stream": stream, "max_tokens": 30}
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        await answer(method, fields, client=Client(scripted, dies_after=20))

@@ -1,0 +1,196 @@
+"""Experts that move between real gloo ranks: after every slice the weights are where the map says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from benchmarks.harness.ep_ranks import on_ranks
+from eldr_serve.artifacts import ExpertPlacement
+from eldr_serve.engine.vllm.ep import live as live_module
+from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
+from eldr_serve.engine.vllm.ep.live import LiveExperts
+from eldr_serve.engine.vllm.ep.swap import PlacementError, swap_placement
+from eldr_serve.expert_placement import Topology
+
+LAYERS, EXPERTS, SLOTS, MOST = 2, 6, 8, 2
+
+
+def live(rank: int, ranks: int) -> LiveExperts:
+    """Weights are 100 times the layer and the expert's number; a second one is narrower and half of it."""
+    layers = []
+    for layer in range(LAYERS):
+        weight = torch.full((SLOTS // ranks, 2, 3), -1.0)
+        first = EXPERTS // ranks
+        weight[:first] = 100.0 * layer + torch.arange(rank * first, (rank + 1) * first)[:, None, None]
+        layers.append(
+            LayerExperts(
+                [weight, (weight[:, 0] / 2).bfloat16()],
+                slots=SLOTS,
+                num_experts=EXPERTS,
+                topology=Topology(ranks=ranks),
+                rank=rank,
+                rule="even",
+            )
+        )
+    return LiveExperts(layers, MOST, dist.group.WORLD)
+
+
+def placements(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [
+        np.stack([rng.permutation([*range(EXPERTS), *rng.integers(EXPERTS, size=2)]) for _ in range(LAYERS)])
+        for _ in range(8)
+    ]
+
+
+def moved(rank: int, ranks: int) -> int:
+    """Placement after placement; returns the bytes that came from other ranks."""
+    experts = live(rank, ranks)
+    for placement in placements(3):
+        slices = experts.begin(placement, ranks)
+        for left in range(slices - 1, -1, -1):
+            assert experts.move() == left
+            check_weights(experts, rank, ranks)
+        by_rank = np.sort(placement.reshape(LAYERS, ranks, -1))
+        assert np.array_equal(np.sort(experts.placement().reshape(LAYERS, ranks, -1)), by_rank)
+    status = experts.status()
+    assert status["experts_moved"] > 0
+    assert status["slices_left"] == 0
+    return int(status["bytes_received"])
+
+
+def check_weights(experts: LiveExperts, rank: int, ranks: int) -> None:
+    local = experts.placement().reshape(LAYERS, ranks, -1)[:, rank]
+    for number, layer in enumerate(experts._layers.values()):
+        held = local[number] >= 0
+        wanted = torch.from_numpy(100.0 * number + local[number][held])
+        assert torch.equal(layer.weights[0][held, 1, 2].double(), wanted)
+        assert torch.equal(layer.weights[1][held, 0], (wanted / 2).bfloat16())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_go_with_the_map(ranks: int) -> None:
+    received = on_ranks(ranks, moved, ranks)
+    expert = 2 * 3 * 4 + 3 * 2
+    assert all(count % expert == 0 for count in received)
+    assert all(count > 0 for count in received) == (ranks > 1)
+
+
+def started(ranks: int = 1) -> LiveExperts:
+    return live(0, ranks)
+
+
+def call_on(experts: LiveExperts) -> Any:
+    """`collective_rpc` of an engine with one rank."""
+
+    async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+        assert method == "eldr_experts"
+        await asyncio.sleep(0)
+        try:
+            return [getattr(experts, args[0])(*args[1:])]
+        except ValueError as error:
+            return [str(error)]
+
+    return call
+
+
+def placed(rows: np.ndarray, ranks: int = 1) -> ExpertPlacement:
+    return ExpertPlacement(rows, ranks, int(rows.max()) + 1, model="tiny", method="by hand")
+
+
+@pytest.fixture
+def alone(tmp_path: Any) -> Any:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_client_swaps_and_is_told_what_it_took(alone: None) -> None:
+    experts, wanted = started(), placements(5)[0]
+    swapped = asyncio.run(swap_placement(call_on(experts), placed(wanted)))
+    assert swapped.experts == experts.status()["experts_moved"] > 0
+    assert swapped.slices >= swapped.experts / MOST
+    assert swapped.received_bytes == 0
+    assert np.array_equal(np.sort(experts.placement()), np.sort(wanted))
+
+
+def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
+    experts = started()
+    before = experts.status()
+    good = placements(5)[0]
+    for placement, sentence in (
+        (placed(good[:1]), "1 layers of 8 slots, the model 2 of 8"),
+        (placed(good[:, :6] * 0), "2 layers of 6 slots"),
+        (placed(np.tile(np.arange(SLOTS), (LAYERS, 1))), "outside 0 to 5"),
+        (placed(np.minimum(good, 4)), "expert 5 of layer 0 has no slot"),
+        (placed(good, ranks=2), "for 2 ranks, the engine has 1"),
+    ):
+        with pytest.raises(PlacementError, match=sentence):
+            asyncio.run(swap_placement(call_on(experts), placement))
+        assert experts.status() == before
+    with pytest.raises(ValueError, match="the load is of shape"):
+        experts.begin(good, 1, [[1.0]])
+    with pytest.raises(ValueError, match="unknown replica choice 'best'"):
+        experts.choose("best")
+    assert experts.status() == before
+
+
+def test_one_swap_at_a_time_and_a_cancelled_one_ends_where_it_is(alone: None) -> None:
+    experts, moved = started(), asyncio.Event()
+    call = call_on(experts)
+
+    async def paused(method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Answers all, but waits for ever after the first slice."""
+        answers: list[Any] = await call(method, args)
+        if args[0] == "move":
+            moved.set()
+            await asyncio.Event().wait()
+        return answers
+
+    async def both() -> None:
+        first = asyncio.create_task(swap_placement(paused, placed(placements(5)[0])))
+        await moved.wait()
+        under_way = experts.status()
+        assert under_way["slices_left"]
+        with pytest.raises(PlacementError, match=r"under way: \d+ slices to come"):
+            await swap_placement(call, placed(placements(5)[1]))
+        assert experts.status() == under_way
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    asyncio.run(both())
+    assert experts.status()["slices_left"] == 0
+    check_weights(experts, 0, 1)
+    asyncio.run(swap_placement(call, placed(placements(5)[1])))
+
+
+def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = started()
+    before = experts.placement()
+    monkeypatch.setattr(live_module, "transfer", lambda *_: 1 / 0)
+    experts.begin(placements(5)[0], 1)
+    with pytest.raises(SystemExit, match="could not be moved"):
+        experts.move()
+    assert np.array_equal(experts.placement(), before)
+
+
+def test_batches_are_told_once_and_the_oldest_are_forgotten(alone: None) -> None:
+    experts = started()
+    asyncio.run(swap_placement(call_on(experts), placed(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)))))
+    for layer in experts._layers.values():
+        for tokens in range(1, KEPT + 3):
+            layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
+    end, found = experts.batches(0)
+    assert (end, len(found)) == (KEPT + 2, KEPT)
+    assert found[-1] == [[4, 2, 8, 8]] * LAYERS  # 4 tokens, both replicas of expert 0, 8 pairs, all at home
+    assert experts.routed() == [[2 * (1 + 2 + 3) + 8 * (KEPT - 1), 0, 0, 0, 0, 0]] * LAYERS
+    assert experts.batches(end) == (end, [])
+    assert len(experts.batches(end - 2)[1]) == 2

@@ -1,0 +1,149 @@
+"""Chunks of plain streams against those of vLLM's server, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from eldr_serve.engine.vllm.compat.serve_llm import ChatCompletionRequest, CompletionRequest
+from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
+
+FINISHES = [("length", None), ("stop", None), ("stop", "ende"), ("stop", 7), ("abort", None), ("error", None)]
+outputs = st.lists(
+    st.tuples(st.text(max_size=6), st.lists(st.integers(0, 99), max_size=3)), min_size=1, max_size=8
+)
+
+
+def serving(kind: Any) -> Any:
+    """vLLM's serving object, with what its stream generator reads and no engine."""
+    found = object.__new__(kind)
+    found.__dict__ |= {
+        "enable_force_include_usage": False,
+        "enable_prompt_tokens_details": True,
+        "enable_per_request_metrics": False,
+        "enable_log_outputs": False,
+        "parser_cls": None,
+        "response_role": "assistant",
+        "_include_reasoning_tokens_details": False,
+        "request_logger": None,
+        "system_fingerprint": "vllm-test",
+        "log_error_stack": False,
+    }
+    return found
+
+
+def results(made: list[tuple[str, list[int]]], finish: tuple[str, Any], fails: bool) -> Any:
+    async def generate() -> AsyncIterator[RequestOutput]:
+        for number, (text, tokens) in enumerate(made):
+            last = number == len(made) - 1
+            if fails and last:
+                raise RuntimeError("the engine is gone")
+            output = CompletionOutput(0, text, list(tokens), None, None)
+            if last:
+                output.finish_reason, output.stop_reason = finish
+            yield RequestOutput("id", "the prompt", [1, 2, 3], None, [output], last, num_cached_tokens=2)
+
+    return generate()
+
+
+async def numbered(found: Any) -> AsyncIterator[Any]:
+    async for result in found:
+        yield 0, result
+
+
+def stream(of: Any, request: Any, found: Any, generator: Any) -> Any:
+    if isinstance(of, OpenAIServingChat):
+        return generator(request, found, "chatcmpl-1", "m", request.messages, object(), Metadata())
+    return generator(
+        request, [], numbered(found), "cmpl-1", 5, "m", num_prompts=1, tokenizer=None,
+        request_metadata=Metadata(),
+    )  # fmt: skip
+
+
+class Metadata:
+    final_usage_info: Any = None
+
+
+def requested(method: str, **fields: Any) -> tuple[Any, Any]:
+    if method == "chat":
+        messages = [{"role": "user", "content": "hi"}]
+        return serving(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
+    return serving(OpenAIServingCompletion), CompletionRequest(model="m", prompt="p", max_tokens=9, **fields)
+
+
+@given(
+    st.sampled_from(["chat", "completions"]),
+    outputs,
+    st.sampled_from(FINISHES),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+async def test_a_plain_stream_is_vllms_own(
+    method: str,
+    made: list[tuple[str, list[int]]],
+    finish: tuple[str, Any],
+    usage: bool,
+    echo: bool,
+    fails: bool,
+) -> None:
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    of, request = requested(method, stream=True, echo=echo, **options)
+    assert is_plain(of, request)
+    name = "chat_completion_stream_generator" if method == "chat" else "completion_stream_generator"
+    generator = getattr(of, name)
+    with patch("time.time", lambda: 1.0):
+        expected = [c async for c in stream(of, request, results(made, finish, fails), generator)]
+        got: list[str] = []
+        plain = PlainStream(generator, lambda chunk: got.append(chunk.decode()))
+        async for chunk in stream(of, request, results(made, finish, fails), plain):
+            got.append(chunk)
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 2}, {"logprobs": True}, {"return_token_ids": True},
+     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["chat", "completions"])
+def test_what_differs_in_more_than_its_text_is_left_to_vllm(method: str, fields: dict[str, Any]) -> None:
+    of, request = requested(method, stream=True, **fields)
+    assert not is_plain(of, request)
+
+
+def test_several_prompts_logprobs_of_the_token_alone_and_parsers_are_left_to_vllm() -> None:
+    of, request = requested("completions", stream=True)
+    assert not is_plain(of, request.model_copy(update={"prompt": ["a", "b"]}))
+    assert not is_plain(of, request.model_copy(update={"logprobs": 0}))
+    assert is_plain(of, request.model_copy(update={"prompt": [1, 2]}))
+    of.parser_cls = object
+    assert not is_plain(of, request)
+
+
+async def test_chunks_in_the_middle_cost_no_model() -> None:
+    """The form is asked for once; then vLLM's generator sleeps until the end."""
+    of, request = requested("completions", stream=True)
+    seen = 0
+
+    async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        nonlocal seen
+        async for chunk in of.completion_stream_generator(*args, **kwargs):
+            seen += 1
+            yield chunk
+
+    sent: list[bytes] = []
+    plain = PlainStream(watched, sent.append)
+    made = [("a", [1])] * 50
+    async for _ in stream(of, request, results(made, FINISHES[0], False), plain):
+        pass
+    assert len(sent) == 48
+    assert seen == 4  # the first, the form, the last, [DONE]

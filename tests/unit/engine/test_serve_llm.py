@@ -1,0 +1,38 @@
+"""Another Ray is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from eldr_serve.engine.vllm.compat import serve_llm
+
+
+def test_the_installed_ray_is_as_checked() -> None:
+    serve_llm.check_ray()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replaced"),
+    [
+        (serve_llm.VLLMEngineConfig, "get_initialization_kwargs", None),
+        (LLMConfig, "__private_attributes__", {}),
+        (LLMServer, "_start_engine", lambda self: None),
+    ],
+)
+def test_another_ray_is_refused(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replaced: object
+) -> None:
+    if replaced is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, replaced)
+    with pytest.raises(RuntimeError, match=r"which eldr-serve extends; it was checked on ray 2\.60"):
+        serve_llm.check_ray()
+
+
+@pytest.mark.parametrize("method", ["chat", "completions"])
+def test_another_engine_is_refused_when_it_starts(method: str) -> None:
+    with pytest.raises(RuntimeError, match=r"which eldr-serve calls; it was checked on ray 2\.60"):
+        serve_llm.openai_serving(object(), method)

@@ -1,0 +1,289 @@
+"""The prefill call: refused as decode would refuse it, else one token, rendered from the whole request.
+
+By one an engine that counts no experts never becomes ready, and says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.serve.llm.deployment import LLMServer
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from eldr_serve.engine.keys import REQUEST, SIGNATURE
+from eldr_serve.engine.protocol import EngineRequest, Prefilled
+from eldr_serve.engine.vllm.engine import VllmEngine
+from eldr_serve.errors import ConfigurationError, error_body
+from eldr_serve.serving.servers import describe
+from eldr_serve.signature import pack_counts
+
+# Ray's destructor is a coroutine, which Serve awaits.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
+
+
+def vllm_engine(**of_ray: Any) -> VllmEngine:
+    """Over Ray's VLLMEngine with these attributes."""
+    return VllmEngine(SimpleNamespace(engine=SimpleNamespace(**of_ray)), "m")
+
+
+def told(error: Exception) -> tuple[int, bytes]:
+    """The client."""
+    return describe(error, VllmEngine.status_of)
+
+
+def error(code: int, message: str = "no") -> Any:
+    """vLLM's answer that is an error."""
+    body = error_body(message, code).decode()
+    return SimpleNamespace(error=SimpleNamespace(code=code), model_dump_json=lambda: body)
+
+
+class Serving:
+    """vLLM's serving object with its engine client, which takes at most three log-probabilities.
+
+    It renders, checks and calls the engine; a stream is begun by its reader.
+
+    Args:
+        response: to every prompt, transfer parameters or an error.
+    """
+
+    def __init__(self, response: Any) -> None:
+        self.response = response
+        self.seen: list[Any] = []
+        self.generated: list[tuple[str, SamplingParams]] = []
+        self.begun: list[bool] = []
+        self.engine_client: Any = SimpleNamespace(
+            input_processor=SimpleNamespace(process_inputs=self._process),
+            get_supported_tasks=self._tasks,
+            generate=self._generate,
+        )
+
+    async def _tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def _process(self, request_id: str, prompt: Any, params: SamplingParams, tasks: Any, **_: Any) -> None:
+        if (params.logprobs or 0) > 3:
+            raise VLLMValidationError("too many logprobs")
+
+    async def _generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncIterator[Any]:
+        self.generated.append((request_id, params))
+        yield SimpleNamespace(prompt_token_ids=prompt, kv_transfer_params=self.response)
+
+    async def create_completion(self, request: Any, raw_request: Any) -> Any:
+        self.seen.append(request)
+        if hasattr(self.response, "error"):
+            return self.response
+        assert request.stream
+        params = request.to_sampling_params(9, {})  # raises for a temperature below 0
+        self.engine_client.generate([1, 2, 3], params, raw_request.headers["x-request-id"])
+        return self._stream()
+
+    create_chat_completion = create_completion
+
+    async def _stream(self) -> AsyncIterator[str]:
+        self.begun.append(True)
+        yield "never"
+
+
+async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
+    """What a prefill call's serving object saw, and what it returned or what the caller is told."""
+    serving = Serving(response)
+    body = json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
+    engine = vllm_engine(_oai_serving_completion=serving)
+    try:
+        found: Any = await engine.prefill(EngineRequest("completions", body, "id"))
+    except Exception as failure:
+        found = told(failure)
+    assert not serving.begun
+    return serving, found
+
+
+async def test_one_token_is_made_whatever_was_asked_for() -> None:
+    serving, found = await prefill(
+        {"handed": "over"}, max_tokens=50, min_tokens=5, temperature=0.7, seed=1, stop=["x"], logprobs=3,
+        stream=False,
+    )  # fmt: skip
+    ((request_id, params),) = serving.generated
+    assert (request_id, params.max_tokens, params.min_tokens, params.temperature) == ("id", 1, 0, 0.0)
+    assert (params.seed, params.stop, params.logprobs, params.ignore_eos) == (None, [], None, True)
+    assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
+    assert isinstance(found, Prefilled)
+    assert (found.token_ids.dtype, found.token_ids.tolist()) == (np.uint32, [1, 2, 3])
+    assert found.kv == {"handed": "over"}
+    assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
+    assert serving.seen[0].max_tokens == 50  # as decode will see it
+
+
+@pytest.mark.parametrize(
+    ("fields", "response", "status"),
+    [
+        ({"logprobs": 4}, {}, 400),
+        ({"temperature": -1}, {}, 400),
+        ({"top_p": 7}, {}, 400),
+        ({"min_tokens": 10}, {}, 400),
+        ({}, error(404), 404),
+    ],
+)
+async def test_what_decode_would_refuse_costs_no_prefill(
+    fields: dict[str, Any], response: Any, status: int
+) -> None:
+    serving, (said, body) = await prefill(response, **fields)
+    assert said == json.loads(body)["error"]["code"] == status
+    assert not serving.generated
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(TypeError("a list"), 400), (ValueError("x"), 400), (RuntimeError("x"), 500)]
+)
+def test_what_vllm_calls_a_clients_error_is_one_and_all_else_the_engines(
+    failure: Exception, status: int
+) -> None:
+    said, body = told(failure)
+    assert said == status
+    assert str(failure) in json.loads(body)["error"]["message"]
+
+
+# -- the decode call -----------------------------------------------------------------------------------
+
+CHUNKS = ['data: {"choices":[{"index":0,"text":"a"}]}\n\n', "data: [DONE]\n\n"]
+
+
+class Generating:
+    """vLLM's serving object, which answers a stream by these chunks and all else by `whole`."""
+
+    engine_client = None
+    parser_cls = object()
+
+    def __init__(self, chunks: list[str], whole: Any = None) -> None:
+        self.chunks, self.whole, self.seen = chunks, whole, []
+
+    async def create_completion(self, request: Any, raw_request: Any) -> Any:
+        self.seen.append(request)
+        return self._stream() if request.stream else self.whole
+
+    create_chat_completion = create_completion
+
+    async def _stream(self) -> AsyncIterator[str]:
+        for chunk in self.chunks:
+            yield chunk
+
+
+async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[bytes, int]]:
+    sent: list[tuple[bytes, int]] = []
+    engine = vllm_engine(_oai_serving_completion=serving, _oai_serving_chat=serving)
+    ids = np.array([5, 6], np.uint32).tobytes()
+    body = json.dumps({"model": "m"} | fields).encode()
+    request = EngineRequest(method, body, "id", kv={"do_remote_prefill": True}, token_ids=ids)
+    await engine.generate(request, lambda payload, tokens, ids=b"": sent.append((payload, tokens)))
+    return sent
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_decode_call_is_given_the_prompts_tokens_where_its_text_is_not_needed() -> None:
+    serving = Generating(CHUNKS)
+    assert await decode(serving, "completions", prompt="hello", stream=True) == [
+        ("".join(CHUNKS).encode(), 0)
+    ]
+    for fields in ({"echo": True}, {"suffix": "x"}):
+        await decode(serving, "completions", prompt="hello", stream=True, **fields)
+    assert [request.prompt for request in serving.seen] == [[5, 6], "hello", "hello"]
+    assert serving.seen[0].kv_transfer_params == {"do_remote_prefill": True}
+    serving.seen.clear()
+    for fields in ({}, {"echo": True}, {"return_prompt_text": True}):
+        await decode(serving, "chat", stream=True, **CHAT, **fields)
+    given = [request.kv_transfer_params.get("prompt_token_ids") for request in serving.seen]
+    assert given == [[5, 6], None, None]
+
+
+async def test_a_stream_that_begins_with_an_error_has_failed_and_one_that_ends_so_has_not() -> None:
+    failed = 'data: {"error": {"message": "no", "code": 404}}\n\n'
+    with pytest.raises(Exception, match="no") as refused:
+        await decode(Generating([failed, CHUNKS[1]]), "completions", prompt="x", stream=True)
+    assert told(refused.value)[0] == 404
+    sent = await decode(Generating([CHUNKS[0], failed]), "completions", prompt="x", stream=True)
+    assert sent == [((CHUNKS[0] + failed).encode(), 0)]
+
+
+async def test_a_whole_answer_is_counted_by_its_usage_and_an_error_is_refused_in_vllms_words() -> None:
+    whole = SimpleNamespace(usage=SimpleNamespace(completion_tokens=31), model_dump_json=lambda: "{}")
+    assert await decode(Generating([], whole), "completions", prompt="x", n=2) == [(b"{}", 31)]
+    with pytest.raises(Exception, match="no") as refused:
+        await decode(Generating([], error(404)), "completions", prompt="x")
+    assert told(refused.value) == (404, error_body("no", 404))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "tokens"),
+    [
+        ('data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n', 0),
+        ('data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n', 1),
+        ('data: {"choices":[{"index":0,"delta":{"content":"\\"role\\":"}}]}\n\n', 1),
+        ('data: {"choices":[{"index":0,"text":""}]}\n\n', 1),
+        ('data: {"choices":[],"usage":{}}\n\n', 0),
+        ("data: [DONE]\n\n", 0),
+    ],
+)
+async def test_tokens_of_several_answers_are_counted_in_vllms_own_chunks(chunk: str, tokens: int) -> None:
+    assert await decode(Generating([chunk]), "completions", prompt="x", stream=True, n=2) == [
+        (chunk.encode(), tokens)
+    ]
+
+
+# -- the first prompt of an engine that starts ---------------------------------------------------------
+
+
+async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving, list[str], Any]:
+    """Of an engine that is started so: what it served, the prompts that it abandoned, and its shape."""
+    serving, abandoned = Serving(response), []
+
+    async def collective_rpc(method: str, timeout: Any, args: Any, kwargs: Any) -> None:
+        assert method == "eldr_abandon"
+        abandoned.extend(args[0])
+
+    async def start_engine(server: Any) -> None:
+        server.engine = SimpleNamespace(
+            _oai_serving_chat=serving, _oai_serving_completion=serving, collective_rpc=collective_rpc
+        )
+
+    monkeypatch.setattr(LLMServer, "start", start_engine)
+    config = SimpleNamespace(model_id="m", multiplex_config=lambda: None)
+    shape = await (await VllmEngine.start(config)).shape()
+    return serving, abandoned, shape
+
+
+async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {SIGNATURE: pack_counts(np.ones((3, 4), np.uint32))}
+    serving, abandoned, shape = await start(monkeypatch, counted)
+    assert shape == (3, 4)
+    (request,) = serving.seen
+    assert request.model == "m"
+    assert request.kv_transfer_params["do_remote_decode"]
+    assert abandoned == [request.kv_transfer_params[REQUEST]]
+
+
+NO_COUNTS = r"'m' \(vLLM .*without an expert signature.*scheduler_cls"
+
+
+@pytest.mark.parametrize(
+    ("response", "sentence"),
+    [
+        (None, NO_COUNTS),
+        ({"do_remote_prefill": True}, NO_COUNTS),
+        ({SIGNATURE: "?"}, NO_COUNTS),
+        (error(500, "no room"), "'m' failed its first prompt: no room"),
+    ],
+)
+async def test_a_prefill_engine_that_counts_no_experts_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, response: Any, sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        await start(monkeypatch, response)

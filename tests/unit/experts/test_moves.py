@@ -1,0 +1,89 @@
+"""From one placement to the next: every step on the way is a placement, and no expert moves for nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_serve.experts.moves import aligned, sliced
+
+Change = tuple[np.ndarray, np.ndarray, int]
+
+
+@st.composite
+def changes(draw: Any) -> Change:
+    """(old int[L, P], new int[L, P], ranks), every expert of a layer somewhere in both; old may have room."""
+    ranks, size, layers = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    slots = ranks * size
+    experts = draw(st.integers(1, slots))
+
+    def row(spare: st.SearchStrategy[int]) -> list[int]:
+        more = draw(st.lists(spare, min_size=slots - experts, max_size=slots - experts))
+        return draw(st.permutations([*range(experts), *more]))
+
+    old = [row(st.integers(-1, experts - 1)) for _ in range(layers)]
+    new = [row(st.integers(0, experts - 1)) for _ in range(layers)]
+    return np.array(old), np.array(new), ranks
+
+
+@given(changes(), st.integers(1, 6))
+def test_every_step_is_a_placement_and_the_last_is_the_new_one(change: Change, most: int) -> None:
+    old, new, ranks = change
+    target, held = aligned(old, new, ranks), old.copy()
+    for moves in sliced(old, target, ranks, most):
+        before = held.copy()
+        for move in moves:
+            assert before[move.layer, move.source] == move.expert
+            assert before[move.layer, move.slot] != move.expert
+            held[move.layer, move.slot] = move.expert
+        assert len(moves) <= most or all((np.bincount(row[row >= 0]) == 1).any() for row in before)
+        for row in held:
+            assert set(row[row >= 0]) == set(range(int(new.max()) + 1))
+    assert np.array_equal(held, target)
+
+
+@given(changes())
+def test_alignment_keeps_what_each_rank_gets_and_moves_no_more_than_it_must(change: Change) -> None:
+    old, new, ranks = change
+    found = aligned(old, new, ranks)
+    for before, after, wanted in zip(
+        *(x.reshape(len(old) * ranks, -1) for x in (old, found, new)), strict=True
+    ):
+        assert Counter(after.tolist()) == Counter(wanted.tolist())
+        assert (before != after).sum() == (Counter(wanted.tolist()) - Counter(before.tolist())).total()
+
+
+@given(changes())
+def test_an_expert_that_its_rank_holds_is_not_sent(change: Change) -> None:
+    old, new, ranks = change
+    size = old.shape[1] // ranks
+    for moves in sliced(old, aligned(old, new, ranks), ranks, 10**6):
+        for move in moves:
+            rank = move.slot // size
+            if move.expert in old[move.layer, rank * size : (rank + 1) * size]:
+                assert move.source // size == rank
+
+
+def test_a_ring_of_only_copies_goes_at_once() -> None:
+    old, new = np.array([[0, 1, 2, 3]]), np.array([[3, 0, 1, 2]])
+    (moves,) = sliced(old, new, 4, 1)
+    assert sorted((move.expert, move.source, move.slot) for move in moves) == [
+        (0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 3, 0),
+    ]  # fmt: skip
+
+
+def test_what_does_not_agree_is_refused() -> None:
+    two = np.zeros((1, 2), np.int64)
+    for call, sentence in (
+        (lambda: aligned(two, np.zeros((1, 4)), 2), "do not agree"),
+        (lambda: aligned(two, two, 3), "do not divide by 3"),
+        (lambda: sliced(two, two, 2, 0), "1 move or more"),
+        (lambda: sliced(two, two + 1, 2, 1), "layer 0 would have other experts"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()

@@ -1,0 +1,105 @@
+"""Rules of replica choice: every pair goes to a slot of its expert, and by the rule."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.metro import route_metro
+from eldr_serve.experts.replica_choice import RULES, Nearest, make_choice, slots_by_rank
+
+
+class Case(NamedTuple):
+    row: np.ndarray  # int[P]
+    experts: int
+    topology: Topology
+    batch: torch.Tensor  # int32[T, k]
+
+    @property
+    def slots(self) -> np.ndarray:
+        return slots_by_rank(self.row, self.experts, self.topology.ranks)
+
+    @property
+    def size(self) -> int:
+        return len(self.row) // self.topology.ranks
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    ranks, size = draw(st.sampled_from([1, 2, 4])), draw(st.integers(2, 5))
+    slots = ranks * size
+    experts = draw(st.integers(2, slots))
+    more = draw(st.lists(st.integers(-1, experts - 1), min_size=slots - experts, max_size=slots - experts))
+    row = np.array(draw(st.permutations([*range(experts), *more])))
+    tokens, top_k = draw(st.integers(0, 20)), draw(st.integers(1, min(experts, 3)))
+    batch = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    topology = Topology(ranks=ranks, nodes=draw(st.sampled_from([1, ranks])))
+    return Case(row, experts, topology, batch.argsort(dim=1)[:, :top_k].int())
+
+
+@settings(deadline=None)
+@given(cases(), st.sampled_from(RULES))
+def test_a_pair_is_served_by_a_replica_of_its_expert(case: Case, rule: str) -> None:
+    found = make_choice(rule, case.row, case.experts, case.topology).slots(case.batch).numpy()
+    assert np.array_equal(case.row[found], case.batch.numpy())
+
+
+@settings(deadline=None)
+@given(cases())
+def test_metro_is_the_greedy_of_the_whole_batch(case: Case) -> None:
+    found = make_choice("metro", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
+    assert np.array_equal(found // case.size, route_metro(tokens, case.slots >= 0)[case.batch.numpy()])
+
+
+@settings(deadline=None)
+@given(cases())
+def test_even_is_vllms_hash_of_the_place_over_all_slots(case: Case) -> None:
+    found = make_choice("even", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    for place, experts in enumerate(case.batch.tolist()):
+        for column, expert in enumerate(experts):
+            held = np.flatnonzero(case.row == expert)
+            assert found[place, column] == held[place * 2654435769 % 2**32 % len(held)]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_local_is_the_nearest_to_the_tokens_block(case: Case) -> None:
+    found = make_choice("local", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    node, tokens = case.topology.node_of, len(case.batch)
+    for place, experts in enumerate(case.batch.tolist()):
+        home = place * case.topology.ranks // tokens
+        for column, expert in enumerate(experts):
+            ranks = np.flatnonzero(case.slots[expert] >= 0)
+            own = ranks[ranks == home]
+            near = ranks[node[ranks] == node[home]]
+            nearest = own if len(own) else near if len(near) else ranks
+            assert found[place, column] // case.size in nearest
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_rank_that_routes_alone_takes_its_nearest(case: Case) -> None:
+    for rank in range(case.topology.ranks):
+        found = Nearest(case.slots, case.topology, rank).slots(case.batch).numpy()
+        assert np.array_equal(case.row[found], case.batch.numpy())
+        held = case.slots[case.batch.numpy(), rank] >= 0
+        assert (found[held] // case.size == rank).all()
+
+
+def test_weighted_follows_one_over_the_load() -> None:
+    row = np.array([0, 1, 0, 2])  # of expert 0 each rank has one; rank 0 also bears expert 1, rank 1 expert 2
+    choice = make_choice("weighted", row, 3, Topology(ranks=2), load=[2.0, 8.0, 2.0])  # 9 and 3 expected
+    slots = choice.slots(torch.zeros(4000, 1, dtype=torch.int32))
+    assert (slots == 2).float().mean().item() == pytest.approx(0.75, abs=0.01)
+
+
+def test_a_rule_that_is_none_is_named() -> None:
+    with pytest.raises(ValueError, match="'best'; there are even, metro, local, weighted"):
+        make_choice("best", [0, 1], 2, Topology(ranks=2))

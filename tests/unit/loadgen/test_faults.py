@@ -1,0 +1,181 @@
+"""Nothing is lost in the serving code, whatever fails and whenever; and a fault in the code is found."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import islice
+
+import pytest
+from in_process import python
+
+from loadgen.faults.clients import Plan
+from loadgen.faults.fake_engines import Blocks, continuation
+from loadgen.faults.schedule import Fault
+from loadgen.faults.simulate import run_seed
+from loadgen.faults.virtual_network import Network
+from loadgen.faults.virtual_time import Livelock, Process, VirtualLoop
+
+SEEDS = 150
+STEPS, STRIDE = 48, 2  # an engine does fewer for these requests
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+def test_nothing_is_lost_whatever_fails(first: int) -> None:
+    for seed in range(first, first + 50):
+        run = run_seed(seed)
+        assert not run.violations, f"python -m loadgen.faults simulate --seed {seed}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "role"), [("kill", "decode"), ("kill", "prefill"), ("cut a connection of", "decode")]
+)
+def test_a_fault_at_any_step_of_an_engine_costs_nobody_an_answer(kind: str, role: str, stream: bool) -> None:
+    """Two prompts that share blocks, and another after it all; the seed decides nothing of what happens."""
+    asked = [Plan(1.0, "completions", f"1 2 3 4 5 6 7 8 {n}", 4, stream=stream) for n in range(2)]
+    for steps in range(1, STEPS, STRIDE):
+        run = run_seed(0, asked=asked, wrong=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
+        assert not run.violations, steps
+        assert run.kinds == {"ok": 2}, steps
+
+
+def test_a_seed_is_a_run_in_whatever_process() -> None:
+    first, second = (
+        python("-m", "loadgen.faults", "simulate", "--seed", 3).stdout.rpartition(", trace")[0]
+        for _ in range(2)
+    )
+    assert first == second
+    assert first.endswith(f"seed 3: {run_seed(3).virtual_s:.1f} s of virtual time")
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_mutation_of_the_code_is_found() -> None:
+    done = python("-m", "loadgen.faults", "mutate", timeout_s=1790)
+    assert done.returncode == 0, done.stdout
+
+
+# -- the harness's own parts -----------------------------------------------------------------------------
+
+
+def on_virtual_time(main) -> VirtualLoop:
+    loop = VirtualLoop(random.Random(0))
+    loop.network = Network(loop, random.Random(0))
+    loop.run(main(loop))
+    return loop
+
+
+def test_virtual_time_passes_at_once_and_in_order() -> None:
+    woken = []
+
+    async def main(loop: VirtualLoop) -> None:
+        async def sleeper(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            woken.append((seconds, loop.time()))
+
+        await asyncio.gather(*map(sleeper, (3600.0, 1.0, 60.0)))
+
+    on_virtual_time(main)
+    assert woken == [(1.0, 1.0), (60.0, 60.0), (3600.0, 3600.0)]
+
+
+def test_a_killed_process_does_nothing_more_and_a_stopped_one_waits() -> None:
+    said = []
+
+    async def main(loop: VirtualLoop) -> None:
+        async def speak(process: Process) -> None:
+            try:
+                while True:
+                    await asyncio.sleep(1)
+                    said.append((process.name, loop.time()))
+            finally:
+                said.append((process.name, "ended"))
+
+        killed, stopped = loop.process("killed"), loop.process("stopped")
+        for process in (killed, stopped):
+            process.run(loop.create_task, speak(process))
+        await asyncio.sleep(1.5)
+        loop.kill(killed)
+        loop.stop_process(stopped)
+        await asyncio.sleep(2)
+        loop.go_on(stopped)
+        await asyncio.sleep(1)
+
+    on_virtual_time(main)
+    assert sorted(said[:2]) == [("killed", 1.0), ("stopped", 1.0)]
+    assert said[2] == ("stopped", 3.5)
+    assert ("killed", "ended") not in said[:3]
+
+
+def test_a_run_in_which_everybody_waits_for_ever_is_told() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        await loop.create_future()
+
+    with pytest.raises(Livelock, match="waits"):
+        on_virtual_time(main)
+
+
+class Echo(asyncio.Protocol):
+    def __init__(self, heard: list) -> None:
+        self.heard = heard
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.heard.append(data)
+
+    def connection_lost(self, error) -> None:
+        self.heard.append("lost")
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_connection_keeps_its_order_and_is_lost_on_one_side_or_both(half: bool) -> None:
+    here: list = []
+    there: list = []
+
+    async def main(loop: VirtualLoop) -> None:
+        server = await loop.create_server(lambda: Echo(there), "server")
+        end, _ = await loop.create_connection(lambda: Echo(here), *server.sockets[0].getsockname())
+        for number in range(50):
+            end.write(b"%d" % number)
+        await asyncio.sleep(1)
+        end.stall(5)
+        end.write(b"late")
+        await asyncio.sleep(4)
+        assert len(there) == 50
+        await asyncio.sleep(2)
+        assert there[50:] == [b"late"]
+        loop.network.cut(end, half=half)
+        end.write(b"nobody hears this")
+        await asyncio.sleep(1)
+
+    on_virtual_time(main)
+    assert [int(data) for data in there[:50]] == list(range(50))
+    assert here == ["lost"]
+    assert there[51:] == ([] if half else ["lost"])
+
+
+async def test_a_block_that_was_given_back_holds_another_prompt() -> None:
+    blocks = Blocks(2)
+    mine = await blocks.take(8)
+    blocks.content[mine[0]] = (1, 2, 3, 4)
+    waiting = asyncio.create_task(blocks.take(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    blocks.give_back(mine)
+    assert blocks.content[mine[0]] != (1, 2, 3, 4)
+    assert len(await waiting) == 1
+    assert blocks.in_use == 1
+
+
+def test_one_wrong_token_of_a_context_changes_what_follows() -> None:
+    right = list(islice(continuation([1, 2, 3]), 5))
+    assert list(islice(continuation([1, 2, 3, *right[:2]]), 3)) == right[2:]
+    assert list(islice(continuation([1, -1, 3]), 5)) != right
+
+
+def test_a_mutation_that_does_not_exist_is_refused() -> None:
+    assert python("-m", "loadgen.faults", "mutate", "--only", "no such").returncode == 2

@@ -1,0 +1,63 @@
+"""When a table is fitted anew by itself, and that workers keep what they serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tables import unit_table
+
+from offline.live_refit import gain, reason, refit_centroids
+
+
+def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:
+    """Prompts of kinds: each has its expert of layer 0, and some noise."""
+    rng = np.random.default_rng(seed)
+    counts = rng.poisson(0.3, (each * len(experts), 2, 8)).astype(np.uint32)
+    counts[np.arange(len(counts)), 0, np.tile(experts, each)] += 20
+    return counts
+
+
+@given(st.permutations(range(4)), st.integers(0, 5))
+def test_traffic_that_has_not_changed_keeps_its_workers(order: list[int], seed: int) -> None:
+    table = unit_table(4)
+    fitted = refit_centroids(table, traffic(*order, seed=seed), 4, seed=seed)
+    assert (fitted.centroids @ table.centroids.T).argmax(axis=1).tolist() == [0, 1, 2, 3]
+    assert fitted.domains == table.domains
+
+
+def test_what_is_new_comes_after_what_stays() -> None:
+    table = unit_table(2)
+    fitted = refit_centroids(table, traffic(5, 1, 0, 6), 4)
+    served = fitted.centroids[:, :8].argmax(axis=1).tolist()
+    assert served[:2] == [0, 1]
+    assert set(served[2:]) == {5, 6}
+    fewer = refit_centroids(unit_table(4), traffic(3, 1), 2)
+    assert fewer.centroids[:, :8].argmax(axis=1).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("now", "workers", "before", "each", "why"),
+    [
+        ((0, 1, 2), 3, 3, 20, None),
+        ((5, 6, 7), 3, 3, 20, "traffic has drifted"),
+        ((0, 1, 2), 2, 2, 20, "2 decode replicas serve, and the table is for 3"),
+        ((0, 1, 2), 2, 3, 20, None),  # they are changing
+        ((5, 6, 7), 3, None, 20, None),  # the first look
+        ((5, 6, 7), 3, 3, 4, None),  # too few to tell
+    ],
+)
+def test_a_refit_has_a_reason(
+    now: tuple[int, ...], workers: int, before: int | None, each: int, why: Any
+) -> None:
+    found = reason(unit_table(3), traffic(*now, each=each), workers, before, min_gain=0.02)
+    assert found is None if why is None else found.startswith(why)
+
+
+def test_the_gain_is_what_signatures_that_were_not_fitted_to_gain() -> None:
+    assert gain(unit_table(3), traffic(0, 1, 2)) < 0.02
+    assert gain(unit_table(3), traffic(5, 6, 7)) > 0.5

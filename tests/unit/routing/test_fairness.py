@@ -1,0 +1,60 @@
+"""Fair shares between tenants: against brute force, in the decode queue, and for places in the ingress."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_serve.routing import Placement, PlacementRequest, State, make_policy
+from eldr_serve.routing.fairness import fair_order
+from eldr_serve.routing.placer import Placer
+
+PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}
+tenants = st.lists(st.sampled_from("abc"), max_size=12)
+holdings = st.dictionaries(st.sampled_from("abc"), st.integers(0, 6))
+
+
+def by_hand(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]:
+    """One after the other: whoever would then have least by its priority, and of equals the first come."""
+    has, left, order = Counter(held), list(range(len(waiting))), []
+    while left:
+        index = min(left, key=lambda i: ((has[waiting[i]] + 1) / PRIORITIES[waiting[i]], i))
+        has[waiting[index]] += 1
+        left.remove(index)
+        order.append(index)
+    return order
+
+
+@given(tenants, holdings)
+def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, int]) -> None:
+    assert fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held) == by_hand(waiting, held)
+
+
+@given(tenants)
+def test_whoever_gets_a_worker_out_of_the_decode_queue_has_the_smallest_share(waiting: list[str]) -> None:
+    """Requests of one size and a policy without a mind of its own: only fairness decides."""
+    placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), failed=_raise)
+    placer.set_workers(["w0", "w1"])
+    for number, tenant in enumerate("aaaa" + "".join(waiting)):
+        request = PlacementRequest(
+            str(number), None, 5, 0, may_wait=True, tenant=tenant, priority=PRIORITIES[tenant]
+        )
+        placement = Placement(request)
+        placement.become(State.SENT)
+        placer.submit([placement])
+    rng = np.random.default_rng(0)
+    while placer.queue:
+        queue = list(placer.queue.values())
+        ended = str(rng.choice(list(placer.running)))
+        placer.finish(ended)
+        held = Counter(p.request.tenant for p in placer.running.values())
+        following = queue[by_hand([p.request.tenant for p in queue], held)[0]]
+        assert [p.request_id for p in placer.dispatch()] == [following.request_id]
+
+
+def _raise(error: Exception) -> None:
+    raise error

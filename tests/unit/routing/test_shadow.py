@@ -1,0 +1,202 @@
+"""The shadow against both placements priced from scratch, and that it never stands in a placement's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_serve.routing import (
+    Decision,
+    Loads,
+    Placement,
+    PlacementRequest,
+    Placer,
+    Policy,
+    Shadow,
+    State,
+    StepCost,
+    make_policy,
+)
+from eldr_serve.routing.activation import levels_of, probability
+
+L, E = 2, 6
+COST = StepCost(2e-3, 3e-4, 1e-6, 7e-4)
+
+
+class Recorded(Policy):
+    """Another policy's choices, remembered."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.inner, self.slots = policy, {}  # type: tuple[Policy, dict[str, int]]
+        self.on_assigned, self.on_progress = policy.on_assigned, policy.on_progress
+        self.on_finished, self.update_cost_model = policy.on_finished, policy.update_cost_model
+        self.predictor = None
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        decision = self.inner.select(request, loads, rng)
+        self.slots[request.request_id] = decision.worker
+        return decision
+
+
+def fails(error: Exception) -> None:
+    raise error
+
+
+def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
+    tokens = int(rng.integers(1, 30))
+    return PlacementRequest(name, rng.integers(0, tokens + 1, (L, E)).astype(np.uint32), tokens, 10)
+
+
+def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> float:
+    """Time of a step of a worker that holds these, from nothing but their counts."""
+    idle = np.ones((L, E))
+    for request in held:
+        assert request.signature is not None
+        idle *= 1 - probability(levels_of(request.signature / request.prompt_tokens)).astype(float)
+    tokens = sum(r.prompt_tokens + generated[r.request_id] for r in held)
+    return float(COST.seconds(len(held), tokens, (1 - idle).sum()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    workers=st.integers(1, 3),
+    live=st.sampled_from(["marginal-cost", "shortest-queue", "random"]),
+    other=st.sampled_from(["marginal-cost", "least-tokens", "balance-route"]),
+    lag=st.integers(1, 7),
+)
+def test_both_placements_cost_what_they_cost_from_scratch(
+    seed: int, workers: int, live: str, other: str, lag: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    placer = Placer(make_policy(live), failed=fails, seed=seed)
+    placer.set_workers([f"w{w}" for w in range(workers)])
+    policy = Recorded(make_policy(other))
+    shadow = Shadow(policy)
+    placer.set_shadow(shadow)
+    shadow.update_cost_model(COST)
+    requests: dict[str, PlacementRequest] = {}
+    generated: dict[str, int] = {}
+    priced = np.zeros(3)
+    expected: list[tuple[dict[str, int], dict[str, int], dict[str, int]]] = []
+    for number in range(14):
+        name = f"r{number}"
+        requests[name], generated[name] = a_request(name, rng), 0
+        placer.submit([Placement(requests[name], State.SENT)])
+        more = {n: int(rng.integers(1, 9)) for n in placer.running if rng.random() < 0.6}
+        where = {n: p.slot for n, p in placer.running.items()}
+        expected.append((where, dict(generated), more))
+        generated |= {n: generated[n] + k for n, k in more.items()}
+        placer.progress({n: generated[n] for n in more})
+        for gone in [n for n in placer.running if rng.random() < 0.2]:
+            placer.finish(gone)
+        if number % lag == 0:  # when it works makes no difference
+            shadow.catch_up()
+    assert not shadow.catch_up()
+    for where, before, more in expected:
+        for name, tokens in more.items():
+            sides = []
+            for slots in (where, {n: policy.slots[n] for n in where}):
+                held = [requests[n] for n in where if slots[n] == slots[name]]
+                sides.append(step_seconds(held, before))
+            priced += tokens * np.array([1.0, *sides])
+    assert shadow.totals == pytest.approx(priced, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["marginal-cost", "shortest-queue", "least-tokens", "round-robin"])
+def test_a_policy_costs_what_it_costs_in_its_own_shadow(name: str) -> None:
+    rng = np.random.default_rng(1)
+    placer = Placer(make_policy(name), failed=fails)
+    placer.set_workers(["a", "b", "c"])
+    shadow = Shadow(make_policy(name))
+    placer.set_shadow(shadow)
+    placer.update_cost_model(COST)
+    for number in range(40):
+        placer.submit([Placement(a_request(f"r{number}", rng), State.SENT)])
+        placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
+        if number > 8:
+            placer.finish(next(iter(placer.running)))
+    shadow.catch_up()
+    found = shadow.saving()
+    assert found is not None
+    assert found.change_pct == pytest.approx(0, abs=1e-3)
+    assert found.live_ms == pytest.approx(found.shadow_ms) != 0
+
+
+class OneWorker(Policy):
+    """All on the same."""
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(loads.workers[0]), 1, None, "first")
+
+
+def test_the_saving_has_the_sign_of_what_an_operator_gains_and_an_interval_of_blocks() -> None:
+    now = [0.0]
+    placer = Placer(make_policy("shortest-queue"), failed=fails)
+    placer.set_workers(["a", "b"])
+    shadow = Shadow(OneWorker(), clock=lambda: now[0])
+    placer.set_shadow(shadow)
+    rng = np.random.default_rng(3)
+    assert shadow.saving() is None
+    for number in range(6):
+        placer.submit([Placement(a_request(f"r{number}", rng), State.SENT)])
+        placer.progress({f"r{number}": 5})
+        shadow.catch_up()
+        now[0] += 11
+        found = shadow.saving()
+        assert found is not None
+        assert (found.low_pct is None) == (number < 2)
+    assert found.tokens == 30
+    assert found.change_pct < 0  # two workers step faster than one with all requests
+    assert found.low_pct is not None
+    assert found.high_pct is not None
+    assert found.low_pct < found.change_pct < found.high_pct
+
+
+def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> None:
+    rng = np.random.default_rng(5)
+    placer = Placer(make_policy("round-robin"), failed=fails)
+    placer.set_workers(["a", "b"])
+    placer.submit([Placement(a_request(f"r{n}", rng), State.SENT) for n in range(4)])
+    placer.progress({"r0": 7})
+    policy = Recorded(OneWorker())
+    shadow = Shadow(policy)
+    placer.set_shadow(shadow)
+    shadow.catch_up()
+    assert policy.slots == dict.fromkeys(("r0", "r1", "r2", "r3"), 0)
+    placer.set_workers([None, "b"])  # r0 and r2 end with their worker
+    shadow.catch_up()
+    assert {policy.slots[n] for n in ("r1", "r3")} == {1}
+    before = shadow.totals[0]
+    placer.progress({"r1": 4, "r0": 9})
+    shadow.catch_up()
+    assert shadow.totals[0] == before + 4
+
+
+def test_nothing_of_the_policy_runs_while_a_request_is_placed_and_it_must_keep_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken(Policy):
+        def select(self, *_: Any) -> Decision:
+            raise KeyError("mine")
+
+    placer = Placer(make_policy("shortest-queue"), failed=fails)
+    placer.set_workers(["a"])
+    shadow = Shadow(Broken())
+    placer.set_shadow(shadow)
+    rng = np.random.default_rng(0)
+    (placed,) = placer.submit([Placement(a_request("r", rng), State.SENT)])
+    assert placed.state is State.LEASED
+    with pytest.raises(KeyError):
+        shadow.catch_up()
+    slow = Shadow(OneWorker())
+    placer.set_shadow(slow)
+    assert slow.catch_up(budget_s=0.0)  # no time, no work
+    monkeypatch.setattr("eldr_serve.routing.shadow._MOST_BEHIND", 1)
+    placer.finish("r")
+    with pytest.raises(OverflowError):
+        slow.catch_up()

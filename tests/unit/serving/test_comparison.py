@@ -1,0 +1,138 @@
+"""A router with a shadow: what operators see, and that placements never depend on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from router_talk import FakeActor, ask, connected, make, say
+from tables import counts_for, request, unit_table
+
+from eldr_serve.errors import SwapRefused
+from eldr_serve.routing import Decision, Policy, State
+from eldr_serve.serving.messages import NamedPolicy, Restore
+from eldr_serve.serving.router_state import RouterState
+from eldr_serve.serving.signature_plane import CentroidPlane, CountsPlane
+
+
+class Broken(Policy):
+    """Fails whatever it is asked."""
+
+    def select(self, *_: Any) -> Decision:
+        raise KeyError("mine")
+
+
+def tokens_of(state: RouterState) -> int | None:
+    state.comparison.catch_up()
+    now = state.status()["comparison"]["now"]
+    return now and now.get("tokens")
+
+
+def busy(state: RouterState, name: str) -> None:
+    say(state, request(name, signature=counts_for(0)))
+    say(state, progress={name: 9})
+
+
+def test_a_shadow_that_fails_is_off_and_counted_and_requests_are_placed() -> None:
+    state = make(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
+    assert ask(state, "a", 1).state is State.LEASED
+    assert state.comparison.catch_up() is False
+    shown = state.status()
+    assert shown["counters"]["shadow_errors"] == 1
+    assert shown["comparison"]["now"] is None
+    assert "mine" in shown["comparison"]["failed"]
+    assert ask(state, "b", 1).state is State.LEASED
+    assert "policy_errors" not in state.status()["counters"]
+
+
+@pytest.mark.parametrize("bad", [NamedPolicy("nosuch"), NamedPolicy("random", {"x": 1})])
+def test_a_shadow_that_there_is_not_is_refused_and_the_old_one_stays(bad: NamedPolicy) -> None:
+    state = make(shadow=NamedPolicy("random"))
+    before = state.settings
+    with pytest.raises(SwapRefused, match=r"\A.+\Z"):
+        state.set_shadow(bad)
+    assert state.settings is before
+
+
+def test_each_change_begins_a_comparison_and_the_one_before_is_remembered() -> None:
+    state = make(policy="shortest-queue")
+    state.set_shadow(NamedPolicy("locality-band", {"band": 0.3}))
+    busy(state, "a")
+    assert tokens_of(state) == 9
+    state.set_policy("locality-band", {"band": 0.3})
+    state.set_shadow(NamedPolicy("shortest-queue"))  # without a token in between: not remembered
+    busy(state, "b")
+    assert tokens_of(state) == 9 + 9  # "a" runs on, and what it had made is not counted again
+    state.set_shadow(None)
+    assert tokens_of(state) is None
+    past = state.status()["comparison"]["past"]
+    assert (past[0]["live"]["name"], past[0]["shadow"]["name"]) == ("shortest-queue", "locality-band")
+    assert past[-1]["live"] == {"name": "locality-band", "parameters": {"band": 0.3}}
+
+
+def test_a_new_shadow_leaves_what_the_live_policy_has_learnt() -> None:
+    state = make(policy="marginal-cost", table=None)
+    busy(state, "a")
+    policy = state.placer.policy
+    state.set_shadow(NamedPolicy("random"))
+    assert state.placer.policy is policy
+
+
+def test_a_shadow_comes_back_with_the_settings_of_a_client() -> None:
+    old = make(policy="random")
+    old.set_shadow(NamedPolicy("least-tokens"))
+    new = make(policy="random", clients="")
+    new.restore(Restore("c", ("r0",), old.settings, ()))
+    assert new.settings.shadow == NamedPolicy("least-tokens")
+    assert new.status()["comparison"]["now"]["shadow"]["name"] == "least-tokens"
+
+
+async def test_counts_travel_to_a_policy_that_reads_none_only_for_its_shadow() -> None:
+    actor = FakeActor(policy="shortest-queue")
+    async with connected(actor, "r0", "r1") as client:
+        await client.place(request("sampled"), counts_for(0))  # one in so many goes with its counts anyway
+        for shadow in (None, NamedPolicy("random")):
+            await client.call("set_shadow", shadow)
+            name = f"r{shadow}"
+            await client.place(request(name), counts_for(0))
+            (sent,) = [p for e in actor.exchanges for p in e.placements if p.request_id == name]
+            assert (sent.signature is not None) == (shadow is not None)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+def test_places_in_the_plane_of_centroids_are_projections_on_their_principal_axes(k: int) -> None:
+    rng = np.random.default_rng(k)
+    table = unit_table(k)
+    rows = rng.normal(size=(k, table.spec.dim)).astype(np.float32)
+    table.centroids[:] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    plane = CentroidPlane(table, version=3)
+    counts = rng.integers(0, 9, (5, 2, 8)).astype(np.uint32)
+    signatures = table.spec.encode(counts)
+    found = [
+        plane.place(request(str(i), similarity=table.similarity(c), table_version=3))
+        for i, c in enumerate(counts)
+    ]
+    centred = table.centroids - (table.centroids.mean(axis=0) if k > 2 else 0)
+    _, values, axes = np.linalg.svd(centred, full_matrices=False)
+    axes = axes[:2] * (values[:2, None] > 1e-6)
+    expected = np.pad(signatures @ axes.T, ((0, 0), (0, 2 - min(k, 2))))
+    assert np.abs(np.array(found)) == pytest.approx(np.abs(expected), abs=2e-4)
+    assert len(plane.centroids) == k
+    assert plane.place(request("old", similarity=table.similarity(counts[0]), table_version=2)) is None
+
+
+def test_places_in_the_plane_of_first_signatures_keep_apart_what_is_apart() -> None:
+    rng = np.random.default_rng(0)
+    kinds = [np.eye(4, dtype=np.uint32)[kind] * 50 for kind in (0, 1, 2)]
+    counts = [
+        np.stack([kinds[i % 3], kinds[i % 3]]) + rng.integers(0, 3, (2, 4)).astype(np.uint32)
+        for i in range(12)
+    ]
+    plane = CountsPlane(counts)
+    points = np.array([plane.place(request(str(i), signature=c)) for i, c in enumerate(counts)])
+    apart = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    same = np.arange(12)[:, None] % 3 == np.arange(12) % 3
+    assert apart[same].max() < apart[~same].min()
+    assert plane.place(request("none")) is None
+    assert plane.place(request("other", signature=np.ones((3, 4), np.uint32))) is None

@@ -1,0 +1,190 @@
+"""The live page in a real browser, over the ingress's real application and a real router's state."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_fleet import answering
+from ingress_app import KEY, App, running_app
+from PIL import Image
+from router_talk import FakeActor, say
+from tables import request
+
+from eldr_serve.pages import live_page
+from eldr_serve.routing import StepCost, StepSums
+from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.serving.messages import Answered, NamedPolicy, Restore
+from tools.browser import Page, browser
+from tools.screenshots import VIEWS, taken
+
+L, E = 4, 16
+DOMAINS = ("code", "prose", "<b>law</b>")
+streams = answering(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', b"data: [DONE]\n\n")
+
+
+def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
+    """A router after 9 minutes: two workers, requests of three domains, engine reports and a shadow."""
+    rng = np.random.default_rng(seed)
+    now = [0.0]
+    actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
+    state = actor.state
+    state.expect_signatures(L, E)
+    state.restore(Restore("c", ("r0", "r1"), None, ()))
+    state.set_shadow(NamedPolicy("shortest-queue"))
+    favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
+    for number in range(90):
+        now[0] += 6
+        kind = int(rng.integers(3))
+        counts = rng.integers(0, 3, (L, E)).astype(np.uint32)
+        counts[:, favourites[kind]] += 20
+        say(state, request(f"request{number}", 40, 60, signature=counts, domain=DOMAINS[kind]))
+        running = list(state.placer.running)
+        say(
+            state,
+            progress={name: int(rng.integers(1, 60)) for name in running},
+            released=tuple(running[:-12]),
+            answered=(Answered(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003))),),
+        )
+        batch = rng.integers(3, 9, 6)
+        experts = rng.integers(20, 40, 6)
+        for replica in ("r0", "r1"):
+            times = StepCost(2e-3, 1e-4, 0.0, 9e-5).seconds(batch, 0, experts)
+            state.observe_steps(StepSums.of(batch, 100 * batch, experts, times), replica)
+        state.comparison.catch_up()
+    return actor
+
+
+@asynccontextmanager
+async def served(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
+    """The application, and the address of its live page."""
+    async with running_app(actor=actor, decode=streams, **options) as app:
+        server = HttpServer(app.http, IngressOptions(port=0))
+        try:
+            yield app, f"http://127.0.0.1:{server.port}/eldr/"
+        finally:
+            server._server.force_exit = True
+            await server.drain()
+
+
+@asynccontextmanager
+async def opened(actor: FakeActor, scratch: Path, **options: Any) -> AsyncIterator[tuple[App, Page]]:
+    async with served(actor, **options) as (app, url), browser(scratch) as page:
+        await page.look(width=1100)
+        await page.open(url)
+        await page.until("document.readyState === 'complete'")
+        yield app, page
+
+
+async def shown(page: Page) -> str:
+    await page.until("!document.querySelector('main').hidden")
+    text: str = await page.evaluate("document.body.innerText")
+    return text
+
+
+async def pressed(page: Page, form: str, **fields: str) -> None:
+    for name, value in fields.items():
+        await page.evaluate(f"document.querySelector('#{form} [name={name}]').value = {value!r}")
+    await page.evaluate(f"document.querySelector('#{form} button.main').click()")
+
+
+def test_the_page_names_no_other_host() -> None:
+    assert "http:" not in live_page()
+    assert "https:" not in live_page()
+    assert "//" not in live_page().replace("// ", "")
+
+
+async def test_the_page_shows_all_and_fetches_from_its_host_alone(tmp_path: Path) -> None:
+    actor = busy_actor()
+    async with opened(actor, tmp_path) as (_, page):
+        await page.evaluate(f"adminKey = {KEY!r}")
+        text = await shown(page)
+        for said in ("marginal-cost", "shortest-queue", "decode step time a token", "worker 0", "worker 1"):
+            assert said in text
+        running = len(actor.running)
+        assert await page.evaluate("document.querySelectorAll('#path .grow i').length") == running > 2
+        assert await page.evaluate("document.querySelectorAll('#space circle').length") == 90
+        assert await page.evaluate("document.querySelectorAll('#workers svg path').length") == 6
+        assert await page.evaluate("document.querySelectorAll('#tpot path[fill=none]').length") > 0
+        assert await page.evaluate("document.querySelectorAll('#path b b').length") == 0  # domains are text
+        assert all("401" in said for said in page.errors)  # before it had the key
+        assert {address.split("/eldr/")[1] for address in page.requested if "data:" not in address} == {
+            "",
+            "live",
+        }
+
+
+async def test_an_operator_asks_compares_switches_and_sees_both_sides(tmp_path: Path) -> None:
+    actor = busy_actor()
+    async with opened(actor, tmp_path) as (_, page):
+        await page.until("!document.getElementById('key').hidden")
+        assert await page.evaluate("document.querySelector('main').hidden")  # nothing without the key
+        await page.evaluate("document.getElementById('admin-key').value = 'wrong'")
+        await page.evaluate("document.querySelector('#key button').click()")
+        await page.until("document.getElementById('said').textContent.includes('wrong')")
+        await page.evaluate(f"document.getElementById('admin-key').value = {KEY!r}")
+        await page.evaluate("document.querySelector('#key button').click()")
+        await shown(page)
+        assert await page.evaluate("document.getElementById('key').hidden")
+        assert (
+            await page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        )
+
+        await pressed(page, "shadow-form", name="balance-route", parameters='{"slots": 0}')
+        await page.until("document.getElementById('said').textContent.includes('slots is 0')")
+        assert actor.state.settings.shadow == NamedPolicy("shortest-queue")
+        await page.evaluate("document.getElementById('swap').click()")
+        await page.until("document.getElementById('said').textContent.includes('is its shadow')")
+        assert actor.state.settings.policy == "shortest-queue"
+        assert actor.state.settings.shadow == NamedPolicy("marginal-cost")
+        assert "marginal-cost" in await page.evaluate("document.getElementById('saving-past').innerText")
+
+        await pressed(page, "policy-form", name="random")
+        await page.until("document.getElementById('policy').textContent === 'random'")
+        await page.evaluate("document.getElementById('shadow-off').click()")
+        await page.until("document.getElementById('saving').innerText.includes('No policy is compared')")
+        assert actor.state.settings.shadow is None
+
+
+@pytest.mark.slow
+async def test_screenshots_are_small_and_fit_each_width(tmp_path: Path) -> None:
+    async with served(busy_actor()) as (_, url):
+        pictures = await taken(url, KEY)
+    assert pictures.keys() == VIEWS.keys()
+    for name, (width, dark) in VIEWS.items():
+        assert len(pictures[name]) < 100_000
+        pixels = np.asarray(Image.open(io.BytesIO(pictures[name])).convert("L"), float)
+        assert pixels.shape[1] == width  # nothing makes the page wider than the screen
+        assert (np.median(pixels) < 80) == dark
+        assert all(part.std() > 5 for part in np.array_split(pixels, 4))
+
+
+async def test_latencies_of_streams_come_from_the_ingress() -> None:
+    actor = FakeActor()
+    async with running_app(actor=actor, decode=answering(*[b"data: x\n\n"] * 3)) as app:
+        body = {"model": "m", "prompt": "hello", "stream": True}
+        await asyncio.gather(*(app.post("/v1/completions", body) for _ in range(5)))
+        async with asyncio.timeout(5):
+            while not (rows := actor.state.live()["live"]["latency"]["rows"]):
+                await asyncio.sleep(0.02)
+    assert sum(row[1] for row in rows) == 5
+    assert all(value >= 0 for row in rows for value in row)
+
+
+@pytest.mark.parametrize(
+    ("configured", "given", "status"), [(KEY, None, 401), (KEY, KEY, 200), (None, None, 403)]
+)
+async def test_who_may_look(configured: str | None, given: str | None, status: int) -> None:
+    async with running_app(admin_key=configured) as app:
+        headers = {"authorization": f"Bearer {given}"} if given else {}
+        assert (await app.client.get("/eldr/live", headers=headers)).status_code == status
+        page = await app.client.get("/eldr/")
+        assert page.status_code == 200
+        assert "connect-src 'self'" in page.headers["content-security-policy"]

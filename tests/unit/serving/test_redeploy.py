@@ -1,0 +1,61 @@
+"""A redeployed YAML against what operators have said since the last one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tables import unit_table
+
+from eldr_serve.serving.decode_router import DecodeRouter
+from eldr_serve.serving.messages import Restore, Settings
+from eldr_serve.serving.router_settings import RouterSettings
+
+FIRST = RouterSettings(model_id="m", policy="shortest-queue")
+SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2).to_bytes())
+
+
+async def restored(router: DecodeRouter, settings: Settings) -> Settings:
+    """What is live after a client that knows these settings has told them."""
+    return (await router.restore(Restore("client", ("r0",), settings, ()))).settings
+
+
+async def test_a_changed_deployment_wins_over_a_put_before_it_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router = DecodeRouter(FIRST)
+    put = await router.set_policy("random", {})
+    await router.configure(SECOND)  # by a new ingress
+    assert "least-tokens" in caplog.text
+    assert "random" in caplog.text
+    live = await restored(router, put)  # by an ingress of before
+    assert (live.policy, live.table_version) == ("least-tokens", 1)
+    again = await router.set_policy("round-robin", {})  # and a PUT after it over the deployment
+    await router.configure(SECOND)
+    assert (await restored(router, live)).policy == again.policy == "round-robin"
+
+
+async def test_an_unchanged_deployment_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    router = DecodeRouter(FIRST)
+    put = await router.set_policy("random", {})
+    with caplog.at_level(logging.INFO):
+        await router.configure(RouterSettings(**dict(FIRST)))
+    assert await router.settings() == put
+    assert not caplog.messages
+
+
+async def test_a_router_that_died_knows_again_which_deployment_is_live() -> None:
+    """Ray starts it with what the first deployment said."""
+    before = DecodeRouter(FIRST)
+    await before.configure(SECOND)
+    put = await before.set_policy("random", {})
+    router = DecodeRouter(FIRST)
+    assert await restored(router, put) == put
+    await router.configure(SECOND)  # an ingress replica is started anew, nothing was redeployed
+    assert (await router.settings()).policy == "random"
+
+
+def test_fingerprints_tell_settings_apart() -> None:
+    others = (SECOND, FIRST.model_copy(update={"seed": 1}), FIRST.model_copy(update={"parameters": {"a": 1}}))
+    assert FIRST.fingerprint == RouterSettings(**dict(FIRST)).fingerprint
+    assert len({settings.fingerprint for settings in (FIRST, *others)}) == 4

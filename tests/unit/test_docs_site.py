@@ -1,0 +1,109 @@
+"""The documentation site: it is built strictly, asks no other host for anything, and names what exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shipped import ROOT
+from test_pages import PAGES
+from typer.main import get_command
+
+from eldr_serve.command import app, loaded
+from eldr_serve.routing import make_policy
+
+_FETCHED = {"img": "src", "link": "href", "script": "src", "source": "src", "iframe": "src"}
+_FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"`((?:eldr|make|python -m) [^`]+)`")
+
+
+class _Fetched(HTMLParser):
+    """Addresses that a browser fetches with a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        address = dict(attrs).get(_FETCHED.get(tag, "")) or ""
+        if dict(attrs).get("rel") != "canonical":
+            self.addresses.append(address)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr  # a link or an anchor that leads nowhere, a page in no menu
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert {"index.html", "reference/commands.html"} <= {str(p.relative_to(tmp_path)) for p in pages}
+    assert not {
+        address
+        for page in pages
+        for address in _Fetched(page).addresses
+        if address.startswith(("http:", "https:", "//"))
+    }
+    styles = "".join(style.read_text() for style in tmp_path.rglob("*.css"))
+    assert not re.findall(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*", styles)
+    assert str(ROOT) not in "".join(page.read_text() for page in pages)
+    reference = (tmp_path / "reference/commands.html").read_text()
+    assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]  # type: ignore[attr-defined]
+
+
+def _shown_commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of every command of ours that a page shows."""
+    for page in PAGES:
+        text = page.read_text()
+        lines = "\n".join(_FENCED.findall(text)).replace("\\\n", " ").splitlines()
+        for line in [*lines, *_INLINE.findall(text)]:
+            for part in re.split(r"&&|\s--\s|^\$ ", line):
+                words = part.partition("#")[0].split()
+                if words[:1] in (["eldr"], ["make"]) or words[:2] == ["python", "-m"]:
+                    yield page.name, words
+
+
+@pytest.mark.slow
+def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
+    group: Any = get_command(app)
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wrong, seen = [], 0
+    for page, words in _shown_commands():
+        shown = f"{page}: {shlex.join(words)}"
+        options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        if words[0] == "make":
+            ok = all(word in targets for word in words[1:] if re.fullmatch("[a-z-]+", word))
+        elif words[0] == "python":
+            path = ROOT / words[2].replace(".", "/")
+            ok = "NAME" in words[2] or path.with_suffix(".py").exists() or path.is_dir()
+            ok = ok or words[2].split(".")[0] not in {p.name for p in ROOT.iterdir()}
+        elif len(words) < 2 or words[1].startswith("-"):
+            ok = options <= {option for param in group.params for option in param.opts}
+        elif ok := words[1] in group.commands:
+            command = loaded(group.commands[words[1]])
+            command = getattr(command, "commands", {}).get(words[2] if words[2:] else "", command)
+            known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+            ok = options <= known
+        seen += 1
+        wrong += [] if ok else [shown]
+    assert seen > 50
+    assert not wrong
+
+
+def test_the_predictor_of_the_page_is_one() -> None:
+    text = (ROOT / "docs/extend.md").read_text()
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0], names)
+    policy = make_policy("balance-route-horizon")
+    half = names["Half"](policy.parameters.horizon)
+    p, mu = half.predict(np.array([1, 2]), [None, None], np.array([5, 5]))
+    assert p.shape == mu.shape == (2,)
+    assert set(mu) == {policy.parameters.horizon / 2}

@@ -1,0 +1,92 @@
+"""The wheel: what is in it, and that it runs outside of the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from shipped import ROOT
+from typer.testing import CliRunner
+
+from eldr_serve.command import app
+from eldr_serve.home import model_folder
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_one_package_with_all_that_the_demo_needs(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"eldr_serve"}
+    tracked = subprocess.run(
+        ["git", "ls-files", "eldr_serve", "offline", "loadgen", "tools", "deployments", "demo_model/weights",
+         "demo_model/prompts", "demo_model/widen.py", "demo_model/__init__.py"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    expected = {n if n.startswith("eldr_serve/") else f"eldr_serve/bundle/{n}" for n in tracked}
+    assert expected <= names
+    assert wheel.stat().st_size < 20e6
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    """In an environment that has our dependencies, but not this checkout."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python, empty = tmp_path / "venv/bin/python", tmp_path / "empty"
+    empty.mkdir()
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        str(wheel),
+    ]
+    subprocess.run(pip, check=True, timeout=300)
+    packages = next((tmp_path / "venv/lib").glob("*/site-packages"))
+    # A line of a .pth file adds a folder without the .pth files in it, so without an editable checkout.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def eldr(*arguments: str) -> str:
+        done = subprocess.run(
+            [tmp_path / "venv/bin/eldr", *arguments], cwd=empty, env=environment, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 1), done.stderr
+        return done.stdout
+
+    assert eldr("--version").split() == ["eldr-serve", version("eldr-serve")]
+    for command in ("demo", "calibrate", "refit", "simulate", "compare"):
+        assert f"eldr {command}" in eldr(command, "--help")
+    deployment = packages / "eldr_serve/bundle/deployments/cpu_demo.yaml"
+    assert "cpu_demo.yaml: would" in eldr("check", str(deployment))
+    assert not list(empty.iterdir())
+
+
+def test_the_version_is_shown() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.stdout.split() == ["eldr-serve", version("eldr-serve")]
+
+
+def test_the_demo_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("demo_model/weights") == str(ROOT / "demo_model/weights")
+    (tmp_path / "demo_model/weights").mkdir(parents=True)
+    assert model_folder("demo_model/weights") == str(tmp_path / "demo_model/weights")
+    assert model_folder("Qwen/Qwen3-30B-A3B") is None

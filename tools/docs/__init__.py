@@ -1,0 +1,1 @@
+"""What the documentation site has that is made from the code."""

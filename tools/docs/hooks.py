@@ -1,0 +1,29 @@
+"""mkdocs' hooks: pages that are made from the code, and the model card, which lies outside of docs/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from tools.docs.reference import PAGES
+
+ROOT = Path(__file__).parents[2]
+_MODEL_CARD = "demo_model/README.md"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, name, content=page()))
+    card = (ROOT / _MODEL_CARD).read_text().replace("](../docs/", "](")
+    files.append(File.generated(config, "demo_model.md", content=card))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Links to the model card lead to its page."""
+    up = "../" * page.file.src_uri.count("/")
+    return markdown.replace(f"](../{up}{_MODEL_CARD}", f"]({up}demo_model.md")

@@ -1,0 +1,156 @@
+"""Reference pages made from the code: the deployment YAML, commands, HTTP endpoints, Python names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+
+from eldr_serve.command import app, loaded
+from eldr_serve.engine.vllm.requests import REQUESTS
+from eldr_serve.serving.config import EldrArgs
+from eldr_serve.serving.ingress import application
+from eldr_serve.serving.openapi import openapi_document
+
+_KINDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "null": "null",
+    "number": "a number",
+    "object": "a map",
+    "string": "text",
+}
+_BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
+_PACKAGES = ("eldr_serve", "eldr_serve.routing")  # by their __all__
+_MODULES = (
+    "eldr_serve.signature",
+    "eldr_serve.signature_predictor",
+    "eldr_serve.online_predictor",
+    "eldr_serve.experts.metro",
+)
+
+
+def yaml_page() -> str:
+    """Every key under `args` of an application in a deployment YAML, and of a simulation's scenario."""
+    schema = EldrArgs.model_json_schema()
+    parts = [
+        "# YAML\n\n# Deployment\n\nThe keys under `args` of an application; [deployments](../deployments.md) "
+        "explains the file around them.\n",
+        _section("args", schema),
+    ]
+    parts += [_section(name, part) for name, part in schema["$defs"].items()]
+    scenario = importlib.import_module("offline.scenario").Scenario.model_json_schema()
+    parts += ["# Scenario of a simulation\n", _section("Scenario", scenario)]
+    parts += [_section(name, part) for name, part in scenario["$defs"].items()]
+    return "\n".join(parts)
+
+
+def commands_page() -> str:
+    """Arguments and options of every subcommand of `eldr`, as `--help` says them."""
+    group = get_command(app)
+    context = typer.Context(group, info_name="eldr")
+    parts = ["# Commands\n"]
+    for name in group.list_commands(context):  # type: ignore[attr-defined]
+        command = loaded(group.get_command(context, name))  # type: ignore[attr-defined]
+        parts.append(
+            get_docs_for_click(
+                obj=command, ctx=typer.Context(command, parent=context), indent=1, name=f"eldr {name}"
+            )
+        )
+    return "\n".join(parts)
+
+
+def http_page() -> str:
+    """Every route of an ingress replica, and the fields of what is posted to it."""
+    document = openapi_document(REQUESTS)
+    parts = [
+        "# HTTP\n\nThe routes of an ingress replica.\nFields of requests are vLLM's; engines validate them, "
+        "and the ingress reads only what placement needs.\nWhat is refused, and with which status: "
+        "[operations](../operations.md#what-is-refused-before-prefill).\n"
+    ]
+    for route in application().routes:
+        for method in sorted(route.methods - {"HEAD"}):  # type: ignore[attr-defined]
+            path = route.path.replace(":path}", "}")  # type: ignore[attr-defined]
+            about = inspect.getdoc(route.endpoint) or ""  # type: ignore[attr-defined]
+            parts.append(f"## {method} {path}\n\n{about}\n")
+            parts += _bodies(document, path, method)
+    return "\n".join(parts)
+
+
+def python_page() -> str:
+    """mkdocstrings' directives for what the package offers."""
+    parts = ["# Python\n"]
+    shown: set[str] = set()
+    for module in _PACKAGES:
+        package = importlib.import_module(module)
+        parts.append(f"## {module}\n\n{inspect.getdoc(package)}\n")
+        for name in package.__all__:
+            found = getattr(package, name)
+            home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+            if home.startswith("eldr_serve.") and home not in shown:
+                shown.add(home)
+                parts.append(f"::: {home}\n")
+    parts += [f"## {module}\n\n::: {module}\n" for module in _MODULES]
+    return "\n".join(parts)
+
+
+PAGES = {
+    "reference/yaml.md": yaml_page,
+    "reference/commands.md": commands_page,
+    "reference/http.md": http_page,
+    "reference/python.md": python_page,
+}
+
+
+def _bodies(document: dict[str, Any], path: str, method: str) -> Iterator[str]:
+    operation = document["paths"].get(path, {}).get(method.lower(), {})
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    for part in body.get("anyOf", [body]):
+        if "$ref" in part:
+            name = part["$ref"].rpartition("/")[2]
+            yield _table(document["components"]["schemas"][name], linked=False)
+
+
+def _section(title: str, schema: dict[str, Any]) -> str:
+    return f"## {title}\n\n{_cell(schema.get('description', ''))}\n\n{_table(schema, linked=True)}"
+
+
+def _table(schema: dict[str, Any], *, linked: bool) -> str:
+    required = schema.get("required", [])
+    lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for key, field in schema.get("properties", {}).items():
+        default = "required" if key in required else _default(field)
+        meaning = _cell(field.get("description", ""))
+        lines.append(f"| `{key}` | {_kind(field, linked)} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: dict[str, Any]) -> str:
+    return f"`{_cell(json.dumps(field['default']))}`" if "default" in field else ""
+
+
+def _kind(schema: dict[str, Any], linked: bool) -> str:
+    """In words: "a whole number ≥ 1 or null"."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})" if linked else name
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return " or ".join(dict.fromkeys(_kind(part, linked) for part in schema[several]))
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{_cell(json.dumps(v))}`" for v in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"a list of {_kind(schema.get('items', {}), linked)}"
+    bounds = [text.format(schema[name]) for name, text in _BOUNDS.items() if name in schema]
+    return " ".join([_KINDS.get(kind, "any"), " and ".join(bounds)]).strip()
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

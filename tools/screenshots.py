@@ -1,0 +1,56 @@
+"""Screenshots of a running service's live page, for the docs: `python -m tools.screenshots --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from PIL import Image
+
+from eldr_serve.files import write_whole
+from tools.browser import browser
+
+_COLOURS = 128  # of a palette: a page has few, and the file is a third as large
+VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}
+
+
+def screenshots(
+    out: Annotated[Path, typer.Option(help="folder for the PNGs")],
+    url: Annotated[str, typer.Option(help="of the service")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="if it has one")] = None,
+) -> None:
+    """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""
+    for name, content in asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key)).items():
+        write_whole(out / f"{name}.png", content)
+
+
+async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
+    """Each view of VIEWS, PNG."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        async with browser(Path(scratch)) as page:
+            await page.open(url)
+            await page.until("document.readyState === 'complete'")
+            if admin_key is not None:
+                await page.until("!document.getElementById('key').hidden")
+                await page.evaluate(f"adminKey = {admin_key!r}")
+            found = {}
+            for name, (width, dark) in VIEWS.items():
+                await page.look(width=width, dark=dark)
+                await page.evaluate("look()")
+                await page.until("!document.querySelector('main').hidden")
+                found[name] = _small(await page.screenshot())
+    return found
+
+
+def _small(png: bytes) -> bytes:
+    content = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS).save(content, "png", optimize=True)
+    return content.getvalue()
+
+
+if __name__ == "__main__":
+    typer.run(screenshots)
