@@ -47,7 +47,7 @@ SHAPES = {
     "Qwen/Qwen3-30B-A3B": Shape(48, 128, ((48, 4, 128),)),
     "Qwen/Qwen3-235B-A22B": Shape(94, 128, ((94, 4, 128),)),
     "openai/gpt-oss-120b": Shape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
-    "out/demo_model_4_heads": Shape(6, 64, ((6, 1, 64),)),
+    "./out/demo_model_4_heads": Shape(6, 64, ((6, 1, 64),)),
     "google/gemma-4-26B-A4B-it": Shape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
 }
 

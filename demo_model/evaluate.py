@@ -20,8 +20,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo_model import sources
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS, sources
 from eldr_serve.signature import SignatureSpec
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run

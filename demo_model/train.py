@@ -25,8 +25,7 @@ import typer
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from demo_model import sources
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS, sources
 from tools.cli import BadInput, run
 
 # sequences of each domain among 32 drawn; the languages not named share the last `RARE`

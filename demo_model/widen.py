@@ -21,9 +21,9 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from demo_model import WEIGHTS
 from tools.cli import BadInput, run
 
-WEIGHTS = Path(__file__).parent / "weights"
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 

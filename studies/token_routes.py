@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from demo_model import WEIGHTS
 from eldr_serve.signature_predictor import tokenizer_fingerprint
 from tools.trace import CalibrationTrace
-
-WEIGHTS = Path(__file__).parents[1] / "demo_model/weights"
 
 
 def is_of_the_demo_model(trace: CalibrationTrace) -> bool:

@@ -24,7 +24,7 @@ from rich.progress import track
 
 from benchmarks.harness.engines import weights_name
 from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts

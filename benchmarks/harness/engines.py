@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.harness.cluster import ROOT
 from benchmarks.harness.prompts import MODEL
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS
 from eldr_serve.engine.vllm.config import engine_kwargs
 from tools.cli import BadInput
 

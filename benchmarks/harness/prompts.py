@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS
 from loadgen.workload import Prompt, read_prompts
 from offline.calibrate import prompt_tokens
 

@@ -30,7 +30,7 @@ from benchmarks.harness.capture import Captured, captured, groups_of
 from benchmarks.harness.engine_pool import Replays
 from benchmarks.harness.engines import weights_name
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import (
     Decision,

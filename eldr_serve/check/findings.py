@@ -193,7 +193,7 @@ def source(engines: EngineDeployment) -> str:
 
 def from_hub(engines: EngineDeployment) -> bool:
     """Whether it is a name on the model hub, neither a folder nor an address."""
-    return not source(engines).startswith("/") and "://" not in source(engines)
+    return not source(engines).startswith(("/", "./", "../")) and "://" not in source(engines)
 
 
 def _error(sentence: str) -> Finding:

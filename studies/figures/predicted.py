@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from demo_model import WEIGHTS
 from eldr_serve.online_predictor import OnlinePredictor
 from eldr_serve.routing import StepCost, make_policy
 from eldr_serve.signature import SignatureSpec
@@ -31,7 +32,6 @@ from offline.simulation.run import simulate
 from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed
 from studies.figures.eldr import BALANCERS, COST, TASKS
 from studies.signature_methods import Prompts, chi_square_ridge, methods_for
-from studies.token_routes import WEIGHTS
 from tools.cli import BadInput
 from tools.signature_quality import inverse_document_frequency
 from tools.trace import CalibrationTrace

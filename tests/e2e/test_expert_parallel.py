@@ -11,7 +11,8 @@ from service import ROOT
 
 from benchmarks.harness.engines import our_arguments
 from benchmarks.harness.replay_engine import free_port
-from demo_model.widen import WEIGHTS, widen
+from demo_model import WEIGHTS
+from demo_model.widen import widen
 
 KEY = "ep"
 PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, beside the demo's

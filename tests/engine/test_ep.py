@@ -20,7 +20,8 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from demo_model.widen import WEIGHTS, widen
+from demo_model import WEIGHTS
+from demo_model.widen import widen
 from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine.vllm.compat import ep
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS
 from eldr_serve.engine.vllm.engine import VllmEngine
 
 TOKENIZER: Any = AutoTokenizer.from_pretrained(WEIGHTS)

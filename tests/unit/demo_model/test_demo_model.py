@@ -15,24 +15,24 @@ import torch.nn.functional as F  # noqa: N812
 from in_process import command, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
-from demo_model import corpus, dialogues, evaluate, sources, train, widen
+from demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train, widen
 from tools.cli import BadInput
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(widen.WEIGHTS)
+    return AutoTokenizer.from_pretrained(WEIGHTS)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(widen.WEIGHTS, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
 
 
 def test_the_files_are_those_of_the_checksums_and_small_enough_to_be_committed():
-    lines = (widen.WEIGHTS / "SHA256SUMS").read_text().splitlines()
+    lines = (WEIGHTS / "SHA256SUMS").read_text().splitlines()
     listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
-    files = {p.name: p.read_bytes() for p in widen.WEIGHTS.iterdir() if p.name != "SHA256SUMS"}
+    files = {p.name: p.read_bytes() for p in WEIGHTS.iterdir() if p.name != "SHA256SUMS"}
     assert listed == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     assert sum(map(len, files.values())) <= 15_000_000
 
@@ -67,7 +67,7 @@ def ids_of(tokenizer, text: str) -> torch.Tensor:
 
 def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
     out = tmp_path / "wide"
-    widen.widen(widen.WEIGHTS, 64, out)
+    widen.widen(WEIGHTS, 64, out)
     wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     assert wide.config.moe_intermediate_size == 64
     shapes = {tuple(p.shape) for n, p in wide.named_parameters() if n.endswith("experts.down_proj")}
@@ -76,19 +76,19 @@ def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
     with torch.no_grad():
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     with pytest.raises(BadInput, match="exists already"):
-        widen.widen(widen.WEIGHTS, 64, out)
+        widen.widen(WEIGHTS, 64, out)
 
 
 def test_new_heads_keep_the_logits(model, tokenizer, tmp_path: Path):
     out = tmp_path / "heads"
-    widen.widen(widen.WEIGHTS, 32, out, heads=4)
+    widen.widen(WEIGHTS, 32, out, heads=4)
     wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     assert wide.config.num_attention_heads == 4
     ids = ids_of(tokenizer, "A 45-year-old man comes to the physician because of")
     with torch.no_grad():
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     with pytest.raises(BadInput, match="at least 3, not 2"):
-        widen.widen(widen.WEIGHTS, 32, tmp_path / "fewer", heads=2)
+        widen.widen(WEIGHTS, 32, tmp_path / "fewer", heads=2)
 
 
 def test_new_heads_join_the_group_whose_keys_they_share():
@@ -100,7 +100,7 @@ def test_new_heads_join_the_group_whose_keys_they_share():
 def test_widening_refuses_what_is_no_model_and_sizes_that_no_kernel_takes(tmp_path: Path):
     for intermediate in (0, 31, 33, 100):
         with pytest.raises(BadInput, match="multiple of 32"):
-            widen.widen(widen.WEIGHTS, intermediate, tmp_path / "wide")
+            widen.widen(WEIGHTS, intermediate, tmp_path / "wide")
     with pytest.raises(BadInput, match="not a mixture-of-experts model"):
         widen.widen(tmp_path, 64, tmp_path / "wide")
     assert not list(tmp_path.iterdir())

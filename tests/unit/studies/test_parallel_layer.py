@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.ep_ranks import on_ranks, read_experts, read_gate
-from demo_model.widen import WEIGHTS
+from demo_model import WEIGHTS
 from eldr_serve.expert_placement import hosts_of
 from eldr_serve.experts.metro import MetroPlan
 from offline.placement.eplb import activation_placement, eplb_placement
