@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
 from benchmarks.harness.synthetic import prompt_counts, random_spec, table_near
+from demo_model import WEIGHTS
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.decode_router import actor_name
@@ -62,6 +63,7 @@ def fake_application(
     return ingress.bind(
         prefill=deployed(PrefillServer, prefill_directory(name), 1),
         decode=deployed(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
+        tokenizer=str(WEIGHTS),
         model_card={"id": MODEL, "object": "model"},
         openapi={},
         application=name,

@@ -61,8 +61,8 @@ class _Timed:
         self._stages = stages
         self._waiting = True
 
-    def send(self, payload: bytes, tokens: int = 0) -> None:
+    def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
         if self._waiting:
             self._stages.record(engine=time.monotonic() - _called_at.get())
             self._waiting = False
-        self._answer.send(payload, tokens)
+        self._answer.send(payload, tokens, ids)

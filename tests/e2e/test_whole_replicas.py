@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,6 +143,7 @@ def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
         for file in sorted(PROMPTS.glob("*.jsonl"))
         for line in file.read_text().splitlines()[2 : 2 + LEARNT // 10 + 1]
     ]
+    random.Random(0).shuffle(texts)  # domains mixed, as in traffic
     client = whole.client
     for number, text in enumerate(texts):
         asked = {"model": "eldr-demo", "prompt": text, "max_tokens": 2, "temperature": 0}

@@ -1,0 +1,36 @@
+"""The benchmarks of the serving layer on real processes, small: each ends with its rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from service import ROOT
+
+
+def rows(tmp_path: Path, *command: object) -> list[dict[str, Any]]:
+    out = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command), "--out", str(out)],
+        capture_output=True, text=True, timeout=400, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return found
+
+
+def test_streams_end_and_leave_nothing(tmp_path: Path) -> None:
+    (row,) = rows(
+        tmp_path, "benchmarks.streams", "--counts=40", "--ways=own-quiet", "--loads=10@50", "--ramp-s=1"
+    )
+    assert (row["requests"], row["failures"], row["leases_left"]) == (40, 0, 0)
+    assert row["server_us_per_token"] > 0
+
+
+def test_the_handover_has_its_parts(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, "benchmarks.handover", "--in-flight=8", "--requests=256", "--max-tokens=2")
+    assert row["failures"] == 0
+    assert 0 < row["step_mean_ms"] < row["engine_mean_ms"] < row["handover_mean_ms"] < row["ttft_mean_ms"]
