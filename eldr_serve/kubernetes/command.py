@@ -21,7 +21,9 @@ def kubernetes(
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(help="Container image of all pods; default: eldr-serve:cpu or :gpu.", show_default=False),
+        typer.Option(
+            help="Container image of all pods; default: eldr-serve:cpu or :gpu.", show_default=False
+        ),
     ] = None,
     secret: Annotated[str, typer.Option(help="Secret with the keys: admin-key and others.")] = "eldr",
     models_claim: Annotated[
@@ -33,12 +35,16 @@ def kubernetes(
     ] = None,
     cpus_per_rank: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Cores of each engine process; default: 4, on CPU 0.5.", show_default=False),
+        typer.Option(
+            min=0.1, help="Cores of each engine process; default: 4, on CPU 0.5.", show_default=False
+        ),
     ] = None,
     memory_gib_per_rank: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="Its host memory beside a CPU's KV cache, GiB; default: 32, on CPU 3.", show_default=False
+            min=0.1,
+            help="Its host memory beside a CPU's KV cache, GiB; default: 32, on CPU 3.",
+            show_default=False,
         ),
     ] = None,
     shm_gib: Annotated[

@@ -79,8 +79,8 @@ def groups(deployment: Deployment, sizes: Sizes) -> list[Group]:
             others = {name for other in found if other is not group for name in _own(other)}
             if not _own(group) - others:
                 raise ValueError(
-                    f"{group.name} replicas name no resource of their own, so that they could come to the pods "
-                    f"of others: ask for one more, such as {group.name}: 1, as the files in deployments/ do"
+                    f"{group.name} replicas name no resource of their own, so that they could come to the "
+                    f"pods of others: ask for one more, such as {group.name}: 1, as deployments/ do"
                 )
     return [replace(group, memory_gib=group.memory_gib + sizes.shm_gib) for group in found]
 

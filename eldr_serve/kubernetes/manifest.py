@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -115,7 +115,7 @@ def text(document: Any) -> str:
 
 
 def _serve_config(deployment: Deployment) -> dict[str, Any]:
-    """The deployment's file, with the ingress where a Service can reach it, and the proxy where nobody can."""
+    """The deployment's file, with the ingress where a Service reaches it and the proxy where it does not."""
     document = copy.deepcopy(deployment.document)
     document["proxy_location"] = "HeadOnly"
     for application in document["applications"]:
@@ -125,7 +125,7 @@ def _serve_config(deployment: Deployment) -> dict[str, Any]:
 
 
 class _Pods:
-    """All pods have the image, the environment and the volumes; they differ in size and in when they are ready."""
+    """All have the image, the environment and the volumes; they differ in size and in when they are ready."""
 
     def __init__(self, deployment: Deployment, options: Options, port: int) -> None:
         self._options, self._port = options, port

@@ -1,9 +1,10 @@
-"""The RayService of each shipped deployment: KubeRay's fields, and that it would hold what it says it runs."""
+"""The RayService of each shipped deployment: KubeRay's fields, and that its pods hold what they should."""
 
 from __future__ import annotations
 
 import copy
 import json
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,12 @@ RAYSERVICE = {
                 "name": "v1",
                 "schema": {
                     "openAPIV3Schema": _schema(
-                        {"apiVersion": "string", "kind": "string", "metadata": {"name": "string"}, "spec": SPEC}
+                        {
+                            "apiVersion": "string",
+                            "kind": "string",
+                            "metadata": {"name": "string"},
+                            "spec": SPEC,
+                        }
                     )
                 },
             }
@@ -207,9 +213,7 @@ def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
     answering = [
         (name, container) for name, pod, container in pods(manifest) if not pod.get("readinessGates")
     ][1:]
-    assert [name for name, _ in answering] == [
-        "ingress" if deployment.engines[0].device == "gpu" else "all"
-    ]
+    assert [name for name, _ in answering] == ["ingress" if deployment.engines[0].device == "gpu" else "all"]
     for _, container in answering:
         assert container["readinessProbe"]["httpGet"] == {"path": "/eldr/ready", "port": port}
 
@@ -250,7 +254,9 @@ def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment,
         assert shm["medium"] == "Memory"
         assert 2**29 < mib(shm["sizeLimit"]) * 2**20 < limit * 2**20
         assert homes == {environment[name] for name in environment if name == "HF_HOME"}
-        assert {volumes[mounts[home]]["persistentVolumeClaim"]["claimName"] for home in homes} <= {"eldr-models"}
+        assert {volumes[mounts[home]]["persistentVolumeClaim"]["claimName"] for home in homes} <= {
+            "eldr-models"
+        }
 
 
 @pytest.mark.parametrize("path", GPU, ids=lambda path: path.stem)
@@ -278,7 +284,9 @@ def test_an_old_clusters_streams_end_before_it_is_deleted(deployments: dict[str,
 
 
 def test_a_file_of_inference_keys_is_mounted_where_the_ingress_reads_it(tmp_path: Path) -> None:
-    manifest = rayservice(edited(tmp_path, lambda args: args["ingress"].update(keys_file="/etc/eldr/keys.json")), PLAIN)
+    manifest = rayservice(
+        edited(tmp_path, lambda args: args["ingress"].update(keys_file="/etc/eldr/keys.json")), PLAIN
+    )
     for _, pod, container in pods(manifest):
         (volume,) = [volume for volume in pod["volumes"] if "secret" in volume]
         assert volume["secret"] == {
@@ -312,10 +320,18 @@ def two_homes(args: dict[str, Any]) -> None:
         (lambda args: args.update(admin_key="x"), {}, "admin_key is in the file"),
         (lambda args: args["ingress"].pop("port"), {}, "ingress.port is not set"),
         (without_own_resource, {}, "prefill replicas name no resource of their own"),
-        (lambda args: args["ingress_deployment_config"].pop("ray_actor_options"), {}, "ingress replicas name no"),
+        (
+            lambda args: args["ingress_deployment_config"].pop("ray_actor_options"),
+            {},
+            "ingress replicas name no",
+        ),
         (lambda args: args["ingress"].update(keys_file="keys.json"), {}, "keys.json has no folder"),
         (two_homes, {}, "HF_HOME to /mnt/models and /mnt/others"),
-        (lambda args: args["decode_config"].update(accelerator_type="H200"), {"node_selector": {}}, "accelerator_type H200"),
+        (
+            lambda args: args["decode_config"].update(accelerator_type="H200"),
+            {"node_selector": {}},
+            "accelerator_type H200",
+        ),
         (lambda args: None, {"name": "8p16d"}, "'8p16d' cannot name a RayService"),
         (lambda args: None, {"name": "a" * 48}, "at most 47"),
     ],
@@ -356,3 +372,18 @@ def test_bad_input_of_the_command_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert said in sentence(CliRunner().invoke(app, ["kubernetes", *words], prog_name="eldr"))
+
+
+def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
+    """It was never built, so names are all that can be checked."""
+    lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    copied = {word.rstrip("/") for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert not [name for name in copied if not (ROOT / name).exists()]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    sources = {name.partition("/")[0] for name in (*wheel["packages"], *wheel["force-include"])}
+    needed = {*sources, "pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    assert needed <= copied
+    (extra,) = [line.partition("=")[2] for line in lines if line.startswith("ARG EXTRA")]
+    assert extra in project["project"]["optional-dependencies"]
+    assert lines[-2] == "USER 1000"
