@@ -27,6 +27,10 @@ _LAZY = {
         "eldr_serve.check.command:check",
         "Say whether a deployment would start on a described cluster.",
     ),
+    "kubernetes": (
+        "eldr_serve.kubernetes.command:kubernetes",
+        "Write a deployment as a RayService for Kubernetes with KubeRay.",
+    ),
     "demo": ("offline.demo:demo", "Serve the demo model, calibrate, fit and compare policies on it."),
     "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
     "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),

@@ -7,7 +7,7 @@ import eldr_serve.engine.vllm.imports  # noqa: F401
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from ray.serve.llm import LLMConfig
@@ -75,12 +75,14 @@ class Deployment:
         engines: of both roles, or whole ones.
         ingress: its replicas.
         proxy_port: Serve's own HTTP port.
+        document: the file, as `serve deploy` reads it.
     """
 
     args: EldrArgs
     engines: tuple[EngineDeployment, ...]
     ingress: Replicas
     proxy_port: int
+    document: dict[str, Any]
 
 
 def read_deployment(path: Path, model: Path | None = None) -> Deployment:
@@ -110,6 +112,7 @@ def read_deployment(path: Path, model: Path | None = None) -> Deployment:
         tuple(_engines(role, config, path, model) for role, config in engine_configs(args).items()),
         Replicas("ingress", int(options.get("num_replicas", 1)), [bundle]),
         int(proxy),
+        document,
     )
 
 

@@ -266,6 +266,16 @@ class EldrIngress:
             return JSONResponse(self._coarse())
         return await self._look("status")
 
+    async def ready(self, request: Request) -> Response:
+        """For load balancers and readiness probes: 200 once requests may come, 503 and one sentence before.
+
+        They may come when all prefill-decode pairs, or all whole engines, are warm; later on while any decode
+        engine that has been warm is up.
+        """
+        if (awaited := self._warmup.awaited) is not None:
+            raise Overloaded(awaited)
+        return JSONResponse({"ready": True})
+
     async def live(self, request: Request) -> Response:
         """The status, and what the live page draws beside it."""
         self.gate.check_key(request.headers)
@@ -438,6 +448,7 @@ def application() -> Starlette:
             Route("/v1/models/{model:path}", model),
             Route("/openapi.json", openapi),
             Route("/eldr/status", endpoint("status")),
+            Route("/eldr/ready", endpoint("ready")),
             Route("/eldr/policy", endpoint("set_policy"), methods=["PUT"]),
             Route("/eldr/shadow", endpoint("set_shadow"), methods=["PUT", "DELETE"]),
             Route("/eldr/", page),

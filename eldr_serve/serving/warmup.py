@@ -41,6 +41,7 @@ class Warmup:
         self._model_id = model_id
         self._warm: set[tuple[str, str]] = set()
         self._engines_up = False
+        self._all_were_warm = False
 
     @property
     def pairs(self) -> int:
@@ -52,11 +53,28 @@ class Warmup:
         """Every engine that Serve knows of is up and warm."""
         return self._engines_up and not self._cold()
 
-    def _cold(self) -> list[tuple[str, str]]:
+    @property
+    def awaited(self) -> str | None:
+        """What requests should wait for, one sentence; None: they may come.
+
+        That is all pairs at first, later one decode engine that has been warm: engines that come are warmed
+        beside the traffic, and without a prefill engine requests run whole.
+        """
+        if self._all_were_warm:
+            warm = {decode for _, decode in self._warm}
+            there = warm.intersection(self._engines.decode.live)
+            return None if there else "no decode engine is up"
+        if not self._engines_up:
+            return "the engines are not up yet"
+        pairs = self._pairs()
+        return f"{len(pairs) - len(self._cold())} of {len(pairs)} pairs of engines are warm"
+
+    def _pairs(self) -> list[tuple[str, str]]:
         prefills = (_WHOLE,) if self._engines.whole else self._engines.prefill.directory.live
-        return [
-            (p, d) for p in prefills for d in self._engines.decode.directory.live if (p, d) not in self._warm
-        ]
+        return [(prefill, decode) for prefill in prefills for decode in self._engines.decode.directory.live]
+
+    def _cold(self) -> list[tuple[str, str]]:
+        return [pair for pair in self._pairs() if pair not in self._warm]
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
@@ -65,6 +83,7 @@ class Warmup:
         self._engines_up = True
         while True:
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
+            self._all_were_warm |= bool(self._warm) and not self._cold()
             await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
 
     async def _try_pair(self, prefill: str, decode: str) -> None:

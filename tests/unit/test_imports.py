@@ -47,6 +47,7 @@ PARTS = (
     "eldr_serve.engine",
     "eldr_serve.serving",
     "eldr_serve.check",
+    "eldr_serve.kubernetes",
     "eldr_serve.client",
     "eldr_serve.command",
     "eldr_serve",  # what `import eldr_serve` offers
@@ -95,6 +96,7 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.check": ENGINE,
+    "eldr_serve.kubernetes": ENGINE,
     "eldr_serve.engine": (SERVE,),
     "eldr_serve.engine.vllm": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
@@ -105,6 +107,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "loadgen.hostile_cases": ("dev",),
     "offline": (SERVE,),
     "tools": (SERVE,),
+    "tools.crd": ("dev",),
     "tools.docs": ("dev",),
     "tools.screenshots": ("dev",),
     "eldr_serve.channel": (SERVE,),

@@ -47,6 +47,23 @@ async def test_changes_need_the_key_and_what_cannot_be_changes_nothing(
         assert actor.state.settings is before
 
 
+async def test_a_load_balancer_is_told_when_requests_may_come() -> None:
+    async with running_app(admin_key=None) as app:
+        early = await app.client.get("/eldr/ready")
+        assert early.status_code == 503
+        assert early.json()["error"]["message"] == "the engines are not up yet"
+        assert int(early.headers["retry-after"]) >= 1
+        await app.ingress.check_health()  # Serve's first starts the warm-up
+        async with asyncio.timeout(10):
+            while (answer := await app.client.get("/eldr/ready")).status_code == 503:
+                assert "pairs of engines are warm" in answer.text or "not up yet" in answer.text
+                await asyncio.sleep(0.01)
+        assert (answer.status_code, answer.json()) == (200, {"ready": True})
+        assert app.ingress._warmup.pairs == 4
+        app.decode.directory.publish({})
+        assert (await app.client.get("/eldr/ready")).status_code == 503
+
+
 async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:
     async with running_app(prefill=answering(Overloaded("all are full", retry_after_s=7))) as app:
         answer = await app.post(COMPLETIONS, HELLO)

@@ -51,6 +51,35 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
         assert ["do_remote_prefill" in s.kv for s in sent] == [True, False]
 
 
+async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decode_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
+    monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
+    up = asyncio.Event()
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(answers, "d0", "d1")
+    healthy: Any = Mock(check_health=Mock(remote=up.wait))
+    fleets: Any = prefill, decode
+    warm = Warmup(engines=Engines(*fleets), handles=[healthy], client=Mock(call=AsyncMock()), model_id="m")
+    decode.lost = {"d1"}  # no channel to it yet
+    running = asyncio.create_task(warm.run())
+    await asyncio.sleep(0)
+    assert warm.awaited == "the engines are not up yet"
+    up.set()
+    await settled(lambda: warm.pairs == 1)
+    assert warm.awaited == "1 of 2 pairs of engines are warm"
+    decode.lost = set()
+    await settled(lambda: warm.awaited is None)
+    decode.lost = {"d2"}
+    decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # one more, which is cold
+    assert (warm.ready, warm.awaited) == (False, None)
+    prefill.directory.publish({})  # then requests run whole
+    assert warm.awaited is None
+    decode.directory.publish({"d2": {}})
+    assert warm.awaited == "no decode engine is up"
+    running.cancel()
+
+
 async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatures_shape(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
