@@ -6,7 +6,7 @@ are seconds, tokens, requests or ratios, as Prometheus has it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PREFIX = "ray_"  # of every metric that goes through Ray
 
@@ -217,6 +217,7 @@ OWN = {
         only="with prefill engines, once a request was served",
     ),
 }  # fmt: skip
+OWN = {key: replace(metric, status=f"ingress.{key}") for key, metric in OWN.items()}
 INGRESS = _by_name(*OWN.values())
 
 # -- of each engine, by vLLM's own way to its metrics -----------------------------------------------------
