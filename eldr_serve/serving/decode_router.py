@@ -6,29 +6,27 @@ import asyncio
 import logging
 import pickle
 import time
-from collections import Counter as Counts
 from typing import Any
 
 import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
-from ray.util.metrics import Counter, Gauge, Histogram
 
 from eldr_serve.channel import Answer, ChannelServer
 from eldr_serve.errors import SwapRefused, sentence
-from eldr_serve.routing import Placement, State, StepSums
+from eldr_serve.routing import Placement, StepSums
 from eldr_serve.serving.address import Address, open_channel
 from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.serving.shared_limits import SharedLimits
 from eldr_serve.serving.tenants import Taken
+from eldr_serve.serving.watching import PERIOD_S, RouterMetrics
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "eldr"
 _IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
-_REAP_PERIOD_S = 1.0
 _SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
 
 
@@ -56,7 +54,7 @@ class DecodeRouter:
         self._state = RouterState(**dict(settings))
         self._state.supersede(settings.fingerprint, older)
         self._last_call = time.monotonic()
-        self._metrics = _Metrics()
+        self._metrics = RouterMetrics()
 
     async def configure(self, settings: RouterSettings) -> None:
         """Start anew if the deployment was changed: it wins over what operators said before it, which
@@ -82,6 +80,8 @@ class DecodeRouter:
         reply = self._state.exchange(message)
         if message.placements and reply.refused is None:
             self._metrics.placed(self._state, reply, time.perf_counter() - start)
+        if message.answered and reply.refused is None:
+            self._metrics.answered(self._state, message.answered)
         return reply
 
     async def granted(self, client: str, timeout_s: float) -> tuple[Placement, ...]:
@@ -152,9 +152,9 @@ class DecodeRouter:
 
     async def _reap(self) -> None:
         while True:
-            await asyncio.sleep(_REAP_PERIOD_S)
+            await asyncio.sleep(PERIOD_S)
             self._state.drop_silent_clients()
-            self._metrics.load(self._state)
+            self._metrics.export(self._state)
             if time.monotonic() - self._last_call > _IDLE_EXIT_S:
                 ray.actor.exit_actor()
 
@@ -164,87 +164,6 @@ def _describe(error: Exception) -> tuple[int, bytes]:
         return 400, str(error).encode()
     logger.error("a call failed", exc_info=error)
     return 500, sentence(error).encode()
-
-
-class _Metrics:
-    """Prometheus metrics by ray.util.metrics, labelled by worker and policy."""
-
-    def __init__(self) -> None:
-        by_worker = ("worker", "policy")
-        self._route = Histogram(
-            "eldr_route_seconds",
-            description="time to place one batch of requests in the router, s",
-            boundaries=[1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
-            tag_keys=("policy",),
-        )
-        self._band = Histogram(
-            "eldr_band_size",
-            description="workers that the policy chose among",
-            boundaries=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
-            tag_keys=("policy",),
-        )
-        self._in_flight = Gauge("eldr_decode_in_flight", "requests leased to the worker", by_worker)
-        self._kv_tokens = Gauge("eldr_decode_kv_tokens", "KV tokens of those requests", by_worker)
-        self._table = Gauge("eldr_table_version", "version of the live table, 0 if none", ("policy",))
-        self._missing = Counter(
-            "eldr_signature_missing_total", "requests placed without signature", ("policy",)
-        )
-        self._predicted = Counter(
-            "eldr_signature_predicted_total", "requests placed by a predicted signature", ("policy",)
-        )
-        self._accuracy = {
-            "gain": Gauge("eldr_predictor_gain", "1 - squared error of predictions / that of the mean"),
-            "cosine": Gauge("eldr_predictor_cosine", "of predicted and true deviations from the mean"),
-            "on": Gauge("eldr_predictor_on", "ingress replicas whose predictor is better than the mean"),
-        }
-        self._queue_size = Gauge(
-            "eldr_decode_queue_size", "prefilled requests that wait for a worker", ("policy",)
-        )
-        self._queue_wait = Histogram(
-            "eldr_decode_queue_wait_seconds",
-            description="time that a request waited in the decode queue before it was given a worker, s",
-            boundaries=[0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30],
-            tag_keys=("policy",),
-        )
-        self._reroute = Counter("eldr_reroute_total", "requests placed again after a failure", ("policy",))
-        self._failures = Counter(
-            "eldr_predictor_failures_total", "predictions that could not be used", ("policy",)
-        )
-        self._seen: Counts[str] = Counts()
-
-    def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
-        tags = {"policy": state.settings.policy}
-        self._route.observe(seconds, tags)
-        for placement in reply.placements:
-            if placement.state is State.LEASED:
-                self._band.observe(placement.band, tags)
-        self._count("signature_missing", state.counters["signature_missing"], self._missing, tags)
-        self._count("signature_predicted", state.counters["signature_predicted"], self._predicted, tags)
-        self._count("rerouted", state.counters["rerouted"], self._reroute, tags)
-
-    def _count(self, name: str, total: int, counter: Counter, tags: dict[str, str]) -> None:
-        if total > self._seen[name]:
-            counter.inc(total - self._seen[name], tags)
-            self._seen[name] = total
-
-    def granted(self, state: RouterState, leases: tuple[Placement, ...]) -> None:
-        tags = {"policy": state.settings.policy}
-        for lease in leases:
-            self._band.observe(lease.band, tags)
-            self._queue_wait.observe(lease.waited_s, tags)
-
-    def load(self, state: RouterState) -> None:
-        policy = state.settings.policy
-        self._queue_size.set(state.queue_size, {"policy": policy})
-        self._table.set(state.settings.table_version, {"policy": policy})
-        self._count("predictor_failures", state.predictor_failures, self._failures, {"policy": policy})
-        for name, value in (state.prediction or {}).items():
-            if name in self._accuracy:
-                self._accuracy[name].set(value)
-        for worker in state.status()["workers"]:
-            tags = {"worker": worker["replica"], "policy": policy}
-            self._in_flight.set(worker["in_flight"], tags)
-            self._kv_tokens.set(worker["kv_tokens"], tags)
 
 
 def actor_name(application: str) -> str:

@@ -51,6 +51,7 @@ from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.tenants import Visit
 from eldr_serve.serving.warmup import Warmup
+from eldr_serve.serving.watching import PERIOD_S, IngressMetrics
 from eldr_serve.serving.wire import Asked, Generation, max_new_tokens, sequences, tenant_salt
 
 logger = logging.getLogger(__name__)
@@ -149,9 +150,16 @@ class EldrIngress:
         tenants, name = self.gate.tenants, uuid.uuid4().hex
         await asyncio.gather(
             self._warmup.run(),
+            self._export(),
             tenants.watch(),
             tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
         )
+
+    async def _export(self) -> None:
+        metrics = IngressMetrics()
+        while True:
+            metrics.export(self._own())
+            await asyncio.sleep(PERIOD_S)
 
     async def __del__(self) -> None:
         """Serve's hook before it ends the replica: answers end first."""
@@ -286,7 +294,10 @@ class EldrIngress:
             status = await self._client.call(method)
         except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
-        own = {
+        return JSONResponse(status | {"ingress": self._own()})
+
+    def _own(self) -> dict[str, Any]:
+        return {
             "in_flight": self.gate.in_flight,
             "waiting": self.gate.places.waiting,
             "leases": self._client.leases,
@@ -298,7 +309,6 @@ class EldrIngress:
             "prefill_kv_usage": self._prefill.directory.budget.usage,
             "decode_kv_usage": self._decode.directory.budget.usage,
         }
-        return JSONResponse(status | {"ingress": own})
 
     def _coarse(self) -> dict[str, Any]:
         settings = self._client.link.settings

@@ -351,7 +351,8 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (ingress, "serve", SimpleNamespace(get_replica_context=current)),
             (decode_router, "open_channel", _open_channel),
             (servers, "open_channel", _open_channel),
-            (decode_router, "_Metrics", _NoMetrics),
+            (decode_router, "RouterMetrics", _NoMetrics),
+            (ingress, "IngressMetrics", _NoMetrics),
             (channel_client, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         ):

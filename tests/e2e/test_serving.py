@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,11 @@ import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from service import ADMIN_KEY, Service, wait_for
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.metrics import ENGINE, HISTOGRAM, METRICS, PREFIX
 from eldr_serve.routing import policy_names
 from tools.trace import CalibrationTrace
 
@@ -295,3 +298,27 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
                  "eldr_decode_seconds_total", "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
                  "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version"):  # fmt: skip
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
+
+
+def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
+    """Those that have a sample whatever the policy, and what streams and steps add to them."""
+    stream = service.client.completions.create(
+        model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0, stream=True
+    )
+    assert list(stream)
+    used = {"eldr_ttft_seconds", "eldr_tpot_seconds", "eldr_stage_seconds", "eldr_placed_by_reason_total"}
+    wanted = {
+        f"{PREFIX}{metric.name}{'_count' if metric.kind == HISTOGRAM else ''}": metric.kind
+        for metric in METRICS.values()
+        if not metric.only or metric.name in used | set(ENGINE)
+    }
+    exported: dict[str, str] = {}
+
+    def all_there() -> bool:
+        families = text_string_to_metric_families(service.metrics())
+        exported.update((sample.name, family.type) for family in families for sample in family.samples)
+        return wanted.keys() <= exported.keys()
+
+    with contextlib.suppress(pytest.fail.Exception):  # what is missing says more
+        wait_for(all_there, "every metric is exported", 40)
+    assert {name: exported.get(name) for name in wanted} == wanted

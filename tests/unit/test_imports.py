@@ -33,6 +33,7 @@ PARTS = (
     "eldr_serve.errors",
     "eldr_serve.files",
     "eldr_serve.home",
+    "eldr_serve.metrics",
     "eldr_serve.records",
     "eldr_serve.renamed",
     "eldr_serve.pages",

@@ -1,4 +1,4 @@
-"""Reference pages made from the code: the deployment YAML, commands, HTTP endpoints, Python names."""
+"""Reference pages made from the code: deployment YAML, commands, HTTP endpoints, metrics, Python names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from eldr_serve.command import app, loaded
 from eldr_serve.engine.vllm.requests import REQUESTS
+from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, ROUTER, Metric
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.ingress import application
 from eldr_serve.serving.openapi import openapi_document
@@ -100,10 +101,26 @@ def python_page() -> str:
     return "\n".join(parts)
 
 
+def metrics_page() -> str:
+    """Every metric of ours, by who exports it."""
+    parts = [
+        "# Metrics\n\nAs Prometheus has them: with Ray's prefix.\nWhat they are for: "
+        "[watching](../watching.md).\nKeys are those of `GET /eldr/status`, where it shows the same.\n"
+    ]
+    for title, metrics in (
+        ("The router", ROUTER), ("Each ingress replica", INGRESS), ("Each engine replica", ENGINE),
+    ):  # fmt: skip
+        lines = ["| metric | kind | unit | meaning | labels | key |", "| --- | --- | --- | --- | --- | --- |"]
+        lines += [_metric(metric) for metric in metrics.values()]
+        parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 PAGES = {
     "reference/yaml.md": yaml_page,
     "reference/commands.md": commands_page,
     "reference/http.md": http_page,
+    "reference/metrics.md": metrics_page,
     "reference/python.md": python_page,
 }
 
@@ -115,6 +132,14 @@ def _bodies(document: dict[str, Any], path: str, method: str) -> Iterator[str]:
         if "$ref" in part:
             name = part["$ref"].rpartition("/")[2]
             yield _table(document["components"]["schemas"][name], linked=False)
+
+
+def _metric(metric: Metric) -> str:
+    only = f" ({metric.only})" if metric.only else ""
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    key = f"`{metric.status}`" if metric.status else ""
+    about = f"{_cell(metric.about)}{only}"
+    return f"| `{PREFIX}{metric.name}` | {metric.kind} | {metric.unit} | {about} | {labels} | {key} |"
 
 
 def _section(title: str, schema: dict[str, Any]) -> str:

@@ -8,37 +8,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from eldr_serve.engine.vllm import kv_usage, signatures, steps
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
+from eldr_serve.metrics import COUNTER, ENGINE
 
 _KEPT = 4096  # records between two readings of the metrics; the oldest go first
 
-# name -> help, buckets, what is observed of one decode step
-_STEP_METRICS: dict[str, tuple[str, list[float], str]] = {
-    "eldr_active_experts": (
-        "Distinct experts of a decode step, mean over MoE layers.",
-        [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512],
-        "active_experts",
-    ),
-    "eldr_decode_step_seconds": (
-        "Time of a decode step's forward in the worker, s; on CPU that of its thread.",
-        [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0],
-        "seconds",
-    ),
-    "eldr_decode_batch_size": (
-        "Requests of a decode step.",
-        [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512],
-        "requests",
-    ),
+# What of one decode step a histogram observes, and what a counter adds up; each step counts as 1 without.
+_OBSERVED = {
+    "eldr_active_experts": "active_experts",
+    "eldr_decode_step_seconds": "seconds",
+    "eldr_decode_batch_size": "requests",
 }
-
-# The same as exact sums: Ray keeps of a histogram the counts of its buckets alone.
-_STEP_TOTALS: dict[str, tuple[str, str]] = {
-    "eldr_decode_steps_total": ("Decode steps.", ""),
-    "eldr_decode_step_experts_total": (
-        "Sum over decode steps of active experts, mean over layers.",
-        "active_experts",
-    ),
-    "eldr_decode_step_requests_total": ("Sum over decode steps of their requests.", "requests"),
-    "eldr_decode_seconds_total": ("Sum of eldr_decode_step_seconds, s.", "seconds"),
+_SUMMED = {
+    "eldr_decode_steps_total": "",
+    "eldr_decode_step_experts_total": "active_experts",
+    "eldr_decode_step_requests_total": "requests",
+    "eldr_decode_seconds_total": "seconds",
 }
 
 
@@ -101,27 +85,20 @@ class EldrPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._steps = {
-            name: (self._histogram(name, text, buckets, labelnames), key)
-            for name, (text, buckets, key) in _STEP_METRICS.items()
-        }
-        self._totals = {
-            name: (self._counter(name, text, labelnames), key) for name, (text, key) in _STEP_TOTALS.items()
-        }
-        self._capture = self._histogram(
-            "eldr_capture_seconds",
-            "Time that counting experts added to one step, s.",
-            [1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2],
-            labelnames,
-        )
+        self._steps = {name: (self._made(name, labelnames), key) for name, key in _OBSERVED.items()}
+        self._totals = {name: (self._made(name, labelnames), key) for name, key in _SUMMED.items()}
+        self._capture = self._made("eldr_capture_seconds", labelnames)
 
-    def _counter(self, name: str, text: str, labelnames: list[str]) -> dict[int, Any]:
-        return self._by_engine(self._counter_cls(name=name, documentation=text, labelnames=labelnames))
-
-    def _histogram(self, name: str, text: str, buckets: list[float], labelnames: list[str]) -> dict[int, Any]:
-        return self._by_engine(
-            self._histogram_cls(name=name, documentation=text, buckets=buckets, labelnames=labelnames)
-        )
+    def _made(self, name: str, labelnames: list[str]) -> dict[int, Any]:
+        metric = ENGINE[name]
+        about = f"{metric.about}, {metric.unit}"
+        if metric.kind == COUNTER:
+            made = self._counter_cls(name=name, documentation=about, labelnames=labelnames)
+        else:
+            made = self._histogram_cls(
+                name=name, documentation=about, buckets=list(metric.bounds), labelnames=labelnames
+            )
+        return self._by_engine(made)
 
     def _by_engine(self, metric: Any) -> dict[int, Any]:
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}

@@ -1,0 +1,268 @@
+"""Every metric of ours: the code makes them of these tables, and the reference shows them.
+
+Names are as the code makes them; Ray exports each with the prefix `ray_`. Counters end in `_total`, and units
+are seconds, tokens, requests or ratios, as Prometheus has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PREFIX = "ray_"  # of every metric that goes through Ray
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        kind: COUNTER, GAUGE or HISTOGRAM.
+        unit: of its values.
+        about: what it says, one phrase.
+        labels: its own; Ray adds more, such as the node and the process (`WorkerId`).
+        bounds: of a histogram's buckets, from above.
+        status: where `GET /eldr/status` shows the same.
+        only: where there are samples; everywhere, if it says nothing.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    about: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+    status: str = ""
+    only: str = ""
+
+
+def _by_name(*metrics: Metric) -> dict[str, Metric]:
+    return {metric.name: metric for metric in metrics}
+
+
+# -- the router's counters, by their keys under `counters` in the status -------------------------------
+
+_COUNTED = {
+    # what happened to requests
+    "placed": ("requests", "leases of a decode worker"),
+    "best_worker": ("requests", "placed on the worker whose centroid is the most similar"),
+    "rerouted": ("requests", "placed again after a failure"),
+    "queued": ("requests", "had to wait in the decode queue"),
+    "queue_expired": ("requests", "refused (503), since no decode worker was free in time"),
+    "placed_by_client": ("requests", "placed by their ingress, and told to the router later"),
+    "placed_by_own_load": ("requests", "placed by an ingress by its own load, since the router was away"),
+    "prefills": ("calls", "prefill calls that succeeded"),
+    "prefill_retries": ("calls", "prefill calls that failed and were tried again"),
+    "whole_without_prefill": ("requests", "run whole on a decode engine, since no prefill was reached"),
+    "resumed": ("answers", "went on at another engine after theirs was lost"),
+    "streams_lost": ("streams", "ended with `engine_lost`"),
+    "slow_clients": ("streams", "cut off, since their client did not read"),
+    "set_aside": ("times", "a replica failed again and again, and an ingress set it aside"),
+    # what was refused before prefill
+    "refused_prefill_full": ("requests", "refused (503), since all prefill engines were full"),
+    "refused_overload": ("requests", "refused (429), since all places were taken"),
+    "refused_limits": ("requests", "refused (429), since a tenant had used up a limit"),
+    # signatures and predictions
+    "signature_missing": ("requests", "placed without signature"),
+    "signature_predicted": ("requests", "placed by a predicted signature"),
+    "signatures_returned": ("requests", "whose true signature came after their placement"),
+    "predictor_failures": ("predictions", "of a policy's predictor, that could not be used"),
+    # the router itself
+    "policy_errors": ("requests", "placed by load, since the policy raised an error"),
+    "policy_changes": ("changes", "of the policy"),
+    "table_swaps": ("changes", "of the routing table"),
+    "predictor_swaps": ("changes", "of the signature predictor"),
+    "shadow_errors": ("errors", "of the shadow, each of which switched it off"),
+    "router_lost": ("times", "the router did not answer an ingress"),
+    "settings_restored": ("times", "the router took newer settings back from an ingress"),
+    "leases_restored": ("requests", "whose lease the router took back from an ingress"),
+    "leases_of_lost_clients": ("requests", "whose lease ended, since their ingress was lost"),
+    "queued_of_lost_clients": ("requests", "that left the decode queue, since their ingress was lost"),
+}
+_OTHERWISE_NAMED = {"rerouted": "eldr_reroute_total"}
+
+COUNTED = {
+    key: Metric(
+        _OTHERWISE_NAMED.get(key, f"eldr_{key}_total"), COUNTER, unit, about, ("policy",),
+        status=f"counters.{key}",
+    )
+    for key, (unit, about) in _COUNTED.items()
+}  # fmt: skip
+# `reason:NAME` in the status, one key a reason.
+BY_REASON = Metric(
+    "eldr_placed_by_reason_total", COUNTER, "requests", "leases, by the rule that decided",
+    ("policy", "reason"), status="counters.reason:NAME", only="once a request was placed",
+)  # fmt: skip
+
+# -- the router's others --------------------------------------------------------------------------------
+
+_ANSWERED = "once a stream has ended"
+_QUEUED = "policies with a decode queue, once a request has waited"
+_PREDICTOR = "with a signature predictor"
+_SHADOW = "with a shadow that has priced tokens"
+_WORKER = ("worker", "policy")
+_SHADOWED = ("policy", "shadow")
+
+ROUTER = _by_name(
+    *COUNTED.values(),
+    BY_REASON,
+    Metric(
+        "eldr_route_seconds", HISTOGRAM, "s", "time to place one batch of requests in the router",
+        ("policy",), (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+        only="once a request was placed",
+    ),
+    Metric(
+        "eldr_band_size", HISTOGRAM, "workers", "that the policy chose among", ("policy",),
+        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), only="once a request was placed",
+    ),
+    Metric(
+        "eldr_decode_queue_wait_seconds", HISTOGRAM, "s", "in the decode queue, until it got a worker",
+        ("policy",), (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30), only=_QUEUED,
+    ),
+    Metric(
+        "eldr_ttft_seconds", HISTOGRAM, "s", "from a stream's arrival to its first chunk", ("policy",),
+        (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60), only=_ANSWERED,
+    ),
+    Metric(
+        "eldr_tpot_seconds", HISTOGRAM, "s", "between tokens of a stream, its mean", ("policy",),
+        (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1), only=_ANSWERED,
+    ),
+    Metric(
+        "eldr_decode_in_flight", GAUGE, "requests", "leased to the worker", _WORKER,
+        status="workers.in_flight",
+    ),
+    Metric(
+        "eldr_decode_kv_tokens", GAUGE, "tokens", "prompt and generated ones of those requests", _WORKER,
+        status="workers.kv_tokens",
+    ),
+    Metric("eldr_leases", GAUGE, "requests", "leased to any worker", ("policy",), status="leases"),
+    Metric("eldr_clients", GAUGE, "processes", "that place by this router", ("policy",), status="clients"),
+    Metric(
+        "eldr_decode_queue_size", GAUGE, "requests", "prefilled, that wait for a worker", ("policy",),
+        status="decode_queue.size",
+    ),
+    Metric(
+        "eldr_decode_queue_oldest_wait_seconds", GAUGE, "s", "that the first of them has waited", ("policy",),
+        status="decode_queue.oldest_wait_s",
+    ),
+    Metric(
+        "eldr_table_version", GAUGE, "number", "of the live routing table, 0 if none", ("policy",),
+        status="table.version",
+    ),
+    Metric(
+        "eldr_refit_advised", GAUGE, "0 or 1", "the table was fitted for another number of workers",
+        ("policy",), status="table.refit_advised", only="with a routing table",
+    ),
+    Metric(
+        "eldr_step_cost_error_ratio", GAUGE, "ratio", "relative error of the fitted step cost", ("policy",),
+        status="step_cost.relative_error", only="once a step cost is fitted",
+    ),
+    Metric(
+        "eldr_predictor_gain", GAUGE, "ratio", "1 - squared error of predictions / that of the mean",
+        status="predictor.gain", only=_PREDICTOR,
+    ),
+    Metric(
+        "eldr_predictor_cosine", GAUGE, "cosine", "of predicted and true deviations from the mean",
+        status="predictor.cosine", only=_PREDICTOR,
+    ),
+    Metric(
+        "eldr_predictor_on", GAUGE, "processes", "whose predictor is better than the mean",
+        status="predictor.on", only=_PREDICTOR,
+    ),
+    Metric(
+        "eldr_predictor_prompts", GAUGE, "prompts", "that predictions were judged by",
+        status="predictor.prompts", only=_PREDICTOR,
+    ),
+    Metric(
+        "eldr_shadow_change_ratio", GAUGE, "ratio",
+        "time of a token under the live policy against its shadow, less 1; below 0 the live one is faster",
+        _SHADOWED, status="comparison.now.change_pct", only=_SHADOW,
+    ),
+    Metric(
+        "eldr_shadow_change_low_ratio", GAUGE, "ratio", "lower end of its 95 % interval", _SHADOWED,
+        status="comparison.now.low_pct", only=_SHADOW,
+    ),
+    Metric(
+        "eldr_shadow_change_high_ratio", GAUGE, "ratio", "upper end of its 95 % interval", _SHADOWED,
+        status="comparison.now.high_pct", only=_SHADOW,
+    ),
+)  # fmt: skip
+
+# -- of each ingress replica, by their keys under `ingress` in the status --------------------------------
+
+_SPLIT = "with prefill engines"
+
+OWN = {
+    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "all engines are up and warm"),
+    "router_away": Metric("eldr_ingress_router_away", GAUGE, "0 or 1", "the router does not answer"),
+    "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "that hold a place"),
+    "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "that wait for a place"),
+    "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "that hold a decode worker"),
+    "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "of engines that have exchanged blocks"),
+    "prefill_in_flight": Metric(
+        "eldr_ingress_prefill_in_flight", GAUGE, "calls", "open to the prefill replica", ("worker",),
+        only=_SPLIT,
+    ),
+    "prefill_kv_usage": Metric(
+        "eldr_prefill_kv_usage_ratio", GAUGE, "ratio", "of the prefill replica's KV blocks in use",
+        ("worker",), only=_SPLIT,
+    ),
+    "decode_kv_usage": Metric(
+        "eldr_decode_kv_usage_ratio", GAUGE, "ratio", "of the decode replica's KV blocks in use",
+        ("worker",),
+    ),
+    "stages": Metric(
+        "eldr_stage_seconds", GAUGE, "s", "of a stage, over the newest 256 requests", ("stage", "quantile"),
+        only="with prefill engines, once a request was served",
+    ),
+}  # fmt: skip
+OWN = {key: replace(metric, status=f"ingress.{key}") for key, metric in OWN.items()}
+INGRESS = _by_name(*OWN.values())
+
+# -- of each engine, by vLLM's own way to its metrics -----------------------------------------------------
+
+_ENGINE = ("model_name", "engine", "ReplicaId")
+_STEPPED = "once a request was decoded"
+
+ENGINE = _by_name(
+    Metric(
+        "eldr_active_experts", HISTOGRAM, "experts", "distinct ones of a decode step, mean over MoE layers",
+        _ENGINE,
+        (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512), only=_STEPPED,
+    ),
+    Metric(
+        "eldr_decode_step_seconds", HISTOGRAM, "s",
+        "of a decode step's forward in the worker; on CPU that of its thread", _ENGINE,
+        (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0),
+        only=_STEPPED,
+    ),
+    Metric(
+        "eldr_decode_batch_size", HISTOGRAM, "requests", "of a decode step", _ENGINE,
+        (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512), only=_STEPPED,
+    ),
+    Metric(
+        "eldr_capture_seconds", HISTOGRAM, "s", "that counting experts added to one step", _ENGINE,
+        (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2), only=_STEPPED,
+    ),
+    # The same as exact sums: Ray keeps of a histogram the counts of its buckets alone.
+    Metric(
+        "eldr_decode_steps_total", COUNTER, "steps", "decode steps", _ENGINE, status="decode_totals.steps",
+        only=_STEPPED,
+    ),
+    Metric(
+        "eldr_decode_step_experts_total", COUNTER, "experts",
+        "sum over decode steps of active experts, mean over layers", _ENGINE,
+        status="decode_totals.active_experts", only=_STEPPED,
+    ),
+    Metric(
+        "eldr_decode_step_requests_total", COUNTER, "requests", "sum over decode steps of their requests",
+        _ENGINE, status="decode_totals.requests", only=_STEPPED,
+    ),
+    Metric(
+        "eldr_decode_seconds_total", COUNTER, "s", "sum of eldr_decode_step_seconds", _ENGINE,
+        status="decode_totals.seconds", only=_STEPPED,
+    ),
+)  # fmt: skip
+
+METRICS = ROUTER | INGRESS | ENGINE

@@ -1,0 +1,196 @@
+"""Whatever the status counts is a metric, under the labels and with the values that it should have."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ingress_app import running_app
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from ray._private.telemetry.open_telemetry_metric_recorder import OpenTelemetryMetricRecorder
+from router_talk import make, request, say
+from shipped import ROOT
+
+from eldr_serve.metrics import (
+    BY_REASON,
+    COUNTED,
+    COUNTER,
+    ENGINE,
+    GAUGE,
+    HISTOGRAM,
+    INGRESS,
+    METRICS,
+    OWN,
+    PREFIX,
+    ROUTER,
+)
+from eldr_serve.serving import watching
+from eldr_serve.serving.messages import Answered, NamedPolicy
+from eldr_serve.serving.watching import IngressMetrics, RouterMetrics
+
+
+class FakeMetric:
+    """Stands in for one of Ray's; as strict as that is about labels and values."""
+
+    def __init__(self, name: str, about: str, *more: Any) -> None:
+        self.name = name
+        self.samples: dict[tuple[tuple[str, str], ...], list[float]] = {}
+
+    def _take(self, value: float, tags: dict[str, str] | None = None) -> None:
+        assert isinstance(value, int | float)
+        assert set(tags or {}) == set(METRICS[self.name].labels)
+        self.samples.setdefault(tuple(sorted((tags or {}).items())), []).append(value)
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0  # or Ray raises an error
+        self._take(value, tags)
+
+    set = observe = _take
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
+    """Metrics by name, as they are made."""
+    found: dict[str, FakeMetric] = {}
+
+    def making(kind: str) -> Any:
+        def make_one(name: str, *args: Any) -> FakeMetric:
+            assert METRICS[name].kind == kind
+            return found.setdefault(name, FakeMetric(name, *args))
+
+        return make_one
+
+    for kind, name in ((COUNTER, "Counter"), (GAUGE, "Gauge"), (HISTOGRAM, "Histogram")):
+        monkeypatch.setattr(watching, name, making(kind))
+    return found
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.value
+
+
+def _counted() -> Iterator[str]:
+    """Keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
+    for path in sorted((ROOT / "eldr_serve/serving").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="count"), args=[given]):
+                    yield from _texts(given)
+                case ast.Subscript(value=ast.Attribute(attr="counters" | "_counters"), slice=key):
+                    yield from _texts(key)
+                case ast.Call(func=ast.Attribute(ast.Attribute(attr="counters"), "update"), keywords=named):
+                    yield from (keyword.arg for keyword in named if keyword.arg)
+
+
+def test_each_counter_that_the_code_counts_has_a_metric_and_no_metric_is_without_one() -> None:
+    counted = set(_counted()) | set(make().status()["counters"])
+    assert "reason:" in counted
+    assert counted - {"reason:"} == set(COUNTED)
+
+
+async def test_each_key_of_the_ingress_has_a_metric() -> None:
+    async with running_app() as app:
+        await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
+        status = await app.status()
+    assert set(status["ingress"]) == set(OWN)
+
+
+def test_names_are_as_prometheus_has_them() -> None:
+    for metric in METRICS.values():
+        assert re.fullmatch(r"eldr_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == COUNTER)
+        assert ("_seconds" in metric.name) == (metric.unit == "s")
+        assert metric.about
+        assert list(metric.bounds) == sorted(metric.bounds)
+        assert bool(metric.bounds) == (metric.kind == HISTOGRAM)
+    assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(ENGINE)
+
+
+def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
+    made: dict[str, FakeMetric],
+) -> None:
+    state, metrics = make(policy="shortest-queue"), RouterMetrics()
+    metrics.export(state)
+    policy = (("policy", "shortest-queue"),)
+    for metric in COUNTED.values():
+        (begin,) = made[metric.name].samples[policy]
+        assert begin + 1 == 1
+    say(state, request("a"), events=dict.fromkeys(COUNTED, 2) | {"of_newer_code": 1})
+    for _ in range(2):
+        metrics.export(state)
+    counters = state.status()["counters"]
+    for key, metric in COUNTED.items():
+        if key != "predictor_failures":  # the status has the policies' own count
+            assert sum(made[metric.name].samples[policy]) == counters[key] >= 2
+    (reason,) = made[BY_REASON.name].samples
+    assert dict(reason)["policy"] == "shortest-queue"
+    assert counters[f"reason:{dict(reason)['reason']}"] == 1
+    state.set_policy("random", {})
+    metrics.export(state)
+    other = made["eldr_policy_changes_total"].samples[(("policy", "random"),)]
+    assert sum(other) == 1
+
+
+def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) -> None:
+    state, metrics = make(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
+    reply = say(state, request("a"))
+    metrics.placed(state, reply, 1e-4)
+    metrics.granted(state, reply.placements)
+    metrics.answered(state, [Answered(0.5, None), Answered(0.5, 0.1)])
+    status = state.status() | {
+        "step_cost": {"steps": 1.0, "relative_error": 0.1},
+        "predictor": {"version": 1, "clients": 1, "prompts": 9, "on": 1, "cosine": 0.5, "gain": 0.4},
+    }
+    status["comparison"]["now"] |= {"change_pct": -10.0, "low_pct": -12.0, "high_pct": -8.0}
+    state.status = lambda: status  # type: ignore[method-assign]
+    metrics.export(state)
+    assert {name for name, metric in made.items() if metric.samples} == set(ROUTER)
+    assert made["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
+    shadow = (("policy", "shortest-queue"), ("shadow", "random"))
+    assert made["eldr_shadow_change_low_ratio"].samples == {shadow: [-0.12]}
+    assert made["eldr_decode_in_flight"].samples.keys() == {
+        (("policy", "shortest-queue"), ("worker", f"r{number}")) for number in range(3)
+    }
+
+
+async def test_every_metric_of_an_ingress_has_its_sample(made: dict[str, FakeMetric]) -> None:
+    metrics = IngressMetrics()
+    async with running_app() as app:
+        await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
+        own = (await app.status())["ingress"]
+    metrics.export(own | {"prefill_kv_usage": {"r0": 0.25}, "decode_kv_usage": {"r0": 0}})
+    assert {name for name, metric in made.items() if metric.samples} == set(INGRESS)
+    assert made["eldr_prefill_kv_usage_ratio"].samples == {(("worker", "r0"),): [0.25]}
+    stages = made["eldr_stage_seconds"].samples
+    median = stages[(("quantile", "0.5"), ("stage", "prefill"))]
+    assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]
+
+
+def test_ray_exports_each_metric_under_its_name_and_kind() -> None:
+    """By the code of Ray's agent that stands behind its metrics port."""
+    agent = OpenTelemetryMetricRecorder(gauge_metric_ttl_seconds=60)
+    for metric in METRICS.values():
+        tags = dict.fromkeys(metric.labels, "x")
+        if metric.kind == COUNTER:
+            agent.register_counter_metric(metric.name, metric.about)
+            for value in (watching._BEGIN, 2.0):
+                agent.set_metric_value(metric.name, tags, value)
+        elif metric.kind == GAUGE:
+            agent.register_gauge_metric(metric.name, metric.about)
+            agent.set_metric_value(metric.name, tags, 0.5)
+        else:
+            agent.register_histogram_metric(metric.name, metric.about, list(metric.bounds))
+            agent.set_metric_value(metric.name, tags, metric.bounds[0] / 2)
+    families = list(text_string_to_metric_families(generate_latest(REGISTRY).decode()))
+    kinds = {sample.name: family.type for family in families for sample in family.samples}
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    for metric in METRICS.values():
+        name = f"{PREFIX}{metric.name}{'_count' if metric.kind == HISTOGRAM else ''}"
+        assert kinds[name] == metric.kind
+        assert values[name] == {COUNTER: 2.0, GAUGE: 0.5, HISTOGRAM: 1.0}[metric.kind]

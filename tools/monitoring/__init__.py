@@ -1,0 +1,1 @@
+"""Alert rules and dashboards, written out of a short description: `python -m tools.monitoring`."""
