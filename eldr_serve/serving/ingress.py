@@ -225,6 +225,7 @@ class EldrIngress:
             self._client.answered_client(Answered(first_at - asked_at, tpot_s))
 
         headers = {
+            "x-eldr-request": lease.request_id,
             "x-eldr-decode-worker": lease.replica,
             "x-eldr-band": str(lease.band),
             "x-eldr-policy": lease.policy,

@@ -268,14 +268,16 @@ class RequestPath:
                         yield payload
                 return
             except _PrefillFailed as failure:
-                logger.warning("%s", failure)
+                logger.warning("request %s: %s", run.request_id, failure)
                 run.failed_prefills += 1
                 run.passed_over += 1
                 if run.failed_prefills >= self._options.prefill_tries and self._engines.prefill.live:
                     break
                 self._client.count("prefill_retries")
             except _DecodeFailed as failure:
-                logger.warning("decode replica %s failed a request: %s", failure.replica, failure)
+                logger.warning(
+                    "request %s: decode replica %s failed it: %s", run.request_id, failure.replica, failure
+                )
                 run.failed.append(failure.replica)
                 # If the replica is alive, the blocks may be at fault: let another engine prefill.
                 run.passed_over += failure.alive
@@ -287,7 +289,7 @@ class RequestPath:
             except (Refused, CallFailed) as error:
                 if not run.sent:
                     raise
-                logger.warning("an answer could not go on elsewhere: %s", error)
+                logger.warning("request %s could not go on elsewhere: %s", run.request_id, error)
                 break
         if not run.sent:
             prefills, decodes = run.failed_prefills, len(run.failed)
@@ -403,7 +405,7 @@ class RequestPath:
             if error.status < 500:
                 raise
             self._judge(fleet, replica, error)
-            raise _PrefillFailed(f"prefill replica {replica} failed a request: {error}") from error
+            raise _PrefillFailed(f"prefill replica {replica} failed it: {error}") from error
         except ChannelLost as error:
             raise _PrefillFailed(f"prefill replica {replica} was lost: {error}") from error
         except BaseException as error:
