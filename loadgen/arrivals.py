@@ -96,7 +96,10 @@ def _asked(
 ) -> Iterator[tuple[Prompt, int]]:
     """Prompts and output tokens."""
     lengths = output_lengths(max_tokens, least=min_tokens, seed=seed)
-    return zip(_cycle(prompts, seed, workers), lengths, strict=False)
+    return (
+        (prompt, tokens if prompt.max_tokens is None else min(tokens, prompt.max_tokens))
+        for prompt, tokens in zip(_cycle(prompts, seed, workers), lengths, strict=False)
+    )
 
 
 def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:

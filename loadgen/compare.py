@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ from tools.journal import Journal
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
-_SCHEMA = "eldr-compare/4"  # of trials in the journal
+_SCHEMA = "eldr-compare/5"  # of trials in the journal
 
 
 def compare(
@@ -51,7 +51,10 @@ def compare(
     host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
     prompts: Annotated[
         Path,
-        typer.Option(help="JSONL file or folder of prompts with domains.", show_default="the demo model's"),
+        typer.Option(
+            help="JSONL file or folder: prompts with domains, or a log of OpenAI requests.",
+            show_default="the demo model's",
+        ),
     ] = ROOT / "demo_model/prompts",
     trial_seconds: Annotated[int, typer.Option(help="Measured part of a trial, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
@@ -141,7 +144,7 @@ def _settings(
         raise BadInput(f"--policies are {', '.join(names) or 'none'}: name each once")
     for name in names:
         parse_policy(name)
-    texts = "\0".join(f"{p.id}\0{p.domain}\0{p.text}" for p in read_prompts([prompts]))
+    texts = "\0".join(repr(astuple(prompt)) for prompt in read_prompts([prompts]))
     return asdict(shape) | {
         "schema": _SCHEMA,
         "policies": names,

@@ -243,7 +243,7 @@ class StreamingUser(HttpUser):
         options = load.options
         body = {
             "model": options.model,
-            "messages": [{"role": "user", "content": arrival.prompt.text}],
+            "messages": arrival.prompt.chat,
             "max_tokens": arrival.max_tokens,
             "temperature": options.temperature,
             "ignore_eos": options.ignore_eos,

@@ -1,12 +1,13 @@
-"""Prompts with domains, from JSON lines."""
+"""Prompts with domains, from JSON lines: records of ours, or a log of OpenAI requests."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from eldr_serve.files import write_whole
 from tools.cli import BadInput
@@ -17,15 +18,31 @@ SUFFIXES = (".jsonl", ".jsonl.gz")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record of a workload file: {"id", "domain", "prompt"}."""
+    """One record of a workload file.
+
+    Attributes:
+        text: all of it; of a chat the texts of its messages, one after another.
+        messages: of a chat, as OpenAI's API takes them; none: the text is the user's only one.
+        max_tokens: that its client asked for; None: it did not say.
+    """
 
     id: str
     domain: str
     text: str
+    messages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    max_tokens: int | None = None
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """What is sent."""
+        return list(self.messages) or [{"role": "user", "content": self.text}]
 
 
 def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     """All prompts of the files, or of the .jsonl and .jsonl.gz files of the folders, named.
+
+    A line is {"id", "domain", "prompt"}, the body of an OpenAI request, with `messages` or `prompt`, or a line
+    of OpenAI's batch files, {"custom_id", "body"}.
 
     Raises:
         BadInput: a file is missing or a line is not a record; nothing is skipped in silence.
@@ -38,7 +55,12 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """A file that read_prompts reads, whole or not at all."""
-    records = ({"id": p.id, "domain": p.domain, "prompt": p.text} for p in prompts)
+    records = (
+        {"id": p.id, "domain": p.domain}
+        | ({"messages": p.messages} if p.messages else {"prompt": p.text})
+        | ({} if p.max_tokens is None else {"max_tokens": p.max_tokens})
+        for p in prompts
+    )
     write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
@@ -76,8 +98,32 @@ def _read(path: Path) -> Iterator[Prompt]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            name = record.get("id", f"{path.name}:{number}")
-            yield Prompt(str(name), str(record.get("domain", "")), record["prompt"])
-        except (ValueError, KeyError, AttributeError) as error:
+            yield _prompt(json.loads(line), f"{path.name}:{number}")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise BadInput(f"{path}, line {number}: not a prompt record ({error})") from error
+
+
+def _prompt(record: dict[str, Any], place: str) -> Prompt:
+    name, domain = record.get("custom_id") or record.get("id", place), str(record.get("domain", ""))
+    body = record.get("body", record)
+    asked = body.get("max_completion_tokens") or body.get("max_tokens")
+    most = None if asked is None else max(1, int(asked))
+    if "messages" not in body:
+        if not isinstance(body["prompt"], str):
+            raise ValueError("`prompt` must be one text")
+        return Prompt(str(name), domain, body["prompt"], max_tokens=most)
+    messages = tuple(body["messages"])
+    if not messages:
+        raise ValueError("`messages` is empty")
+    texts = [text for message in messages for text in _texts(message["role"], message.get("content"))]
+    return Prompt(str(name), domain, "\n\n".join(texts), messages, most)
+
+
+def _texts(role: str, content: Any) -> list[str]:
+    """Those of a message; an assistant's may have none, beside its calls of tools."""
+    if content is None and role == "assistant":
+        return []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if others := sorted({str(part["type"]) for part in parts} - {"text"}):
+        raise ValueError(f"a message holds {', '.join(others)}: only text can be sent")
+    return [str(part["text"]) for part in parts]
