@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, model_validator
 from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost, Chunk
 from eldr_serve.errors import Overloaded, Refused
 from eldr_serve.renamed import renamed
-from eldr_serve.routing import Placement, PlacementRequest
+from eldr_serve.routing import Placement, PlacementRequest, PromptBlocks, prompt_blocks
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.outliers import Outliers
@@ -436,6 +436,7 @@ class RequestPath:
             prompt_tokens=len(run.token_ids) if run.token_ids is not None else 0,
             max_new_tokens=max_new_tokens(run.request.asked),
             domain=run.request.domain,
+            blocks=self._blocks(run),
             exclude=(*run.failed, *(name for name in fleet.live if name not in usable)),
             prompt_key=prompt_key(run.request.asked),
             tenant=run.request.tenant,
@@ -449,6 +450,14 @@ class RequestPath:
             if prefilled is not None:
                 self._release_kv(prefilled.request_id, prefilled.replica)
             raise
+
+    def _blocks(self, run: _Run) -> PromptBlocks | None:
+        """Of the prompt, where the engine that decodes it prefills it too and may know its prefix."""
+        size = self._engines.decode.directory.block_tokens if self._engines.whole else 0
+        if not size or run.token_ids is None:
+            return None
+        request = run.request
+        return prompt_blocks(run.token_ids, size, request.cache_salt or request.asked.cache_salt or "")
 
     async def _decode(
         self, run: _Run, lease: Placement, prefilled: Prefilled | None
