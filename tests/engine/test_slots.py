@@ -97,10 +97,10 @@ class Runner:
             "_disabled": False,
         }
 
-    def scheduled(self, tokens: int, requests: int) -> Any:
-        """vLLM's SchedulerOutput of a step, so far as connectors see it."""
+    def scheduled(self, tokens: int, requests: int | None = None) -> Any:
+        """vLLM's SchedulerOutput of a step, so far as connectors see it; of a request a token, or so many."""
         metadata = EldrMetadata()
-        metadata.plan, metadata.held = StepPlan(requests=requests, tokens=tokens), {}
+        metadata.plan, metadata.held = StepPlan(requests=requests or tokens, tokens=tokens), {}
         return SimpleNamespace(
             kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
         )
@@ -113,16 +113,12 @@ class Runner:
         *,
         requests: int | None = None,
     ) -> Any:
-        """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata.
-
-        Of so many `requests`; None: one a token.
-        """
+        """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
         batch = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=tokens) if tokens else None
         attention = None if graph is None else _of_layers(SimpleNamespace(slot_mapping=graph))
         context = None if forward is None else ForwardContext({}, {}, _of_layers(forward))
         with override_forward_context(context):
-            scheduled = self.scheduled(tokens, tokens if requests is None else requests)
-            self.vllm.pre_forward(scheduled, batch, attn_metadata=attention)
+            self.vllm.pre_forward(self.scheduled(tokens, requests), batch, attn_metadata=attention)
         self.vllm.finish_forward()
         with override_forward_context(ForwardContext({}, {}, {})):  # as V2 makes it: an empty one
             return self.vllm.post_forward(set())
@@ -177,8 +173,7 @@ def test_a_step_whose_slots_are_not_shown_is_an_error(runner: Runner, slots: Ten
 def test_a_whole_engines_prompts_are_timed_apart_from_decode(runner: Runner) -> None:
     for whole in (False, True):
         runner.connector._is_whole = whole
-        runner.step(2, forward=SLOTS, requests=1)
-        stats = runner.connector.get_kv_connector_stats()
+        stats = runner.step(2, forward=SLOTS, requests=1).kv_connector_stats
         assert not stats.data["steps"]
         assert len(stats.data["prompt_steps"]) == whole
     (record,) = stats.data["prompt_steps"]
