@@ -41,12 +41,13 @@ class MarginalCost(Policy):
     With step cost T the newcomer adds (b+1) T(b+1, U') - b T(b, U) to the b requests there and itself.
     Affinity profiles let workers specialise online (see AffinityProfiles).
 
-    A whole replica computes the newcomer's n prompt tokens that its prefix cache lacks, too, while the b
-    requests there wait as the newcomer does (one that prefills waits as well, or is waited for, which is
-    as long where prompts are). That is (b+1) n per_prompt_token_s, once. The decode cost comes in each of
-    the N steps that the newcomer stays, so in seconds of all requests' time it costs
+    A whole replica computes the newcomer's n prompt tokens that its prefix cache lacks, too, after the m
+    tokens that it lacks of prompts that came before. Meanwhile its b requests wait, those of these prompts
+    too, which answer by then. So once, each of them loses n per_prompt_token_s, and the newcomer waits for m
+    + n tokens. The decode cost comes in each of the N steps that the newcomer stays. In seconds of all
+    requests' time that is
 
-        N [(b+1) T(b+1, U') - b T(b, U)] + (b+1) n per_prompt_token_s
+        N [(b+1) T(b+1, U') - b T(b, U)] + [(b+1) n + m] per_prompt_token_s
 
     and workers are compared by the N-th part of it, seconds a step. N is the mean length of recent answers,
     or what the request allows where that is less. Where prefill has engines of its own,
@@ -114,13 +115,15 @@ class MarginalCost(Policy):
     def _prefill(
         self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest
     ) -> NDArray[np.float64]:
-        """Seconds that the newcomer's prefill costs all requests of each of `workers`, of a step that it stays."""
-        uncached = np.full(len(workers), request.prompt_tokens)
+        """Seconds that prefill costs all requests of each of `workers`, a step that the newcomer stays."""
+        lacking = np.full(len(workers), request.prompt_tokens)
         if loads.cached_tokens is not None:
-            uncached = np.maximum(uncached - loads.cached_tokens[workers], 0)
-        held_up_s = (loads.in_flight[workers] + 1) * uncached * self.cost.per_prompt_token_s
+            lacking = np.maximum(lacking - loads.cached_tokens[workers], 0)
+        tokens = (loads.in_flight[workers] + 1) * lacking
+        if loads.prefill_tokens is not None:
+            tokens += loads.prefill_tokens[workers]
         steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
-        return np.asarray(held_up_s / steps)
+        return np.asarray(tokens * (self.cost.per_prompt_token_s / steps))
 
     def _marginal(
         self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int

@@ -161,7 +161,7 @@ class Placer:
         """The request is LEASED on its worker already, whoever placed it."""
         self.finish(placement.request_id)
         self._run(placement)
-        self._prefills(placement)
+        self._remember(placement)
 
     def counted(self, request: PlacementRequest) -> None:
         """The request's prompt has been counted: its true signature and length; ignored if it runs not."""
@@ -232,16 +232,19 @@ class Placer:
         placement.band, placement.similarity = decision.band, decision.similarity
         placement.best = _is_best(decision.worker, placement.request, loads)
         placement.reason, placement.policy = decision.reason, self._policy.name
-        if placement.request.blocks is not None:
-            cached = self.prefixes.cached_tokens([worker], placement.request.blocks)
-            placement.cached_tokens = int(cached[0])
         self._run(placement, decision)
-        self._prefills(placement)
+        self._remember(placement)
+        if placement.request.blocks is not None:
+            lacking = max(0, placement.request.prompt_tokens - placement.cached_tokens)
+            self._ledger.prefills(placement.request_id, lacking)
         return placement
 
-    def _prefills(self, placement: Placement) -> None:
-        if placement.request.blocks is not None and placement.replica in self._slot:
-            self.prefixes.sent(placement.replica, placement.request.blocks)
+    def _remember(self, placement: Placement) -> None:
+        """What its worker has of the prompt, and that it will have all of it."""
+        blocks = placement.request.blocks
+        if blocks is not None and placement.replica in self._slot:
+            placement.cached_tokens = int(self.prefixes.cached_tokens([placement.replica], blocks)[0])
+            self.prefixes.sent(placement.replica, blocks)
 
     def _run(self, placement: Placement, decision: Decision | None = None) -> None:
         self.running[placement.request_id] = placement

@@ -38,9 +38,11 @@ def prompt_blocks(token_ids: NDArray[np.uint32], block_tokens: int, salt: str = 
 
     Args:
         token_ids: uint32[T].
-        block_tokens: of the engines' KV cache, 1 or more.
+        block_tokens: of the engines' KV cache; 0 if they share no prefixes, and there are no blocks.
         salt: of the request's `cache_salt`; prompts of different salts share nothing.
     """
+    if not block_tokens:
+        return PromptBlocks(np.zeros(0, np.uint64), 0)
     size = token_ids.itemsize * block_tokens
     content = token_ids.tobytes()
     chain = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES)

@@ -28,7 +28,7 @@ class PlacementRequest:
         prompt_key: equal for equal prompts.
         signature_missing: there is no signature that can be used, nor a prediction.
         predicted: the signature is a prediction from the prompt's tokens.
-        blocks: of the prompt, where the worker prefills it; None where its prefix is not known.
+        blocks: of the prompt, where the worker prefills it too; None where it does not.
         exclude: workers that have just failed this request.
         may_wait: in the decode queue, where the policy keeps one; else it is placed at once.
         tenant, priority: whose it is, and the weight of their fair share of workers while requests wait.
@@ -133,13 +133,16 @@ class Loads:
         in_flight: int64[W], requests.
         kv_tokens: int64[W], prompt + generated tokens of these.
         available: bool[W]; False for a worker that must not be chosen.
+        prefill_tokens: int64[W], tokens that the worker has yet to compute of these requests' prompts; None:
+            none.
         cached_tokens: int64[W], tokens of the prompt to be placed that are expected in the worker's prefix
-            cache; None where its prefix is not known.
+            cache; None: none.
     """
 
     in_flight: NDArray[np.int64]
     kv_tokens: NDArray[np.int64]
     available: NDArray[np.bool_]
+    prefill_tokens: NDArray[np.int64] | None = None
     cached_tokens: NDArray[np.int64] | None = None
 
     @classmethod

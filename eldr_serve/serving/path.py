@@ -452,12 +452,11 @@ class RequestPath:
             raise
 
     def _blocks(self, run: _Run) -> PromptBlocks | None:
-        """Of the prompt, where the engine that decodes it prefills it too and may know its prefix."""
-        size = self._engines.decode.directory.block_tokens if self._engines.whole else 0
-        if not size or run.token_ids is None:
+        """Of the prompt, where the engine that decodes it prefills it too."""
+        if not self._engines.whole or run.token_ids is None:
             return None
-        request = run.request
-        return prompt_blocks(run.token_ids, size, request.cache_salt or request.asked.cache_salt or "")
+        salt = run.request.cache_salt or run.request.asked.cache_salt or ""
+        return prompt_blocks(run.token_ids, self._engines.decode.directory.block_tokens, salt)
 
     async def _decode(
         self, run: _Run, lease: Placement, prefilled: Prefilled | None

@@ -140,6 +140,7 @@ class _Ledger(LoadLedger):
         self._kv_tokens[worker] += tokens
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
+        self._prefilled(request_id)
         place, prompt_tokens, _ = self._requests[request_id]
         self._requests[request_id] = (place, prompt_tokens, generated_tokens)
 
@@ -261,7 +262,7 @@ class _Simulation:
         requests = self._requests
         key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
         whole, blocks = self._cluster.decode.whole, None
-        if whole is not None and whole.cache_blocks:
+        if whole is not None:
             blocks = PromptBlocks(np.array(self._full_blocks(j), np.uint64), whole.block_tokens)
         if self._experts is None:
             return PlacementRequest(
@@ -282,7 +283,9 @@ class _Simulation:
     def _full_blocks(self, j: int) -> tuple[int, ...]:
         """Of the prompt, those that a whole worker's cache can spare it; the last token is always computed."""
         whole, blocks = self._cluster.decode.whole, self._requests.blocks
-        return blocks[j][: (self._prompt[j] - 1) // whole.block_tokens] if whole and blocks else ()
+        if whole is None or not whole.cache_blocks or not blocks:
+            return ()
+        return blocks[j][: (self._prompt[j] - 1) // whole.block_tokens]
 
     def _submit(self, now: float, placements: Sequence[Placement] = ()) -> None:
         """Place these, and what waits in the decode queue, as far as the policy has workers for them."""
@@ -459,6 +462,7 @@ class _Simulation:
         for j in worker.prefill.ended() if worker.prefill is not None else ():
             self._begin_answer(worker, j)
             self._prefilled_s[j] = now
+            self._placer.progress({str(j): 1})
         if not worker.jobs:
             return 0
         worker.steps += 1

@@ -101,15 +101,19 @@ def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
     placement = on_each(there, where, workers)
     newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
-    seen = replace(loads(placement), cached_tokens=cached)
+    lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of those that prefill
+    seen = replace(
+        loads(placement), cached_tokens=cached, prefill_tokens=np.array([m.sum() for m in lacking])
+    )
     usual = float(np.mean(answers)) if answers else 128.0
     steps = min(usual, most or usual)
 
     def in_all(worker: int, newcomers: list[PlacementRequest]) -> float:
-        """Seconds of all requests there, while the newcomer would stay; each waits for its prefill."""
+        """Seconds of all requests there while the newcomer would stay; prompts are computed in turn, and
+        whoever is there or comes waits until the last one ends, for its first token or for its next."""
+        prompts = [*lacking[worker], *(n.prompt_tokens - cached[worker] for n in newcomers)]
         held = [*placement[worker], *newcomers]
-        computed = sum(n.prompt_tokens - int(cached[worker]) for n in newcomers)
-        return steps * total_seconds(cost, held) + len(held) * computed * cost.per_prompt_token_s
+        return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
 
     expected = [(in_all(w, [newcomer]) - in_all(w, [])) / steps for w in range(workers)]
     added = policy.added_cost(newcomer, seen)

@@ -188,6 +188,41 @@ def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() ->
     assert set(loads(state)) == {"r1"}
 
 
+def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_or_its_counts() -> None:
+    state = make(workers=1, table=None, policy="round-robin")
+    prompt = blocks(*range(17))
+
+    def lacks() -> int:
+        found = state.placer.loads().prefill_tokens
+        assert found is not None
+        return int(found[0])
+
+    say(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
+    assert lacks() == 17 + 3 * 1
+    say(state, progress={"a": 1})
+    assert lacks() == 3
+    say(state, counted=(request("b", 18),))
+    assert lacks() == 2
+    release(state, "c")
+    assert lacks() == 1
+    say(state, request("d", 17, blocks=prompt))  # is placed anew
+    assert lacks() == 1
+    release(state, "a", "b", "d", "split")
+    assert lacks() == 0
+
+
+def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
+    none = prompt_blocks(np.arange(99, dtype=np.uint32), 0)
+    assert not len(none.hashes)
+    state = make(workers=1, table=None, policy="round-robin")
+    for name in "ab":
+        (lease,) = say(state, request(name, 99, blocks=none)).placements
+        assert lease.cached_tokens == 0
+    found = state.placer.loads().prefill_tokens
+    assert found is not None
+    assert found.tolist() == [198]
+
+
 @pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])
 def test_without_blocks_nothing_is_remembered(fields: dict[str, PromptBlocks]) -> None:
     state = make(workers=2, table=None, policy="marginal-cost")
