@@ -19,7 +19,9 @@ class SessionHash(Policy):
     name = "session-hash"
 
     class Parameters(Policy.Parameters):
-        max_load_ratio: float = Field(default=1.25, ge=1, description="of the mean load, which a worker may have")
+        max_load_ratio: float = Field(
+            default=1.25, ge=1, description="of the mean load, which a worker may have"
+        )
 
     parameters: Parameters
 
@@ -39,7 +41,9 @@ class LongestPrefix(Policy):
     name = "longest-prefix"
 
     class Parameters(Policy.Parameters):
-        max_load_ratio: float = Field(default=1.25, ge=1, description="of the mean load, which a worker may have")
+        max_load_ratio: float = Field(
+            default=1.25, ge=1, description="of the mean load, which a worker may have"
+        )
 
     parameters: Parameters
 

@@ -37,7 +37,7 @@ class StepCost:
     )
 
     def seconds(self, requests: Any, kv_tokens: Any, experts: Any, prompt_tokens: Any = 0) -> Any:
-        """Time of a step, s; numbers or arrays that broadcast. `experts` are those of the requests that decode."""
+        """Time of a step, s; numbers or arrays that broadcast. `experts` are of requests that decode."""
         return (
             self.fixed_s
             + self.per_request_s * requests

@@ -217,8 +217,9 @@ class Placer:
                 yield waiting[index], decision
         else:  # the policy was changed: nobody waits under this one
             for placement in waiting:
-                yield placement, self._policy.select(
-                    placement.request, self._loads_for(placement.request), self._rng
+                yield (
+                    placement,
+                    self._policy.select(placement.request, self._loads_for(placement.request), self._rng),
                 )
 
     def _assign(self, placement: Placement, decision: Decision, loads: Loads) -> Placement:

@@ -111,7 +111,7 @@ class DecodeRouter:
     async def observe_steps(
         self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
     ) -> None:
-        """Take what the steps of a decode replica's engine cost of late, and its cache's size (see Engine)."""
+        """Take what the steps of a decode replica's engine cost of late, and how much its cache holds."""
         self._state.observe_steps(steps, replica, prefix_cache)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:

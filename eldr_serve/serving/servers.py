@@ -117,7 +117,7 @@ class PrefillServer(EngineServer):
 
 
 class DecodeServer(EngineServer):
-    """A decode engine, or a whole one, that tells the DecodeRouter what its steps cost and its cache holds."""
+    """A decode engine, or a whole one, that tells the router what its steps cost and its cache holds."""
 
     async def __init__(  # type: ignore[misc]
         self, llm_config: EngineConfig, *, router_name: str, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Discrete events over prefill workers, hand-over and decode (or whole) workers, placed by a production policy.
+"""Discrete events over prefill, hand-over and decode, or whole workers, placed by a production policy.
 
 A decode worker's step is one event, however many requests it holds: their tokens, KV and ends follow
 from the number of its steps, and only the union of their experts is computed anew.
@@ -281,7 +281,7 @@ class _Simulation:
         )
 
     def _full_blocks(self, j: int) -> tuple[int, ...]:
-        """Of the prompt, those that a whole worker's cache can spare it; the last token is always computed."""
+        """Of the prompt, those that a whole worker's cache can spare it: the last token is computed."""
         whole, blocks = self._cluster.decode.whole, self._requests.blocks
         if whole is None or not whole.cache_blocks or not blocks:
             return ()

@@ -1,16 +1,16 @@
-"""Whole replicas, whose steps compute prompts too: where a request goes by load, prefix, experts or all three.
+"""Whole replicas, whose steps compute prompts too: requests placed by load, prefix, experts or all three.
 
 Every policy meets the same requests on workers with prefix caches. Requests use the experts of observed ones
 (a calibration trace with routes), and policies know their true prefill counts, which a service would
 predict. Three workloads:
 
 - many domains: prompts of all domains, which share nothing; Poisson arrivals;
-- sessions: Mooncake's conversation trace with its arrivals and prefix blocks, lengths divided by SHRINK, so that
-  one of its blocks is one of an engine's; a session has one domain;
+- sessions: Mooncake's conversation trace with its arrivals and prefix blocks, prompts divided by SHRINK, so
+  that one of its blocks is one of an engine's; a session has one domain;
 - system prompts: applications, a few of them popular, each with a long system prompt and one domain; Poisson.
 
-Costs are those of `eldr`'s figures, a prompt token's included. What was sent where is all but exactly what the
-simulated caches hold, since nothing but their size makes them forget.
+Costs are those of `eldr`'s figures, a prompt token's included. What was sent where is all but exactly what
+the simulated caches hold, since nothing but their size makes them forget.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that are computed beyond one of each request: all but the last of a prompt, or a part of it."""
+        """Tokens that are computed beyond one of each request: prompts without their last, or parts."""
         return max(0, self.tokens - self.drafts - self.requests)
 
 

@@ -15,8 +15,8 @@ from eldr_serve.routing import (
     Decision,
     Loads,
     Placement,
-    Placer,
     PlacementRequest,
+    Placer,
     Policy,
     PrefixCache,
     PrefixMap,
@@ -34,9 +34,7 @@ def blocks(*ids: int, salt: str = "") -> PromptBlocks:
 
 
 # Few tokens, and long runs of equal ones, so that prompts share prefixes and differ within them.
-Prompt = st.lists(st.integers(0, 1), max_size=6).map(
-    lambda runs: [run for run in runs for _ in range(3)]
-)
+Prompt = st.lists(st.integers(0, 1), max_size=6).map(lambda runs: [run for run in runs for _ in range(3)])
 Sent = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "salt"]), Prompt), max_size=12)
 
 
@@ -81,9 +79,7 @@ class Naive:
 
 
 @settings(max_examples=200)
-@given(
-    prompts=st.lists(Prompt, min_size=1, max_size=20), room=st.integers(1, 6), later=st.integers(1, 6)
-)
+@given(prompts=st.lists(Prompt, min_size=1, max_size=20), room=st.integers(1, 6), later=st.integers(1, 6))
 def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
     prompts: list[list[int]], room: int, later: int
 ) -> None:

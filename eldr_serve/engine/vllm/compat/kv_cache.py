@@ -89,7 +89,7 @@ def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
 
 
 def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Tokens of a block, and tokens that the KV cache of a started engine holds; (0, 0) if none are shared."""
+    """Tokens of a block, and tokens that the KV cache of a started engine holds; (0, 0): none are shared."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return 0, 0

@@ -17,7 +17,6 @@ from offline.scenario import observed as read
 from offline.scenario import routes_of
 from offline.simulation.calibration import FittedCost
 from studies.figures import whole
-from studies.figures.common import Options
 from studies.prefix_policies import LongestPrefix, SessionHash
 from studies.reproduce import reproduce
 
@@ -62,7 +61,9 @@ def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conve
 def test_an_applications_requests_share_its_system_prompt_and_no_more(observed: Path) -> None:
     trace = read(routes_of(observed))
     requests = whole._system_prompts(trace, 400, np.random.default_rng(0))
-    system = {key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)}
+    system = {
+        key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)
+    }
     assert len(set(system.values())) == len(system) > 20
     own = [block for blocks in requests.blocks for block in blocks[whole.SYSTEM_BLOCKS :]]
     assert len(set(own)) == len(own)
@@ -94,7 +95,9 @@ def test_prefixes_experts_and_load_are_weighed_together(
             assert {row["cached_pct"] for row in (ours, alone)} == {0}
         else:
             assert ours["cached_pct"] > alone["cached_pct"] + 2
-            assert rows[workload, "longest-prefix"]["cached_pct"] > rows[workload, "round-robin"]["cached_pct"]
+            assert (
+                rows[workload, "longest-prefix"]["cached_pct"] > rows[workload, "round-robin"]["cached_pct"]
+            )
 
 
 def test_what_it_cannot_be_run_on_is_refused_in_one_sentence(
@@ -128,7 +131,7 @@ def test_a_session_stays_until_its_worker_has_too_many() -> None:
     assert {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)} == {mine}
     assert len({policy.select(request(prompt_key=str(n)), idle, RNG).worker for n in range(40)}) == 4
     full = Loads.of([9 if worker == mine else 1 + worker for worker in range(4)])
-    least = min((worker for worker in range(4) if worker != mine))
+    least = min(worker for worker in range(4) if worker != mine)
     assert policy.select(request(prompt_key="s"), full, RNG).worker == least
     assert policy.select(request(), Loads.of([2, 1]), RNG).worker == 1
 
