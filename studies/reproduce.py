@@ -12,7 +12,17 @@ from typing import Annotated
 import typer
 
 from offline.simulation.calibration import FittedCost
-from studies.figures import balanceroute, director, eldr, eldr_parallel, grace, metro, predicted, together
+from studies.figures import (
+    balanceroute,
+    director,
+    eldr,
+    eldr_parallel,
+    grace,
+    metro,
+    predicted,
+    together,
+    whole,
+)
 from studies.figures.common import Figure, Options
 from tools.cli import BadInput, run
 from tools.results import publish
@@ -25,6 +35,7 @@ PAPERS = {
     "director": director.FIGURES,
     "together": together.FIGURES,
     "predicted": predicted.FIGURES,
+    "whole": whole.FIGURES,
 }
 
 
@@ -35,8 +46,8 @@ def reproduce(
         list[Path] | None,
         typer.Option(
             help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (metro, "
-            "director: one or more); balanceroute: request traces; together: one of each; predicted: a "
-            "calibration trace; GPT-OSS-20B records for gptoss."
+            "director: one or more); balanceroute: request traces; together, whole: one of each; predicted: "
+            "a calibration trace; GPT-OSS-20B records for gptoss."
         ),
     ] = None,
     cost: Annotated[

@@ -29,12 +29,14 @@ class FakeConfig:
         prompt_tokens: of every prompt.
         prefill_s: time of a prefill, s.
         step_s: time of a decode step, s; all streams' tokens of a step are sent together.
+        prefix_cache: tokens of a block, and of the KV cache.
     """
 
     signatures: Sequence[Counts] | Counts
     prompt_tokens: int = 8
     prefill_s: float = 0.0
     step_s: float = 0.001
+    prefix_cache: tuple[int, int] = (0, 0)
     deployment_config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,6 +106,10 @@ class FakeEngine:
     def kv_usage(self) -> float:
         """See protocol.Engine."""
         return 0.0
+
+    def prefix_cache(self) -> tuple[int, int]:
+        """See protocol.Engine."""
+        return self._config.prefix_cache
 
     def take_steps(self) -> StepSums:
         """See protocol.Engine; steps of nothing cost nothing."""

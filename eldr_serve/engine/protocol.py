@@ -109,8 +109,11 @@ class Engine(Protocol):
     def kv_usage(self) -> float:
         """Share of KV blocks in use after the newest step, 0 to 1."""
 
+    def prefix_cache(self) -> tuple[int, int]:
+        """Tokens of a block of the prefix cache, and tokens that the KV cache holds; (0, 0) without one."""
+
     def take_steps(self) -> StepSums:
-        """Sums over the decode steps since the last call."""
+        """Sums over the steps since the last call."""
 
     def status_of(self, error: Exception) -> int:
         """HTTP status of what a method raised: below 500 if the request is at fault."""

@@ -10,6 +10,7 @@ from eldr_serve.routing.marginal import MarginalCost
 from eldr_serve.routing.placer import Placer
 from eldr_serve.routing.policies import CentroidTable, Policy, QueuedPolicy, worker_similarity
 from eldr_serve.routing.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
+from eldr_serve.routing.prefixes import PrefixCache, PrefixMap, PromptBlocks, prompt_blocks
 from eldr_serve.routing.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
 from eldr_serve.routing.shadow import Saving, Shadow
 from eldr_serve.routing.types import (
@@ -42,6 +43,9 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Predictor",
+    "PrefixCache",
+    "PrefixMap",
+    "PromptBlocks",
     "PromptKeyed",
     "QueuedPolicy",
     "Saving",
@@ -53,6 +57,7 @@ __all__ = [
     "check_policy",
     "make_policy",
     "policy_names",
+    "prompt_blocks",
     "reads_counts",
     "worker_similarity",
 ]

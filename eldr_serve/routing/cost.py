@@ -1,8 +1,8 @@
-"""What one decode step costs, fitted from the engines' own step records."""
+"""What one step of an engine costs, fitted from the engines' own step records."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,14 +30,20 @@ class StepCost:
         default=4e-5,
         description="each active expert, summed over MoE layers, s; under EP, of the slowest rank",
     )
+    per_prompt_token_s: Seconds = Field(
+        default=0.0,
+        description="each prompt token that a whole engine computes in the step, with the experts that it "
+        "activates beyond a decode step's, s; 0 where prefill has engines of its own",
+    )
 
-    def seconds(self, requests: Any, kv_tokens: Any, experts: Any) -> Any:
-        """Time of a step, s; numbers or arrays that broadcast."""
+    def seconds(self, requests: Any, kv_tokens: Any, experts: Any, prompt_tokens: Any = 0) -> Any:
+        """Time of a step, s; numbers or arrays that broadcast. `experts` are of requests that decode."""
         return (
             self.fixed_s
             + self.per_request_s * requests
             + self.per_kv_token_s * kv_tokens
             + self.per_expert_s * experts
+            + self.per_prompt_token_s * prompt_tokens
         )
 
     def added_seconds(
@@ -53,7 +59,7 @@ class StepCost:
         return asdict(self)
 
 
-_TERMS = len(fields(StepCost))
+_TERMS = len(fields(StepCost)) - 1  # of a decode step
 
 
 @dataclass
@@ -64,8 +70,10 @@ class StepSums:
     and a step that the machine interrupted hardly counts.
 
     Attributes:
-        steps: how many records.
+        steps: how many records of decode steps.
         requests, experts, seconds: plain sums over them; experts over MoE layers too, time in s.
+        prompts: float64[5], of steps of whole engines that computed prompts too, which are in no other sum:
+            steps, requests, KV tokens, prompt tokens, seconds.
     """
 
     gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((_TERMS, _TERMS)))
@@ -74,12 +82,13 @@ class StepSums:
     requests: float = 0.0
     experts: float = 0.0
     seconds: float = 0.0
+    prompts: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
 
     @classmethod
     def of(
         cls, requests: ArrayLike, kv_tokens: ArrayLike, experts: ArrayLike, seconds: ArrayLike
     ) -> StepSums:
-        """Sums of records: arrays of equal length; `experts` summed over MoE layers, time in s."""
+        """Sums of records of decode steps: arrays of equal length; `experts` summed over MoE layers, s."""
         time = np.asarray(seconds, np.float64)
         known = time > 0
         columns = [np.ones_like(time), *(np.asarray(a, np.float64) for a in (requests, kv_tokens, experts))]
@@ -87,6 +96,14 @@ class StepSums:
         relative = features / time[:, None]
         steps, in_all, _, activated = features.sum(axis=0)
         return cls(relative.T @ relative, relative.sum(axis=0), steps, in_all, activated, time.sum())
+
+    @classmethod
+    def of_prompts(
+        cls, requests: ArrayLike, kv_tokens: ArrayLike, prompt_tokens: ArrayLike, seconds: ArrayLike
+    ) -> StepSums:
+        """Sums of records of steps that computed prompts; `prompt_tokens` beyond one of each request."""
+        columns = [np.asarray(a, np.float64) for a in (requests, kv_tokens, prompt_tokens, seconds)]
+        return cls(prompts=np.array([len(columns[0]), *(column.sum() for column in columns)]))
 
     def __add__(self, other: StepSums) -> StepSums:
         return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -96,7 +113,11 @@ class StepSums:
         return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 
     def fit(self) -> StepCost | None:
-        """The non-negative least-squares cost; None with too few steps, or if experts cost nothing."""
+        """The non-negative least-squares cost; None with too few steps, or if experts cost nothing.
+
+        What steps with prompts took beyond a decode step of as many requests, KV tokens and the usual
+        number of experts is shared out evenly to their prompt tokens.
+        """
         if self.steps < 10 * _TERMS:
             return None
         scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-300))
@@ -104,11 +125,18 @@ class StepSums:
         root = np.linalg.cholesky(gram)  # |root.T x - root^-1 m|^2 is the quadratic form of the sums
         solution, _ = nnls(root.T, np.linalg.solve(root, self.moment / scale))
         terms = solution / scale
-        usable = terms[-1] > 0 and terms.max() <= _MOST_S  # neither holds of nan
-        return StepCost(*map(float, terms)) if usable else None
+        if not (terms[-1] > 0 and terms.max() <= _MOST_S):  # neither holds of nan
+            return None
+        decode = StepCost(*map(float, terms))
+        steps, requests, kv_tokens, prompt_tokens, seconds = self.prompts.tolist()
+        if not prompt_tokens:
+            return decode
+        usual = decode.seconds(requests / steps, kv_tokens / steps, self.experts / self.steps)
+        each = (seconds - steps * usual) / prompt_tokens
+        return replace(decode, per_prompt_token_s=min(max(0.0, each), _MOST_S))
 
     def error(self, cost: StepCost) -> float:
-        """Root mean square of the relative error of `cost` over these steps."""
-        c = np.array(astuple(cost))
+        """Root mean square of the relative error of `cost` over these decode steps."""
+        c = np.array(astuple(cost)[:_TERMS])
         square = self.steps - 2 * c @ self.moment + c @ self.gram @ c
         return float(np.sqrt(max(0.0, square) / self.steps)) if self.steps else float("nan")

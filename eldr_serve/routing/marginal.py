@@ -1,7 +1,8 @@
-"""Placement by marginal decode cost: no clusters, no calibration, no refit."""
+"""Placement by marginal cost, of decode and on whole replicas of prefill: no clusters, no calibration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from eldr_serve.routing.types import Decision, Loads, PlacementRequest
 # Above _MANY workers, every eighth layer alone picks the finalists, which are then weighed in full.
 _MANY = 512
 _FINALISTS = 32
+_USUAL_ANSWER = 128.0  # tokens, until answers have ended
+_ANSWERS = 64  # in the mean length; what came before counts for a third
 
 
 class Known(NamedTuple):
@@ -30,13 +33,25 @@ class Known(NamedTuple):
 
 
 class MarginalCost(Policy):
-    """The worker where the request adds the least decode time for everybody.
+    """The worker where the request adds the least time for everybody.
 
     A request activates expert e of layer l in a step with probability p[l,e], estimated by its
     prefill counts / prompt tokens. Worker w's batch leaves the expert idle with probability
     prod(1 - p), so it is expected to activate U experts, and with the newcomer U + sum(idle * p).
     With step cost T the newcomer adds (b+1) T(b+1, U') - b T(b, U) to the b requests there and itself.
     Affinity profiles let workers specialise online (see AffinityProfiles).
+
+    A whole replica computes the newcomer's n prompt tokens that its prefix cache lacks, too, after the m
+    tokens that it lacks of prompts that came before. Meanwhile its b requests wait, those of these prompts
+    too, which answer by then. So once, each of them loses n per_prompt_token_s, and the newcomer waits for m
+    + n tokens. The decode cost comes in each of the N steps that the newcomer stays. In seconds of all
+    requests' time that is
+
+        N [(b+1) T(b+1, U') - b T(b, U)] + [(b+1) n + m] per_prompt_token_s
+
+    and workers are compared by the N-th part of it, seconds a step. N is the mean length of recent answers,
+    or what the request allows where that is less. Where prefill has engines of its own,
+    per_prompt_token_s is 0.
     """
 
     name = "marginal-cost"
@@ -61,6 +76,9 @@ class MarginalCost(Policy):
         self.cost = self.parameters.cost or StepCost()
         self.active = ExpectedActivation()
         self.profiles = AffinityProfiles()
+        self._generated: dict[str, int] = {}  # tokens of each running request
+        self._answer_tokens = _USUAL_ANSWER
+        self._answers = 0  # in that mean, _ANSWERS at most
 
     def update_cost_model(self, cost: StepCost) -> None:
         if self.parameters.cost is None:
@@ -90,7 +108,22 @@ class MarginalCost(Policy):
             return np.zeros(len(loads))
         self.active.grow(len(loads))
         added = self.active.idle[: len(loads)] @ probability(levels)
-        return self._marginal(np.arange(len(loads)), loads, added, request.prompt_tokens)
+        everywhere = np.arange(len(loads))
+        decode = self._marginal(everywhere, loads, added, request.prompt_tokens)
+        return decode + self._prefill(everywhere, loads, request)
+
+    def _prefill(
+        self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest
+    ) -> NDArray[np.float64]:
+        """Seconds that prefill costs all requests of each of `workers`, a step that the newcomer stays."""
+        lacking = np.full(len(workers), request.prompt_tokens)
+        if loads.cached_tokens is not None:
+            lacking = np.maximum(lacking - loads.cached_tokens[workers], 0)
+        tokens = (loads.in_flight[workers] + 1) * lacking
+        if loads.prefill_tokens is not None:
+            tokens += loads.prefill_tokens[workers]
+        steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
+        return np.asarray(tokens * (self.cost.per_prompt_token_s / steps))
 
     def _marginal(
         self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int
@@ -116,7 +149,7 @@ class MarginalCost(Policy):
                 workers, _along(self.profiles.profile, workers, known.deviation, cells)
             )
             price *= 1 + self._affinity * (similarity.max() - similarity)
-        return price
+        return price + self._prefill(workers, loads, known.request)
 
     def _known(self, request: PlacementRequest) -> Known | None:
         levels = self.active.levels(request)
@@ -134,8 +167,16 @@ class MarginalCost(Policy):
             self.profiles.learn(worker, known.deviation)
         self.active.on_assigned(request, worker, known.levels if known is not None else None)
 
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        held = self.active.held
+        self._generated.update((name, n) for name, n in generated_tokens.items() if name in held)
+
     def on_finished(self, request_id: str) -> None:
         self.active.on_finished(request_id)
+        tokens = self._generated.pop(request_id, 0)
+        if tokens:
+            self._answers = min(self._answers + 1, _ANSWERS)
+            self._answer_tokens += (tokens - self._answer_tokens) / self._answers
 
 
 def _along(

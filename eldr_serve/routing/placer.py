@@ -17,6 +17,7 @@ from eldr_serve.routing.fairness import fair_order
 from eldr_serve.routing.guard import GuardedPolicy
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.policies import Policy, worker_similarity
+from eldr_serve.routing.prefixes import PrefixMap
 from eldr_serve.routing.shadow import Shadow
 from eldr_serve.routing.types import Decision, Loads, Placement, PlacementRequest, State
 
@@ -36,6 +37,7 @@ class Placer:
     Attributes:
         running: requests that hold a worker, by id.
         queue: requests that wait, by id, first come first.
+        prefixes: what was sent where, of requests whose blocks are known.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Placer:
     ) -> None:
         self.running: dict[str, Placement] = {}
         self.queue: dict[str, Placement] = {}
+        self.prefixes = PrefixMap()
         self._policy = GuardedPolicy(policy, failed)
         self._shadow: Shadow | None = None
         self._failed = failed
@@ -74,6 +77,7 @@ class Placer:
             self._workers = list(workers)
             self._slot = {worker: slot for slot, worker in enumerate(workers) if worker is not None}
             self._places = self._ledger.places(workers)
+            self.prefixes.keep(self._slot)
         shut = set(closed)
         self._open = np.array([worker is not None and worker not in shut for worker in workers], bool)
         if self._shadow is not None:
@@ -115,6 +119,15 @@ class Placer:
         available[[self._slot[worker] for worker in exclude if worker in self._slot]] = False
         return self._ledger.loads(self._places, available)
 
+    def _loads_for(self, request: PlacementRequest) -> Loads:
+        """As `request` finds them; where only workers that failed it are left, these are available."""
+        loads = self.loads(request.exclude)
+        if not loads.available.any():
+            loads = self.loads()
+        if request.blocks is None:
+            return loads
+        return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
+
     # -- one request -----------------------------------------------------------------------------
 
     def submit(self, placements: Iterable[Placement] = ()) -> list[Placement]:
@@ -126,9 +139,7 @@ class Placer:
         leased = []
         for placement in placements:
             request = placement.request
-            loads = self.loads(request.exclude)
-            if not loads.available.any():
-                loads = self.loads()
+            loads = self._loads_for(request)
             if not loads.available.any():
                 continue
             if self._policy.queues and request.may_wait and not request.exclude:
@@ -150,6 +161,7 @@ class Placer:
         """The request is LEASED on its worker already, whoever placed it."""
         self.finish(placement.request_id)
         self._run(placement)
+        self._remember(placement)
 
     def counted(self, request: PlacementRequest) -> None:
         """The request's prompt has been counted: its true signature and length; ignored if it runs not."""
@@ -205,7 +217,10 @@ class Placer:
                 yield waiting[index], decision
         else:  # the policy was changed: nobody waits under this one
             for placement in waiting:
-                yield placement, self._policy.select(placement.request, self.loads(), self._rng)
+                yield (
+                    placement,
+                    self._policy.select(placement.request, self._loads_for(placement.request), self._rng),
+                )
 
     def _assign(self, placement: Placement, decision: Decision, loads: Loads) -> Placement:
         worker = self._workers[decision.worker]
@@ -219,7 +234,18 @@ class Placer:
         placement.best = _is_best(decision.worker, placement.request, loads)
         placement.reason, placement.policy = decision.reason, self._policy.name
         self._run(placement, decision)
+        self._remember(placement)
+        if placement.request.blocks is not None:
+            lacking = max(0, placement.request.prompt_tokens - placement.cached_tokens)
+            self._ledger.prefills(placement.request_id, lacking)
         return placement
+
+    def _remember(self, placement: Placement) -> None:
+        """What its worker has of the prompt, and that it will have all of it."""
+        blocks = placement.request.blocks
+        if blocks is not None and placement.replica in self._slot:
+            placement.cached_tokens = int(self.prefixes.cached_tokens([placement.replica], blocks)[0])
+            self.prefixes.sent(placement.replica, blocks)
 
     def _run(self, placement: Placement, decision: Decision | None = None) -> None:
         self.running[placement.request_id] = placement

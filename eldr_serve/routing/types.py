@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.routing.prefixes import PromptBlocks
+
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -26,6 +28,7 @@ class PlacementRequest:
         prompt_key: equal for equal prompts.
         signature_missing: there is no signature that can be used, nor a prediction.
         predicted: the signature is a prediction from the prompt's tokens.
+        blocks: of the prompt, where the worker prefills it too; None where it does not.
         exclude: workers that have just failed this request.
         may_wait: in the decode queue, where the policy keeps one; else it is placed at once.
         tenant, priority: whose it is, and the weight of their fair share of workers while requests wait.
@@ -41,6 +44,7 @@ class PlacementRequest:
     table_version: int = 0
     signature_missing: bool = False
     predicted: bool = False
+    blocks: PromptBlocks | None = None
     exclude: tuple[str, ...] = ()
     may_wait: bool = False
     tenant: str = ""
@@ -86,6 +90,7 @@ class Placement:
         since_s: when it came into the decode queue, by the router's clock; its client keeps here when its
             wait ends, by the clock of its loop.
         waited_s: in the decode queue.
+        cached_tokens: of the prompt, which the worker is expected to have in its prefix cache.
     """
 
     request: PlacementRequest
@@ -101,6 +106,7 @@ class Placement:
     since_s: float = 0.0
     waited_s: float = 0.0
     generated_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def request_id(self) -> str:
@@ -114,7 +120,7 @@ class Placement:
 
     def answer(self) -> Placement:
         """What its client is told: all but the arrays that the client has itself."""
-        return replace(self, request=replace(self.request, signature=None, similarity=None))
+        return replace(self, request=replace(self.request, signature=None, similarity=None, blocks=None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +133,17 @@ class Loads:
         in_flight: int64[W], requests.
         kv_tokens: int64[W], prompt + generated tokens of these.
         available: bool[W]; False for a worker that must not be chosen.
+        prefill_tokens: int64[W], tokens that the worker has yet to compute of these requests' prompts; None:
+            none.
+        cached_tokens: int64[W], tokens of the prompt to be placed that are expected in the worker's prefix
+            cache; None: none.
     """
 
     in_flight: NDArray[np.int64]
     kv_tokens: NDArray[np.int64]
     available: NDArray[np.bool_]
+    prefill_tokens: NDArray[np.int64] | None = None
+    cached_tokens: NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True) -> Loads:

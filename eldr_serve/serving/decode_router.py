@@ -108,9 +108,11 @@ class DecodeRouter:
         """Take the signature shape that engines report."""
         self._state.expect_signatures(num_layers, num_experts)
 
-    async def observe_steps(self, steps: StepSums, replica: str = "") -> None:
-        """Take what the steps of a decode replica's engine cost of late."""
-        self._state.observe_steps(steps, replica)
+    async def observe_steps(
+        self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Take what the steps of a decode replica's engine cost of late, and how much its cache holds."""
+        self._state.observe_steps(steps, replica, prefix_cache)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""

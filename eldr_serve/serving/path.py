@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, model_validator
 from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost, Chunk
 from eldr_serve.errors import Overloaded, Refused
 from eldr_serve.renamed import renamed
-from eldr_serve.routing import Placement, PlacementRequest
+from eldr_serve.routing import Placement, PlacementRequest, PromptBlocks, prompt_blocks
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.outliers import Outliers
@@ -438,6 +438,7 @@ class RequestPath:
             prompt_tokens=len(run.token_ids) if run.token_ids is not None else 0,
             max_new_tokens=max_new_tokens(run.request.asked),
             domain=run.request.domain,
+            blocks=self._blocks(run),
             exclude=(*run.failed, *(name for name in fleet.live if name not in usable)),
             prompt_key=prompt_key(run.request.asked),
             tenant=run.request.tenant,
@@ -451,6 +452,13 @@ class RequestPath:
             if prefilled is not None:
                 self._release_kv(prefilled.request_id, prefilled.replica)
             raise
+
+    def _blocks(self, run: _Run) -> PromptBlocks | None:
+        """Of the prompt, where the engine that decodes it prefills it too."""
+        if not self._engines.whole or run.token_ids is None:
+            return None
+        salt = run.request.cache_salt or run.request.asked.cache_salt or ""
+        return prompt_blocks(run.token_ids, self._engines.decode.directory.block_tokens, salt)
 
     async def _decode(
         self, run: _Run, lease: Placement, prefilled: Prefilled | None

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from eldr_serve.serving.budget import PrefillBudget
 
+BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
+
 
 class Replicas(Protocol):
     """Whoever knows which replicas of a deployment can be placed on."""
@@ -39,6 +41,11 @@ class ReplicaDirectory:
     def metadata(self) -> Mapping[str, Mapping[str, Any]]:
         """What each live replica's `record_replica_metadata` returned."""
         return self._metadata
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the replicas' prefix caches; 0 if they have none, or are not known yet."""
+        return max((found.get(BLOCK_TOKENS, 0) for found in self._metadata.values()), default=0)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Have `changed` called whenever the set changes, from whatever thread."""

@@ -305,7 +305,8 @@ class RouterClient:
             tuple(self._released),
             self._progress,
             tuple(self.placements[request_id] for request_id in self._held),
-            tuple(self.placements[request_id].request for request_id in self._counted),
+            # Its blocks were told when it was placed.
+            tuple(replace(self.placements[request_id].request, blocks=None) for request_id in self._counted),
             epoch,
             dict(self._events),
             tuple(self._finished),

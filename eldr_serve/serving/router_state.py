@@ -216,9 +216,18 @@ class RouterState:
         self.view.changed(settings.policy, self._table, settings.table_version)
         self.comparison.begin(settings, shadow, self._cost)
 
-    def observe_steps(self, steps: StepSums, replica: str = "") -> None:
-        """Take what a decode engine measured; the policy follows the cost fitted to recent steps."""
+    def observe_steps(
+        self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Take what a decode engine measured; the policy follows the cost fitted to recent steps.
+
+        Args:
+            prefix_cache: tokens of a block, and of the replica's whole cache; (0, 0) if it has none.
+        """
         now = self._clock()
+        block_tokens, kv_tokens = prefix_cache
+        if block_tokens:
+            self.placer.prefixes.holds(replica, kv_tokens, block_tokens)
         self.view.observe_steps(replica, steps)
         self._all_steps += steps
         keep = 0.5 ** ((now - self._steps_at) / _COST_HALF_LIFE_S)
@@ -343,6 +352,9 @@ class RouterState:
             self.counters["signature_missing"] += placement.request.signature_missing
             self.counters["signature_predicted"] += placement.request.predicted
             self.counters["rerouted"] += bool(placement.request.exclude)
+            if placement.request.blocks is not None:
+                self.counters["prefill_tokens"] += placement.request.prompt_tokens
+                self.counters["prefill_tokens_cached"] += placement.cached_tokens
 
     # -- what people look at -----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.fleet import METADATA
+from eldr_serve.serving.replicas import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class PrefillServer(EngineServer):
 
 
 class DecodeServer(EngineServer):
-    """A decode engine, or a whole one, that tells the DecodeRouter what its steps cost."""
+    """A decode engine, or a whole one, that tells the router what its steps cost and its cache holds."""
 
     async def __init__(  # type: ignore[misc]
         self, llm_config: EngineConfig, *, router_name: str, **kwargs: Any
@@ -124,6 +125,10 @@ class DecodeServer(EngineServer):
         await super().__init__(llm_config, **kwargs)
         self._router_name = router_name
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """As an EngineServer, and the size of a prefix block: ingress replicas cut prompts alike."""
+        return await super().record_replica_metadata() | {BLOCK_TOKENS: self._engine.prefix_cache()[0]}
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """As an EngineServer, and the call that whole engines take (see true_signature)."""
@@ -143,7 +148,8 @@ class DecodeServer(EngineServer):
             try:
                 if router is None:  # a thread looks it up: that blocks while GCS is away
                     router = await asyncio.to_thread(find, self._router_name)
-                await router.observe_steps.remote(sums, serve.get_replica_context().replica_id.unique_id)
+                replica = serve.get_replica_context().replica_id.unique_id
+                await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
                 sums = StepSums()
             except (ValueError, RayError) as error:  # the router is away
                 if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle

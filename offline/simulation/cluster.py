@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eldr_serve.renamed import renamed
 from eldr_serve.routing import StepCost
@@ -29,6 +29,14 @@ class Prefill(_Part):
     )
 
 
+class Whole(_Part):
+    """Workers that prefill too: a step computes a token of each answer, and prompts in what room is left."""
+
+    step_tokens: int = Field(default=2048, ge=2, description="tokens of a step at most; above max_batch")
+    cache_blocks: int = Field(default=0, ge=0, description="prefix blocks that a worker keeps")
+    block_tokens: int = Field(default=512, ge=1, description="tokens of a prefix block")
+
+
 class Decode(_Part):
     """Decode workers with continuous batching."""
 
@@ -44,6 +52,15 @@ class Decode(_Part):
         default=False, description="all workers step together, as long as the slowest (data parallel)"
     )
     cost: StepCost = Field(default=StepCost(), description="time of a step, s: the sum of its terms")
+    whole: Whole | None = Field(default=None, description="None: prompts come prefilled")
+
+    @model_validator(mode="after")
+    def _whole_fits(self) -> Self:
+        if self.whole is not None and self.whole.step_tokens <= self.max_batch:
+            raise ValueError("whole.step_tokens must be above max_batch, or prompts may wait for ever")
+        if self.whole is not None and self.kv_tokens is not None:
+            raise ValueError("whole workers hold any number of KV tokens: leave kv_tokens out")
+        return self
 
 
 class Cluster(_Part):
@@ -61,3 +78,9 @@ class Cluster(_Part):
     progress_s: float = Field(
         default=0.25, gt=0, description="the policy hears of generated tokens this often, s"
     )
+
+    @model_validator(mode="after")
+    def _prefill_once(self) -> Self:
+        if self.prefill is not None and self.decode.whole is not None:
+            raise ValueError("whole workers prefill: leave prefill out")
+        return self

@@ -1,4 +1,4 @@
-"""Discrete events over prefill workers, hand-over and decode workers, placed by a production policy.
+"""Discrete events over prefill, hand-over and decode, or whole workers, placed by a production policy.
 
 A decode worker's step is one event, however many requests it holds: their tokens, KV and ends follow
 from the number of its steps, and only the union of their experts is computed anew.
@@ -15,12 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import LoadLedger, Placement, PlacementRequest, Placer, Policy, State
+from eldr_serve.routing import (
+    LoadLedger,
+    Placement,
+    PlacementRequest,
+    Placer,
+    Policy,
+    PromptBlocks,
+    State,
+)
 from eldr_serve.routing.policies import CentroidTable
 from eldr_serve.routing.prefill import choose_prefill
-from offline.simulation.cluster import Cluster, Prefill
+from offline.simulation.cluster import Cluster, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
+from offline.simulation.whole import WholePrefill
 
 _STEP, _ROUND, _PREFILLED, _READY, _CHANGE = range(5)  # kinds of events
 _SAMPLE_EVERY = 0.1  # s, of imbalance; with a barrier it is sampled at every step
@@ -72,10 +81,11 @@ class _Worker:
     """A decode worker. A running request's tokens are `steps - start`."""
 
     __slots__ = (
-        "busy", "ends", "fresh", "jobs", "kv", "owed_s", "rows", "steps", "waiting",
+        "busy", "ends", "fresh", "jobs", "kv", "owed_s", "prefill", "rows", "steps", "waiting",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Whole | None) -> None:
+        self.prefill = None if whole is None else WholePrefill(whole)
         self.jobs: list[int] = []
         self.waiting: deque[int] = deque()
         self.fresh: list[int] = []  # running, without a token
@@ -130,6 +140,7 @@ class _Ledger(LoadLedger):
         self._kv_tokens[worker] += tokens
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
+        self._prefilled(request_id)
         place, prompt_tokens, _ = self._requests[request_id]
         self._requests[request_id] = (place, prompt_tokens, generated_tokens)
 
@@ -162,12 +173,16 @@ class _Simulation:
         self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
         self._prefill = _PrefillWorkers(cluster.prefill) if cluster.prefill else None
         self._prefilled_by = [0] * n
-        self._workers = [_Worker() for _ in range(decode.workers)]
+        self._workers = [_Worker(decode.whole) for _ in range(decode.workers)]
         self._now = 0.0
         self._ledger = _Ledger()
         self._placer = Placer(policy, failed=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now)
         self._names = [str(w) for w in range(decode.workers)]
         self._placer.set_workers(self._names)
+        if decode.whole is not None:
+            for name in self._names:
+                size = decode.whole.block_tokens
+                self._placer.prefixes.holds(name, decode.whole.cache_blocks * size, size)
         self._wants_progress = type(policy).on_progress is not Policy.on_progress
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
@@ -237,7 +252,7 @@ class _Simulation:
         self._at(end, _PREFILLED, j)
 
     def _prefilled(self, now: float, j: int) -> None:
-        self._prefilled_s[j] = now
+        self._prefilled_s[j] = now  # in a whole worker it is so later
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
         self._submit(now, [Placement(self._request(j), State.SENT)])
@@ -246,8 +261,13 @@ class _Simulation:
         prompt, output = self._prompt[j], self._output[j]
         requests = self._requests
         key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
+        whole, blocks = self._cluster.decode.whole, None
+        if whole is not None:
+            blocks = PromptBlocks(np.array(self._full_blocks(j), np.uint64), whole.block_tokens)
         if self._experts is None:
-            return PlacementRequest(str(j), None, prompt, output, prompt_key=key, may_wait=True)
+            return PlacementRequest(
+                str(j), None, prompt, output, prompt_key=key, blocks=blocks, may_wait=True
+            )
         kind = self._kind[j]
         policy = self._placer.policy
         table = policy.table
@@ -256,7 +276,16 @@ class _Simulation:
         counts = self._experts.signature(kind, prompt) if policy.reads_counts else None
         domain = self._experts.domains[kind]
         similarity = self._similarity.get(kind)
-        return PlacementRequest(str(j), counts, prompt, output, domain, similarity, key, may_wait=True)
+        return PlacementRequest(
+            str(j), counts, prompt, output, domain, similarity, key, blocks=blocks, may_wait=True
+        )
+
+    def _full_blocks(self, j: int) -> tuple[int, ...]:
+        """Of the prompt, those that a whole worker's cache can spare it: the last token is computed."""
+        whole, blocks = self._cluster.decode.whole, self._requests.blocks
+        if whole is None or not whole.cache_blocks or not blocks:
+            return ()
+        return blocks[j][: (self._prompt[j] - 1) // whole.block_tokens]
 
     def _submit(self, now: float, placements: Sequence[Placement] = ()) -> None:
         """Place these, and what waits in the decode queue, as far as the policy has workers for them."""
@@ -346,14 +375,23 @@ class _Simulation:
         """Admit, preempt, and the time of the next step, s; 0 if there is nothing to do."""
         worker = self._workers[w]
         self._admit(worker)
-        jobs = worker.jobs
-        if not jobs:
+        jobs, answers = worker.jobs, len(worker.jobs)
+        prompts = prompt_tokens = 0
+        if worker.prefill is not None:
+            prompts, prompt_tokens = worker.prefill.step(answers)
+            answers += len(worker.prefill.ending)
+        if not jobs and not prompts:
             return 0.0
-        active = self._active_experts(w, worker) if self._experts is not None else 0
-        seconds = float(self._cost.seconds(len(jobs), worker.kv, active)) + worker.owed_s
+        active = self._active_experts(w, worker) if self._experts is not None and jobs else 0
+        # A prompt's first token in a step is the request's own, as in the engines' records.
+        of_prompts = prompt_tokens - prompts
+        seconds = float(self._cost.seconds(len(jobs) + prompts, worker.kv, active, of_prompts))
+        seconds += worker.owed_s
         worker.owed_s = 0.0
+        if not answers:  # no request gets a token by it
+            return seconds
         batches, experts, times, workers = self._log
-        batches.append(len(jobs))
+        batches.append(answers)
         experts.append(active)
         times.append(seconds)
         workers.append(w)
@@ -362,24 +400,32 @@ class _Simulation:
     def _admit(self, worker: _Worker) -> None:
         decode = self._cluster.decode
         capacity = decode.kv_tokens
-        while worker.waiting and len(worker.jobs) < decode.max_batch:
+        prefilling = worker.prefill
+        while worker.waiting and len(worker.jobs) + len(prefilling or ()) < decode.max_batch:
             j = worker.waiting[0]
             tokens = self._prompt[j] + self._done[j]
             if capacity is not None and worker.kv + len(worker.jobs) + tokens + 1 > capacity:
                 break
             worker.waiting.popleft()
-            worker.jobs.append(j)
-            worker.rows = None
             worker.kv += tokens
-            self._start[j] = worker.steps - self._done[j]
-            self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
-            heapq.heappush(worker.ends, (self._ends_at[j], j))
+            if prefilling is not None:
+                self._hit[j] = prefilling.take(j, tokens, self._full_blocks(j))
+                continue
+            self._begin_answer(worker, j)
             if self._done[j]:
                 worker.owed_s += decode.recompute_per_token_s * tokens
-            else:
-                worker.fresh.append(j)
         while capacity is not None and worker.kv + len(worker.jobs) > capacity:
             self._preempt(worker)
+
+    def _begin_answer(self, worker: _Worker, j: int) -> None:
+        """From now on each step makes a token of it."""
+        worker.jobs.append(j)
+        worker.rows = None
+        self._start[j] = worker.steps - self._done[j]
+        self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
+        heapq.heappush(worker.ends, (self._ends_at[j], j))
+        if not self._done[j]:
+            worker.fresh.append(j)
 
     def _preempt(self, worker: _Worker) -> None:
         """The youngest request leaves a worker whose KV is full, and waits in front."""
@@ -413,6 +459,10 @@ class _Simulation:
         """Every running request has one token more; returns how many have left."""
         worker = self._workers[w]
         worker.busy = False
+        for j in worker.prefill.ended() if worker.prefill is not None else ():
+            self._begin_answer(worker, j)
+            self._prefilled_s[j] = now
+            self._placer.progress({str(j): 1})
         if not worker.jobs:
             return 0
         worker.steps += 1

@@ -16,6 +16,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from eldr_serve.engine.vllm import connector as module
+from eldr_serve.engine.vllm import steps
 from eldr_serve.engine.vllm.abandoned import AbandonedPrompts
 from eldr_serve.engine.vllm.capture import StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
@@ -96,21 +97,28 @@ class Runner:
             "_disabled": False,
         }
 
-    def scheduled(self, tokens: int) -> Any:
-        """vLLM's SchedulerOutput of a step, so far as connectors see it."""
+    def scheduled(self, tokens: int, requests: int | None = None) -> Any:
+        """vLLM's SchedulerOutput of a step, so far as connectors see it; of a request a token, or so many."""
         metadata = EldrMetadata()
-        metadata.plan, metadata.held = StepPlan(requests=tokens, tokens=tokens), {}
+        metadata.plan, metadata.held = StepPlan(requests=requests or tokens, tokens=tokens), {}
         return SimpleNamespace(
             kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
         )
 
-    def step(self, tokens: int, forward: Tensor | None = None, graph: Tensor | None = None) -> Any:
+    def step(
+        self,
+        tokens: int,
+        forward: Tensor | None = None,
+        graph: Tensor | None = None,
+        *,
+        requests: int | None = None,
+    ) -> Any:
         """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
         batch = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=tokens) if tokens else None
         attention = None if graph is None else _of_layers(SimpleNamespace(slot_mapping=graph))
         context = None if forward is None else ForwardContext({}, {}, _of_layers(forward))
         with override_forward_context(context):
-            self.vllm.pre_forward(self.scheduled(tokens), batch, attn_metadata=attention)
+            self.vllm.pre_forward(self.scheduled(tokens, requests), batch, attn_metadata=attention)
         self.vllm.finish_forward()
         with override_forward_context(ForwardContext({}, {}, {})):  # as V2 makes it: an empty one
             return self.vllm.post_forward(set())
@@ -160,6 +168,27 @@ def test_a_step_whose_slots_are_not_shown_is_an_error(runner: Runner, slots: Ten
     runner.step(2, forward=SLOTS)  # those of the step before do not stand in
     with pytest.raises(UnsupportedEngineError, match=r"vLLM 0\.\S+, Model Runner V2 ran 2 tokens"):
         runner.step(2, forward=slots)
+
+
+def test_a_whole_engines_prompts_are_timed_apart_from_decode(runner: Runner) -> None:
+    for whole in (False, True):
+        runner.connector._is_whole = whole
+        stats = runner.step(2, forward=SLOTS, requests=1).kv_connector_stats
+        assert not stats.data["steps"]
+        assert len(stats.data["prompt_steps"]) == whole
+    (record,) = stats.data["prompt_steps"]
+    seconds = record.pop("seconds")
+    assert record == {"requests": 1, "kv_tokens": 0, "prompt_tokens": 1}
+    other = EldrStats()
+    other.data["prompt_steps"].append(record | {"seconds": seconds})
+    both = other.aggregate(EldrStats({**EldrStats().data, "prompt_steps": other.data["prompt_steps"]}))
+    assert not both.is_empty()
+    steps.take()
+    steps.add([], both.data["prompt_steps"])
+    taken = steps.take()
+    assert taken.prompts.tolist() == [2, 2, 0, 2, pytest.approx(2 * seconds)]
+    assert (taken.steps, taken.seconds) == (0, 0)
+    assert not steps.take().prompts.any()
 
 
 def test_a_step_ends_with_its_forward_not_with_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,11 @@ class StepPlan:
         """One token of each request, and drafts that follow it: a pure decode step."""
         return self.tokens - self.drafts == self.requests > 0
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that are computed beyond one of each request: prompts without their last, or parts."""
+        return max(0, self.tokens - self.drafts - self.requests)
+
 
 @dataclass
 class StepCounts:
@@ -150,7 +155,7 @@ class StepTimer:
         self._cuda = torch.device(device).type == "cuda"
         self._start: Any = None
         self._end: Any = None
-        self._waiting: deque[tuple[Any, Any, HostCopy, dict[str, int]]] = deque()
+        self._waiting: deque[tuple[Any, Any, HostCopy | None, dict[str, int]]] = deque()
 
     def begin(self) -> None:
         """A step begins."""
@@ -165,25 +170,27 @@ class StepTimer:
         if self._end is None:
             self._end = self._now()
 
-    def finish(self, record: dict[str, int], active: HostCopy) -> None:
-        """`record` is the stopped step's, and `active` its active experts int64[L]."""
+    def finish(self, record: dict[str, int], active: HostCopy | None) -> None:
+        """`record` is the stopped step's, and `active` its active experts int64[L], if they are counted."""
         self._waiting.append((self._start, self._end, active, record))
 
     def known(self) -> list[dict[str, Any]]:
         """The records of steps whose time and experts have come to be known; each is returned once."""
         found = []
-        while self._waiting and self._waiting[0][2].ready:
+        while self._waiting and self._ready(*self._waiting[0][1:3]):
             start, end, active, record = self._waiting.popleft()
-            by_layer = active.wait().tolist()
-            found.append(
-                record
-                | {
-                    "active_experts": sum(by_layer) / len(by_layer),
-                    "active_by_layer": by_layer,
-                    "seconds": start.elapsed_time(end) / 1000 if self._cuda else end - start,
-                }
-            )
+            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
+            made: dict[str, Any] = record | {"seconds": seconds}
+            if active is not None:
+                by_layer = active.wait().tolist()
+                made |= {"active_experts": sum(by_layer) / len(by_layer), "active_by_layer": by_layer}
+            found.append(made)
         return found
+
+    def _ready(self, end: Any, active: HostCopy | None) -> bool:
+        if active is not None:
+            return active.ready
+        return not self._cuda or bool(end.query())
 
     def _now(self) -> Any:
         if not self._cuda:

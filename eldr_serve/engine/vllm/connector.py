@@ -94,6 +94,7 @@ class EldrConnector(NixlPullConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+        self._is_whole = vllm_config.kv_transfer_config.kv_role == "kv_both"
         # scheduler half
         self._tracked: dict[str, _Tracked] = {}
         self._requests: dict[str, Any] = {}
@@ -301,8 +302,11 @@ class EldrConnector(NixlPullConnector):
             return  # ranks choose alike, the first one reports
         self._counts = counts
         self._stats.data["capture_s"].append(time.perf_counter() - start)
+        size = {"requests": plan.requests, "kv_tokens": plan.kv_tokens}
         if active is not None:
-            self._timer.finish({"requests": plan.requests, "kv_tokens": plan.kv_tokens}, active)
+            self._timer.finish(size, active)
+        elif plan.prompt_tokens and self._is_whole:
+            self._timer.finish(size | {"prompt_tokens": plan.prompt_tokens}, None)
 
     # -- stats -------------------------------------------------------------------------------------
 
@@ -310,7 +314,8 @@ class EldrConnector(NixlPullConnector):
         nixl = super().get_kv_connector_stats()
         stats, self._stats = self._stats, EldrStats()
         if self._timer is not None:
-            stats.data["steps"] = self._timer.known()
+            for record in self._timer.known():
+                stats.data["prompt_steps" if "prompt_tokens" in record else "steps"].append(record)
         if nixl is not None and not nixl.is_empty():
             stats.data["nixl"] = nixl.data
         return None if stats.is_empty() else stats

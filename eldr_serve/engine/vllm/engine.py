@@ -18,12 +18,14 @@ from eldr_serve.channel import CallFailed
 from eldr_serve.engine.keys import REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.vllm import kv_usage, signatures, steps
+from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
 from eldr_serve.engine.vllm.compat.serve_llm import (
     ENDPOINT_REQUESTS,
     QuietLLMServer,
     RawRequestInfo,
     canonical_request_id,
     create_error_response,
+    engine_client,
     openai_serving,
     register_connector,
 )
@@ -159,6 +161,10 @@ class VllmEngine:
     def kv_usage(self) -> float:
         """See protocol.Engine."""
         return kv_usage.last()
+
+    def prefix_cache(self) -> tuple[int, int]:
+        """See protocol.Engine."""
+        return prefix_cache(engine_client(self.server.engine).vllm_config)
 
     def take_steps(self) -> StepSums:
         """See protocol.Engine."""

@@ -27,12 +27,14 @@ _SUMMED = {
 
 
 class EldrStats(KVConnectorStats):
-    """NIXL's transfer stats, decode step records and capture times.
+    """NIXL's transfer stats, step records and capture times.
 
     data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
-    "active_by_layer", "seconds"}], "capture_s": [...]}; the scheduler adds "kv_usage", the share of KV
-    blocks in use, and "signatures" (EldrConnector.take_signatures). Where a step verifies drafts, experts
-    are those of all its tokens, and KV tokens reach to the last draft.
+    "active_by_layer", "seconds"}] of decode steps, "prompt_steps": [{"requests", "kv_tokens",
+    "prompt_tokens", "seconds"}] of steps in which a whole engine computed prompts, "capture_s": [...]}; the
+    scheduler adds "kv_usage", the share of KV blocks in use, and "signatures"
+    (EldrConnector.take_signatures). Where a step verifies drafts, experts are those of all its tokens, and
+    KV tokens reach to the last draft.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -41,7 +43,7 @@ class EldrStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"nixl": None, "steps": [], "capture_s": []}
+        self.data: dict[str, Any] = {"nixl": None, "steps": [], "prompt_steps": [], "capture_s": []}
 
     def aggregate(self, other: KVConnectorStats) -> EldrStats:
         """Join two; ranks other than the first report no steps, so that none is counted twice."""
@@ -51,7 +53,7 @@ class EldrStats(KVConnectorStats):
             self.data["nixl"] = joined.data
         else:
             self.data["nixl"] = mine or theirs
-        for key in ("steps", "capture_s"):
+        for key in ("steps", "prompt_steps", "capture_s"):
             self.data[key] = (self.data[key] + other.data[key])[-_KEPT:]
         return self
 
@@ -72,6 +74,7 @@ class EldrStats(KVConnectorStats):
         nixl = self.data["nixl"]
         return (
             not self.data["steps"]
+            and not self.data["prompt_steps"]
             and not self.data["capture_s"]
             and (not nixl or NixlKVConnectorStats(data=nixl).is_empty())
         )
@@ -111,13 +114,13 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             kv_usage.put(transfer_stats_data["kv_usage"])
         if transfer_stats_data.get("signatures"):
             signatures.put(transfer_stats_data["signatures"])
+        steps.add(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
         if transfer_stats_data["steps"]:
             self._observe_steps(transfer_stats_data["steps"], engine_idx)
         for seconds in transfer_stats_data["capture_s"]:
             self._capture[engine_idx].observe(seconds)
 
     def _observe_steps(self, records: list[dict[str, Any]], engine_idx: int) -> None:
-        steps.add(records)
         for histogram, key in self._steps.values():
             for step in records:
                 histogram[engine_idx].observe(step[key])

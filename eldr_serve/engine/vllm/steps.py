@@ -1,4 +1,4 @@
-"""The decode steps of this process's engine since somebody last asked, as sums for a cost fit."""
+"""The steps of this process's engine since somebody last asked, as sums for a cost fit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ _lock = threading.Lock()
 _sums = StepSums()
 
 
-def add(steps: list[dict[str, Any]]) -> None:
-    """Take step records (see EldrStats)."""
+def add(steps: list[dict[str, Any]], prompt_steps: list[dict[str, Any]]) -> None:
+    """Take records of decode steps and of steps that computed prompts (see EldrStats)."""
     global _sums
     sums = StepSums.of(
         [s["requests"] for s in steps],
         [s["kv_tokens"] for s in steps],
         [sum(s["active_by_layer"]) for s in steps],
         [s["seconds"] for s in steps],
+    ) + StepSums.of_prompts(
+        *([s[key] for s in prompt_steps] for key in ("requests", "kv_tokens", "prompt_tokens", "seconds"))
     )
     with _lock:
         _sums = _sums + sums

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from traces import observed_experts, random_routes
 
 from eldr_serve.routing import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
-from offline.simulation.cluster import Cluster, Decode, Prefill
+from offline.simulation.cluster import Cluster, Decode, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
 from offline.simulation.run import Change, simulate
 
 COST = StepCost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
+WITH_PREFILL = replace(COST, per_prompt_token_s=0.05)
 L, E, TOP_K = 2, 70, 3
 
 
@@ -104,6 +107,11 @@ def test_masks_split_the_experts_between_ranks(layers: int, num_experts: int, se
         Decode, workers=st.integers(1, 4), max_batch=st.integers(1, 6),
         kv_tokens=st.sampled_from([None, 70, 130]), barrier=st.booleans(), cost=st.just(COST),
         recompute_per_token_s=st.just(0.01),
+    )
+    | st.builds(
+        Decode, workers=st.integers(1, 4), max_batch=st.integers(1, 6), barrier=st.booleans(),
+        cost=st.just(WITH_PREFILL),
+        whole=st.builds(Whole, step_tokens=st.integers(7, 40), cache_blocks=st.integers(0, 9)),
     ),
     prefill=st.sampled_from([None, Prefill(workers=2, fixed_s=0.5, per_token_s=0.01)]),
     handoff_s=st.sampled_from([0.0, 0.7]),
@@ -120,6 +128,8 @@ def test_every_request_ends_once_and_all_kv_is_given_back(
     policy: str,
 ) -> None:
     requests, experts, _ = some(n, seed, gap_s=0.4)
+    if decode.whole is not None:
+        prefill = None
     cluster = Cluster(decode=decode, prefill=prefill, handoff_fixed_s=handoff_s, queue_ttl_s=ttl)
     made = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
@@ -136,6 +146,9 @@ def test_every_request_ends_once_and_all_kv_is_given_back(
     assert np.isnan(outcome.last_s[~done]).all()
     assert (outcome.prefilled_s >= requests.arrival_s).all()
     times = (outcome.prefilled_s, outcome.placed_s, outcome.first_s, outcome.last_s)
+    if decode.whole is not None:
+        times = (requests.arrival_s, outcome.placed_s, outcome.prefilled_s, outcome.last_s)
+        assert (outcome.first_s[done] == outcome.prefilled_s[done]).all()
     for earlier, later, apart in zip(times, times[1:], (0, handoff_s, 0), strict=False):
         assert (later[done] >= earlier[done] + apart).all()
     assert outcome.batch.max() <= decode.max_batch
@@ -181,6 +194,70 @@ def test_prefixes_are_cached_where_their_prompts_go() -> None:
     roomy = outcome(9)
     assert roomy.hit_tokens.tolist() == [0, 1024, 0, 1023]
     assert roomy.prefilled_s - requests.arrival_s == pytest.approx([1.024, 0.476, 0.4, 0.001])
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10_000), n=st.integers(1, 12), step_tokens=st.integers(4, 30), room=st.integers(0, 8)
+)
+def test_a_whole_worker_step_by_step(seed: int, n: int, step_tokens: int, room: int) -> None:
+    requests, experts, routes = some(n, seed, gap_s=0.6)
+    rng, size = np.random.default_rng(seed), 4
+    chains = [tuple(100 * int(first) + place for place in range(9)) for first in rng.integers(3, size=n)]
+    requests = replace(requests, blocks=tuple(chains))
+    whole = Whole(step_tokens=step_tokens, cache_blocks=room, block_tokens=size)
+    decode = Decode(workers=1, max_batch=3, cost=WITH_PREFILL, whole=whole)
+    outcome = simulate(requests, make_policy("marginal-cost"), Cluster(decode=decode), experts=experts)
+
+    now, waiting, held, cached = 0.0, list(range(n)), list[int](), list[int]()  # cached: newest first
+    lacks, made, hits = dict[int, int](), [0] * n, [0] * n
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    while held or waiting:
+        if not held:
+            now = max(now, requests.arrival_s[waiting[0]])
+        while waiting and len(held) < 3 and requests.arrival_s[waiting[0]] <= now:
+            j = waiting.pop(0)
+            held.append(j)
+            mine = chains[j][: (requests.prompt_tokens[j] - 1) // size]
+            known = next((i for i, block in enumerate(mine) if block not in cached), len(mine))
+            hits[j] = known * size
+            lacks[j] = int(requests.prompt_tokens[j]) - hits[j]
+            kept = list(mine[:room])
+            cached = (kept + [block for block in cached if block not in kept])[:room]
+        answering = [j for j in held if not lacks[j]]
+        tokens, touched = step_tokens - len(answering), 0
+        left = tokens
+        for j in held:
+            if lacks[j] and left:
+                take = min(lacks[j], left)
+                lacks[j], left, touched = lacks[j] - take, left - take, touched + 1
+        active = sum(len({e for j in answering for e in routes[j][made[j]][layer]}) for layer in range(L))
+        kv = sum(int(requests.prompt_tokens[j]) + made[j] for j in held)
+        now += WITH_PREFILL.seconds(len(answering) + touched, kv, active, tokens - left - touched)
+        for j in list(held):
+            if not lacks[j]:
+                first.setdefault(j, now)
+                last[j] = now
+                made[j] += 1
+                if made[j] == len(routes[j]):
+                    held.remove(j)
+    assert outcome.first_s == pytest.approx([first[j] for j in range(n)])
+    assert outcome.last_s == pytest.approx([last[j] for j in range(n)])
+    assert outcome.hit_tokens.tolist() == hits
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"decode": {"workers": 1, "whole": {"step_tokens": 64}}},
+        {"decode": {"workers": 1, "whole": {}, "kv_tokens": 99}},
+        {"decode": {"workers": 1, "whole": {}}, "prefill": {"workers": 1}},
+    ],
+)
+def test_whole_workers_that_make_no_sense_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="whole"):
+        Cluster.model_validate(fields)
 
 
 def test_a_worker_that_is_taken_out_gets_no_more_requests() -> None:

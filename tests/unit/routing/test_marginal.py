@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,58 @@ def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: in
     chosen = policy.select(newcomer, loads(placement), rng)
     assert added[chosen.worker] <= added.min() * (1 + 1e-6)
     assert (chosen.band, chosen.reason) == (workers, "marginal-cost")
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5),
+    most=st.sampled_from([0, 3, 500]), answers=st.lists(st.integers(1, 90), max_size=5),
+)  # fmt: skip
+def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
+    seed: int, requests: int, workers: int, most: int, answers: list[int]
+) -> None:
+    cost = replace(COST, per_prompt_token_s=3e-4)
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict())
+    for number, tokens in enumerate(answers):
+        ended = request_like(f"ended{number}", number)
+        policy.on_assigned(ended, 0)
+        policy.on_progress({ended.request_id: tokens})
+        policy.on_finished(ended.request_id)
+    rng = np.random.default_rng(seed)
+    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    where = rng.integers(workers, size=requests).tolist()
+    placed(policy, there, where)
+    placement = on_each(there, where, workers)
+    newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
+    cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
+    lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of those that prefill
+    seen = replace(
+        loads(placement), cached_tokens=cached, prefill_tokens=np.array([m.sum() for m in lacking])
+    )
+    usual = float(np.mean(answers)) if answers else 128.0
+    steps = min(usual, most or usual)
+
+    def in_all(worker: int, newcomers: list[PlacementRequest]) -> float:
+        """Seconds of all requests there while the newcomer would stay; prompts are computed in turn, and
+        whoever is there or comes waits until the last one ends, for its first token or for its next."""
+        prompts = [*lacking[worker], *(n.prompt_tokens - cached[worker] for n in newcomers)]
+        held = [*placement[worker], *newcomers]
+        return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
+
+    expected = [(in_all(w, [newcomer]) - in_all(w, [])) / steps for w in range(workers)]
+    added = policy.added_cost(newcomer, seen)
+    assert added == pytest.approx(expected, rel=0.01)
+    assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
+
+
+def test_a_cached_prefix_outweighs_load_and_experts_only_as_far_as_it_saves_time() -> None:
+    chosen = []
+    for per_token in (0.0, 1e-5, 1e-2):
+        policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
+        placed(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
+        seen = replace(Loads.of([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
+        chosen.append(policy.select(request_like("new", 3), seen, RNG).worker)
+    assert chosen == [0, 0, 1]
 
 
 class Coming(RuleBasedStateMachine):
@@ -257,6 +310,31 @@ def test_terms_are_never_negative_and_too_little_says_nothing() -> None:
     flat = records(StepCost(5e-3, 0.0, 0.0, 0.0), 500)
     cost = StepSums.of(*flat[:3], flat[3] - 1e-6 * flat[2]).fit()
     assert cost is None or min(cost.as_dict().values()) >= 0
+
+
+def test_what_prompts_add_to_steps_is_shared_out_to_their_tokens() -> None:
+    true = StepCost(3e-3, 2e-4, 1e-7, 4e-5, per_prompt_token_s=6e-5)
+    decode = StepSums.of(*records(true, 500))
+    batch, kv_tokens, tokens = (RNG.integers(1, most, 90) for most in (40, 9000, 2000))
+    usual = decode.experts / decode.steps
+    halves = [
+        StepSums.of_prompts(*columns, true.seconds(columns[0], columns[1], usual, columns[2]))
+        for columns in (np.stack([batch, kv_tokens, tokens])[:, part::2] for part in (0, 1))
+    ]
+    fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
+    assert fitted is not None
+    assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
+    assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms are of decode steps alone
+    assert (decode + halves[0]).error(fitted) == decode.error(fitted)
+    cheap = StepSums.of_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
+    free = (decode + cheap).fit()
+    assert free is not None
+    assert free.per_prompt_token_s == 0
+
+
+def test_a_cost_of_before_there_were_prompts_in_it_is_read() -> None:
+    old = {"fixed_s": 1e-3, "per_request_s": 1e-4, "per_kv_token_s": 0.0, "per_expert_s": 1e-5}
+    assert StepCost(**old).per_prompt_token_s == 0.0
 
 
 def test_older_steps_fade() -> None:

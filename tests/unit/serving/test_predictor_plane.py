@@ -19,11 +19,12 @@ from tables import request
 from eldr_serve.engine.vllm import signatures
 from eldr_serve.errors import SwapRefused
 from eldr_serve.online_predictor import OnlinePredictor
-from eldr_serve.routing import MarginalCost
+from eldr_serve.routing import MarginalCost, prompt_blocks
 from eldr_serve.routing.activation import levels_of
 from eldr_serve.serving import router_state, true_signature
 from eldr_serve.serving.path import Engines, RequestPath
 from eldr_serve.serving.prompt_tokens import PromptTokens
+from eldr_serve.serving.replicas import BLOCK_TOKENS
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.signature import pack_counts
 from eldr_serve.signature_predictor import SignaturePredictor
@@ -271,6 +272,56 @@ async def test_a_whole_engine_is_sent_the_request_as_it_is_and_says_what_the_pro
     assert name == placement.request_id
     assert (ids.tolist(), tokens) == ([5, 6, 7], 9)
     np.testing.assert_array_equal(found, COUNTS)
+
+
+async def test_the_blocks_of_a_prompt_go_with_it_where_decode_engines_prefill() -> None:
+    world = whole_world()
+    world.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}, "d1": {}})
+    ids = list(range(7))
+
+    async def hashes(path: RequestPath = world.path, **fields: Any) -> list[int]:
+        asked = replace(generation(prompt=ids, cache_salt=fields.pop("own", None)), **fields)
+        async for _ in path.generate(asked):
+            pass
+        found = world.client.placed[-1][0].blocks
+        assert found.block_tokens == 2
+        return list(found.hashes.tolist())
+
+    mine = await hashes()
+    assert mine == prompt_blocks(np.array(ids, np.uint32), 2).hashes.tolist()
+    assert len(mine) == 3
+    of_tenant, of_user = await hashes(cache_salt="tenant"), await hashes(own="user")
+    assert len({*mine, *of_tenant, *of_user}) == 9
+    assert await hashes(cache_salt="tenant", own="user") == of_tenant  # the tenant's has the user's in it
+    await world.run(prompt=["a", "b"], n=2)
+    assert world.client.placed[-1][0].blocks is None  # its ids are not known
+    split = World()
+    split.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}})
+    await split.run(prompt=ids)
+    assert split.client.placed[-1][0].blocks is None  # another engine prefills
+
+
+async def test_the_router_learns_what_was_sent_where_and_its_successor_does_too() -> None:
+    actor = FakeActor(policy="marginal-cost", table=None)
+    prompt = prompt_blocks(np.arange(40, dtype=np.uint32), 4)
+    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+        first = await client.place(request("a", 40, blocks=prompt), None, token_ids=IDS)
+        assert first.replica in ("r0", "r1")
+        client.counted("a", IDS, counts(5, 41), 41)
+        await settled(lambda: actor.state.counters["signatures_returned"] == 1)
+        assert actor.exchanges[-1].counted[0].blocks is None  # they were told before
+        known = actor.state.placer.prefixes
+        assert known.cached_tokens([first.replica], prompt).tolist() == [36]
+        actor.die()
+        client.release("gone")
+        client.count("anything")
+        await settled(lambda: client.router_away)
+        actor.restart()
+        await settled(lambda: not client.router_away and "a" in actor.running)
+        known = actor.state.placer.prefixes
+        assert known.cached_tokens([first.replica], prompt).tolist() == [36]
+        client.release("a")
+        await all_is_over(client, actor)
 
 
 async def test_a_prompt_without_token_ids_is_served_by_load() -> None:

@@ -42,7 +42,7 @@ async def report(monkeypatch: pytest.MonkeyPatch, find: Any, until: Any) -> None
     monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
-    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=1.0))
+    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=1.0), prefix_cache=lambda: (32, 960))
     server: Any = SimpleNamespace(_router_name="router", _engine=engine)
     reporting = asyncio.create_task(servers.DecodeServer._report_steps(server))
     await settled(until)
@@ -85,6 +85,7 @@ async def test_steps_that_could_not_be_reported_are_in_the_next_report(
     await report(monkeypatch, lambda name: actor, lambda: actor.reports() >= 5)
     told = [(call.args[0].steps, call.args[1]) for call in actor.observe_steps.remote.await_args_list]
     assert told[:5] == [(steps, "r0") for steps in (1, 2, 3, 1, 1)]
+    assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
 
 
 # -- over an engine that computes nothing --------------------------------------------------------------

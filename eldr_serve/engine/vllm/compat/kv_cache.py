@@ -88,6 +88,14 @@ def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
     return slots
 
 
+def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Tokens of a block, and tokens that the KV cache of a started engine holds; (0, 0): none are shared."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return 0, 0
+    return cache.block_size, cache.kv_cache_size_tokens or cache.block_size * (cache.num_gpu_blocks or 0)
+
+
 def check() -> None:
     """Raise UnsupportedEngineError if vLLM has moved what this module uses."""
     check_names(

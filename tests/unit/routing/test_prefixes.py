@@ -1,0 +1,227 @@
+"""What was sent where, against a naive search of everything that was sent."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_talk import loads, make, release, say
+from tables import request
+
+from eldr_serve.routing import (
+    Decision,
+    Loads,
+    Placement,
+    PlacementRequest,
+    Placer,
+    Policy,
+    PrefixCache,
+    PrefixMap,
+    PromptBlocks,
+    State,
+    StepSums,
+    prompt_blocks,
+)
+
+SIZE = 4  # tokens of a block
+
+
+def blocks(*ids: int, salt: str = "") -> PromptBlocks:
+    return prompt_blocks(np.array(ids, np.uint32), SIZE, salt)
+
+
+# Few tokens, and long runs of equal ones, so that prompts share prefixes and differ within them.
+Prompt = st.lists(st.integers(0, 1), max_size=6).map(lambda runs: [run for run in runs for _ in range(3)])
+Sent = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "salt"]), Prompt), max_size=12)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Tokens of their common prefix."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
+
+
+@settings(max_examples=200)
+@given(sent=Sent, prompt=Prompt, salt=st.sampled_from(["", "salt"]))
+def test_cached_tokens_are_those_of_the_longest_prefix_that_was_sent(
+    sent: list[tuple[str, str, list[int]]], prompt: list[int], salt: str
+) -> None:
+    known = PrefixMap()
+    for worker, theirs, ids in sent:
+        known.sent(worker, blocks(*ids, salt=theirs))
+    expected = []
+    for name in "ab":
+        # A block is kept when the prompt that had it was computed to its end, and its last token aside.
+        whole = [
+            min(common(prompt, ids), len(prompt) - 1, len(ids) - 1) // SIZE * SIZE
+            for worker, theirs, ids in sent
+            if (worker, theirs) == (name, salt)
+        ]
+        expected.append(max([0, *whole]))
+    found = known.cached_tokens(["a", None, "b"], blocks(*prompt, salt=salt))
+    assert found.tolist() == [expected[0], 0, expected[1]]
+
+
+class Naive:
+    """The least recently used block goes, by a list that is searched from end to end."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.used = room, list[int]()  # newest first
+
+    def use(self, hashes: list[int]) -> None:
+        first = hashes[: self.room]
+        self.used = (first + [block for block in self.used if block not in first])[: self.room]
+
+    def hit(self, hashes: list[int]) -> int:
+        return len(list(takewhile(self.used.__contains__, hashes)))
+
+
+@settings(max_examples=200)
+@given(prompts=st.lists(Prompt, min_size=1, max_size=20), room=st.integers(1, 6), later=st.integers(1, 6))
+def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
+    prompts: list[list[int]], room: int, later: int
+) -> None:
+    cache, naive = PrefixCache(room), Naive(room)
+    chains = [blocks(*ids).hashes.tolist() for ids in prompts]
+    for number, chain in enumerate(chains):
+        if number == len(chains) // 2:
+            cache.fit(later)
+            naive.room, naive.used = later, naive.used[:later]
+        cache.use(chain)
+        naive.use(chain)
+        assert len(cache) <= cache.room
+        assert cache.hit(chain) == min(len(chain), cache.room)
+        for other in chains:
+            assert cache.hit(other) == naive.hit(other)
+            # What is known of a prompt are its first blocks, so that the search may be a bisection.
+            assert [block in cache._used for block in other].count(True) == cache.hit(other)
+
+
+def test_a_hash_is_of_all_tokens_before_it_and_of_the_salt_and_of_whole_blocks() -> None:
+    one = blocks(*range(13)).hashes
+    assert (one.dtype, len(one), len(set(one.tolist()))) == (np.uint64, 3, 3)
+    assert blocks(*range(12)).hashes.tolist() == one[:2].tolist()  # the last token is always computed
+    assert blocks(*range(9), 99, *range(10, 13)).hashes.tolist()[:2] == one[:2].tolist()
+    assert not set(blocks(99, *range(1, 13)).hashes.tolist()) & set(one.tolist())
+    assert not set(blocks(*range(13), salt="x").hashes.tolist()) & set(one.tolist())
+    assert not len(blocks(1, 2, 3, 4).hashes)
+    assert not len(blocks().hashes)
+
+
+def test_the_map_holds_what_its_workers_hold_and_forgets_those_that_are_gone() -> None:
+    known = PrefixMap()
+    known.holds("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
+    prompt = blocks(*range(21))
+    for worker in "ab":
+        known.sent(worker, prompt)
+    assert len(known) == 2 + 5
+    assert known.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 5 * SIZE]
+    known.holds("b", kv_tokens=3 * SIZE, block_tokens=SIZE)
+    assert known.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 3 * SIZE]
+    known.keep("b")
+    assert known.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
+    known.sent("a", prompt)
+    assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # how much it holds is forgotten, too
+
+
+# -- in placements -----------------------------------------------------------------------------------
+
+
+class Longest(Policy):
+    """The worker with most of the prompt."""
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        assert loads.cached_tokens is not None
+        return Decision(int(loads.cached_tokens.argmax()), len(loads), None, "longest")
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_its_own_has() -> None:
+    placer = Placer(Longest(), failed=fail)
+    placer.set_workers(["w0", "w1"])
+    system, other = list(range(8)), list(range(100, 109))
+    held = Placement(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
+    placer.hold(held)  # a client's own choice is known as well
+    lost = Placement(request("lost", blocks=blocks(*other)), State.LEASED, replica="gone")
+    placer.hold(lost)
+    assert len(placer.prefixes) == 2
+
+    def place(name: str, *ids: int) -> Placement:
+        (lease,) = placer.submit([Placement(request(name, blocks=blocks(*ids)), State.SENT)])
+        return lease
+
+    assert [(p.replica, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [
+        ("w1", 8), ("w0", 0),
+    ]  # fmt: skip
+    assert place("c", *other).cached_tokens == 8
+    assert place("c", *system, 3).answer().request.blocks is None
+    placer.set_workers(["w0", "new"])  # w1 started again under another name
+    assert place("d", *system, 2).cached_tokens == 0
+    assert place("e", *other).cached_tokens == 8
+
+
+def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() -> None:
+    state = make(workers=1, table=None, policy="round-robin")
+    prompt = blocks(*range(17))
+
+    def cached(name: str) -> int:
+        (lease,) = say(state, request(name, 17, blocks=prompt)).placements
+        release(state, name)
+        return lease.cached_tokens
+
+    assert [cached("a"), cached("b")] == [0, 16]
+    counted = {name: state.counters[name] for name in ("prefill_tokens", "prefill_tokens_cached")}
+    assert counted == {"prefill_tokens": 34, "prefill_tokens_cached": 16}
+    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))
+    assert cached("c") == 8
+    state.update_workers(["r1"])
+    assert cached("d") == 0
+    assert set(loads(state)) == {"r1"}
+
+
+def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_or_its_counts() -> None:
+    state = make(workers=1, table=None, policy="round-robin")
+    prompt = blocks(*range(17))
+
+    def lacks() -> int:
+        found = state.placer.loads().prefill_tokens
+        assert found is not None
+        return int(found[0])
+
+    say(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
+    assert lacks() == 17 + 3 * 1
+    say(state, progress={"a": 1})
+    assert lacks() == 3
+    say(state, counted=(request("b", 18),))
+    assert lacks() == 2
+    release(state, "c")
+    assert lacks() == 1
+    say(state, request("d", 17, blocks=prompt))  # is placed anew
+    assert lacks() == 1
+    release(state, "a", "b", "d", "split")
+    assert lacks() == 0
+
+
+def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
+    none = prompt_blocks(np.arange(99, dtype=np.uint32), 0)
+    assert not len(none.hashes)
+    state = make(workers=1, table=None, policy="round-robin")
+    for name in "ab":
+        (lease,) = say(state, request(name, 99, blocks=none)).placements
+        assert lease.cached_tokens == 0
+    found = state.placer.loads().prefill_tokens
+    assert found is not None
+    assert found.tolist() == [198]
+
+
+@pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])
+def test_without_blocks_nothing_is_remembered(fields: dict[str, PromptBlocks]) -> None:
+    state = make(workers=2, table=None, policy="marginal-cost")
+    (lease,) = say(state, request("a", **fields)).placements
+    assert lease.cached_tokens == 0
+    assert not len(state.placer.prefixes)

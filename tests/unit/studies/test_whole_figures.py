@@ -1,0 +1,149 @@
+"""The study of whole replicas, small: its workloads are what they say, and what must show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from in_process import command, sentence
+from tables import request
+from traces import favourites_trace, saved
+
+from eldr_serve.routing import Loads, StepCost, check_policy
+from loadgen.traces import read_trace
+from offline.scenario import observed as read
+from offline.scenario import routes_of
+from offline.simulation.calibration import FittedCost
+from studies.figures import whole
+from studies.prefix_policies import LongestPrefix, SessionHash
+from studies.reproduce import reproduce
+
+RNG = np.random.default_rng(0)
+DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 requests a domain, each domain with favourite experts."""
+    shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
+    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
+    rng, lines = np.random.default_rng(1), []
+    for turn in range(12):
+        for session in rng.permutation(100).tolist():
+            blocks = [0, *range(1000 * (session + 1), 1000 * (session + 1) + 8 + 2 * turn)]
+            lines.append({"prompt_tokens": 512 * len(blocks) - 9, "output_tokens": 120, "hash_ids": blocks})
+    path = tmp_path_factory.mktemp("conversations") / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(r | {"timestamp_ms": 50 * n}) + "\n" for n, r in enumerate(lines)))
+    return path
+
+
+def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conversations: Path) -> None:
+    records = read_trace(conversations)
+    requests = whole._sessions(read(routes_of(observed)), records, 1200, np.random.default_rng(0))
+    kinds: dict[str, set[int]] = {}
+    for key, kind, blocks in zip(requests.keys, requests.kind.tolist(), requests.blocks, strict=True):
+        kinds.setdefault(key, set()).add(kind)
+        assert key == str(blocks[:2])
+    assert len(kinds) == 100
+    assert {len(found) for found in kinds.values()} == {1}
+    tokens = np.array([len(blocks) for blocks in requests.blocks]) * whole.BLOCK
+    assert (requests.prompt_tokens <= tokens).all()
+    assert (requests.prompt_tokens > tokens - whole.BLOCK).all()
+
+
+def test_an_applications_requests_share_its_system_prompt_and_no_more(observed: Path) -> None:
+    trace = read(routes_of(observed))
+    requests = whole._system_prompts(trace, 400, np.random.default_rng(0))
+    system = {
+        key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)
+    }
+    assert len(set(system.values())) == len(system) > 20
+    own = [block for blocks in requests.blocks for block in blocks[whole.SYSTEM_BLOCKS :]]
+    assert len(set(own)) == len(own)
+    assert not set(own) & {block for blocks in system.values() for block in blocks}
+    full = (requests.prompt_tokens // whole.BLOCK).tolist()
+    assert [len(blocks) for blocks in requests.blocks] == full
+    domain = {key: trace.domains[kind] for key, kind in zip(requests.keys, requests.kind, strict=True)}
+    assert all(trace.domains[k] == domain[key] for key, k in zip(requests.keys, requests.kind, strict=True))
+
+
+def test_prefixes_experts_and_load_are_weighed_together(
+    observed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORKERS": (4,), "APPLICATIONS": 24, "CACHE_BLOCKS": 500}.items():
+        monkeypatch.setattr(whole, name, value)
+    out = tmp_path / "policies.json"
+    assert command(reproduce, "whole", "policies", trace=observed, requests=10).exit_code == 2
+    reproduce("whole", "policies", trace=[observed, conversations], requests=800, seeds=2, out=out)
+    assert out.with_suffix(".png").exists()
+    rows = {(r["workload"], r["policy"]): r for r in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 3 * 6
+    for workload in whole.WORKLOADS:
+        ours, alone = rows[workload, whole.OURS], rows[workload, whole.DECODE_ALONE]
+        assert ours["active_experts"] < rows[workload, "shortest-queue"]["active_experts"]
+        for row in (ours, alone):
+            low, mean, high = (row[f"tpot_p50_change_pct{end}"] for end in ("_lowest", "", "_highest"))
+            assert low <= mean <= high
+        if workload == "many domains":
+            assert {row["cached_pct"] for row in (ours, alone)} == {0}
+        else:
+            assert ours["cached_pct"] > alone["cached_pct"] + 2
+            assert (
+                rows[workload, "longest-prefix"]["cached_pct"] > rows[workload, "round-robin"]["cached_pct"]
+            )
+
+
+def test_what_it_cannot_be_run_on_is_refused_in_one_sentence(
+    observed: Path, conversations: Path, tmp_path: Path
+) -> None:
+    azure, cost = tmp_path / "trace.csv", tmp_path / "cost.json"
+    azure.write_text("timestamp_s,prompt_tokens,output_tokens\n0,5,5\n")
+    fitted = FittedCost(
+        cost=StepCost(), steps=99, rms_relative_error=0.0, median_relative_error=None, source="decode"
+    )
+    fitted.save(cost)
+    for traces, options, word in (
+        ((observed,), {}, "two --trace"),
+        ((observed, azure), {}, "no prefix blocks"),
+        ((observed, conversations), {"cost": cost}, "prompt tokens"),
+        ((observed, conversations), {"requests": 5000}, "1200 requests"),
+    ):
+        words = [f"--trace={trace}" for trace in traces]
+        done = command(reproduce, "whole", "policies", *words, out=tmp_path / "x.json", **options)
+        assert word in sentence(done)
+
+
+@pytest.mark.parametrize("policy", [SessionHash, LongestPrefix])
+def test_its_balancers_keep_to_what_policies_must(policy: type) -> None:
+    assert check_policy(policy) == []
+
+
+def test_a_session_stays_until_its_worker_has_too_many() -> None:
+    policy, idle = SessionHash(), Loads.of([1, 1, 1, 1])
+    mine = policy.select(request(prompt_key="s"), idle, RNG).worker
+    assert {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)} == {mine}
+    assert len({policy.select(request(prompt_key=str(n)), idle, RNG).worker for n in range(40)}) == 4
+    full = Loads.of([9 if worker == mine else 1 + worker for worker in range(4)])
+    least = min(worker for worker in range(4) if worker != mine)
+    assert policy.select(request(prompt_key="s"), full, RNG).worker == least
+    assert policy.select(request(), Loads.of([2, 1]), RNG).worker == 1
+
+
+def test_the_longest_prefix_wins_among_workers_that_are_not_too_loaded() -> None:
+    def chosen(in_flight: list[int], cached: list[int]) -> int:
+        found = Loads.of(in_flight)
+        seen = Loads(found.in_flight, found.kv_tokens, found.available, cached_tokens=np.array(cached))
+        return LongestPrefix().select(request(), seen, RNG).worker
+
+    assert chosen([4, 4, 4], [0, 32, 64]) == 2
+    assert chosen([1, 4, 9], [0, 32, 64]) == 1
+    assert chosen([1, 9, 9], [0, 32, 64]) == 0
+    assert chosen([2, 1, 1], [32, 32, 0]) == 1
+    assert LongestPrefix().select(request(), Loads.of([2, 1]), RNG).worker == 1
