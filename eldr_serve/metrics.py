@@ -53,6 +53,8 @@ _COUNTED = {
     "placed_by_client": ("requests", "placed by their ingress, and told to the router later"),
     "placed_by_own_load": ("requests", "placed by an ingress by its own load, since the router was away"),
     "prefills": ("calls", "prefill calls that succeeded"),
+    "prefill_tokens": ("tokens", "prompt tokens of requests that whole engines prefill"),
+    "prefill_tokens_cached": ("tokens", "of these, those expected in the worker's prefix cache"),
     "prefill_retries": ("calls", "prefill calls that failed and were tried again"),
     "whole_without_prefill": ("requests", "run whole on a decode engine, since no prefill was reached"),
     "resumed": ("answers", "went on at another engine after theirs was lost"),

@@ -41,8 +41,8 @@ class Prompt:
 def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     """All prompts of the files, or of the .jsonl and .jsonl.gz files of the folders, named.
 
-    A line is {"id", "domain", "prompt"}, the body of an OpenAI request, with `messages` or `prompt`, or a line
-    of OpenAI's batch files, {"custom_id", "body"}.
+    A line is {"id", "domain", "prompt"}, the body of an OpenAI request, with `messages` or `prompt`, or a
+    line of OpenAI's batch files, {"custom_id", "body"}.
 
     Raises:
         BadInput: a file is missing or a line is not a record; nothing is skipped in silence.

@@ -19,7 +19,7 @@ def test_steps_are_in_all_metrics_of_the_table() -> None:
     kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     types: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in kinds}
     metrics = EldrPromMetrics(MagicMock(), types, ["model_name", "engine"], {0: ["m", "0"]})
-    metrics.observe({"steps": [STEP] * 3, "capture_s": [1e-4]})
+    metrics.observe({"steps": [STEP] * 3, "prompt_steps": [], "capture_s": [1e-4]})
     values = {
         sample.name: sample.value
         for family in registry.collect()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 
+from loadgen.arrivals import closed_loop
 from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
 from tools.cli import BadInput
 
@@ -23,8 +26,50 @@ def test_prompts_of_files_and_folders(tmp_path: Path) -> None:
     assert read_prompts([tmp_path / "a.jsonl"]) == prompts
 
 
+def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "who"}, {"type": "text", "text": "?"}]}
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    lines = [
+        {"model": "m", "messages": [system, user], "max_tokens": 7},
+        {"custom_id": "a", "method": "POST", "body": {"messages": [parts, call], "max_completion_tokens": 9}},
+        {"model": "m", "prompt": "text", "max_tokens": None},
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = read_prompts([path])
+    assert [(p.id, p.text, p.max_tokens) for p in prompts] == [
+        ("log.jsonl:1", "be brief\n\nwhy?", 7),
+        ("a", "who\n\n?", 9),
+        ("log.jsonl:3", "text", None),
+    ]
+    assert [p.chat for p in prompts] == [
+        [system, user], [parts, call], [{"role": "user", "content": "text"}]
+    ]  # fmt: skip
+    write_prompts(path, prompts)
+    assert [(p.id, p.chat, p.max_tokens) for p in read_prompts([path])] == [
+        (p.id, p.chat, p.max_tokens) for p in prompts
+    ]
+    # A client's own limit holds where it is the smaller one.
+    asked = {a.prompt.id: a.max_tokens for a in itertools.islice(closed_loop(prompts, max_tokens=8), 3)}
+    assert asked == {"log.jsonl:1": 7, "a": 8, "log.jsonl:3": 8}
+
+
 @pytest.mark.parametrize(
-    "content", ["{}", "[1]", "not json", '{"prompt": "a"}\n{"text": "b"}', "", "cut", None]
+    "content",
+    [
+        '{"messages": []}',
+        '{"messages": [{"content": "a"}]}',
+        '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+        '{"body": {"prompt": ["a", "b"]}}',
+        "{}",
+        "[1]",
+        "not json",
+        '{"prompt": "a"}\n{"text": "b"}',
+        "",
+        "cut",
+        None,
+    ],
 )
 def test_what_is_not_a_workload_is_refused_whole(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "a.jsonl"  # None: not there, and its folder is empty
