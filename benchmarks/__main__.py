@@ -40,6 +40,7 @@ SERVING = {
     "model_families",
     "peers",
     "prefix_cache",
+    "ray_up",
     "streams",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}

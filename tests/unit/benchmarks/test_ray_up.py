@@ -1,0 +1,48 @@
+"""What a cluster run would do, and what it finds that a cluster left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.harness.cluster import ROOT
+from benchmarks.ray_up import DOWN, UP, left_behind, ray_up, steps
+
+
+def test_a_dry_run_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    ray_up(requests=20, run_time_s=5, dry_run=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [UP, *(command for command in steps(20, 5).values() if command), DOWN]
+    assert any(line.startswith("serve deploy") for line in lines)
+    assert sum(line.startswith("ray job submit") for line in lines) == 2
+
+
+def test_files_that_the_commands_name_are_there() -> None:
+    for command in [UP, *steps(20, 5).values(), DOWN]:
+        for word in command.split():
+            if word.endswith((".yaml", ".py")):
+                assert (ROOT / word).exists(), command
+
+
+def test_jobs_and_replicas_run_where_the_cluster_file_copies_to() -> None:
+    cluster = yaml.safe_load((ROOT / "ray_cluster_local.yaml").read_text())
+    (folder,) = cluster["file_mounts"]
+    assert all(folder in command for command in cluster["head_start_ray_commands"])
+
+
+def test_a_process_in_the_folder_is_left_behind(tmp_path: Path) -> None:
+    assert left_behind(tmp_path) == []
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        assert [code in command for command in left_behind(tmp_path)] == [True]
+        process.stdin.close()
+    assert left_behind(tmp_path) == []
