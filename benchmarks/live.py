@@ -10,7 +10,8 @@ goes on where it was.
 On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
 anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
 answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what the cores do for each token
-between engine and client outweighs the experts. Each trial begins with a policy that has seen nothing;
+between engine and client outweighs the experts. Answers are longer than prompts, so that most of the
+engines' time is decode, which placement is about. Each trial begins with a policy that has seen nothing;
 marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
 decode_replay for the same without contention.
 """
@@ -44,14 +45,14 @@ def live(
     in_flight: options.InFlight = 64,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy.")] = 2,
-    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 40,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 45,
-    burn_in_seconds: options.BurnIn = 120,
+    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 30,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 35,
+    burn_in_seconds: options.BurnIn = 60,
     deployment: options.Deployment = Path("deployments/cpu_demo_4d.yaml"),
     intermediate: options.Intermediate = 1536,
     stream_interval: options.Interval = 16,
-    output_tokens: options.MeanOutput = 64,
-    max_prompt_tokens: options.Longest = 256,
+    output_tokens: options.MeanOutput = 160,
+    max_prompt_tokens: options.Longest = 128,
     requests: options.Captured = 2400,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8340,
     work: options.Work = options.WORK,
