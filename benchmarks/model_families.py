@@ -36,24 +36,30 @@ from tools.cli import run
 from tools.results import publish
 
 _TRITON_CPU = ROOT / "tests/engine/triton_cpu"
+_TORCHVISION = ROOT / "tests/engine/torchvision_cpu"
 RUNNERS = ("V1", "V2")
 
 
 def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, dict[str, Any]]:
     """Family -> report of its engine (see family_engine), or {"error": the reason} where none started."""
-    folders = [ROOT, *([_TRITON_CPU] if runner == "V2" else [])]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
-        environment["TRITON_INTERPRET"] = "1"
-    folder = work / runner
-    folder.mkdir()
-    jobs = {name: FAMILIES[name].engine | {"model": str(path)} for name, path in checkpoints.items()}
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
-        env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
-    )  # fmt: skip
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in jobs}
+    reports: dict[str, dict[str, Any]] = {}
+    for torchvision in (False, True):
+        names = [name for name in checkpoints if FAMILIES[name].torchvision == torchvision]
+        folders = [ROOT, *([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
+        environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
+            environment["TRITON_INTERPRET"] = "1"
+        folder = work / f"{runner}{'_torchvision' * torchvision}"
+        folder.mkdir()
+        jobs = {name: FAMILIES[name].engine | {"model": str(checkpoints[name])} for name in names}
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        if names:
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
+                env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
+            )  # fmt: skip
+        reports |= {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    return reports
 
 
 def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:

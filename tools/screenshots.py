@@ -1,4 +1,7 @@
-"""Screenshots of a running service's live page, for the docs: `python -m tools.screenshots --help`."""
+"""Screenshots of a running service's live page and of a report, for the docs.
+
+    python -m tools.screenshots --help
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,13 @@ def screenshots(
     out: Annotated[Path, typer.Option(help="folder for the PNGs")],
     url: Annotated[str, typer.Option(help="of the service")] = "http://127.0.0.1:8000",
     admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="if it has one")] = None,
+    report: Annotated[Path | None, typer.Option(help="report.html of `eldr compare`, too")] = None,
 ) -> None:
     """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""
-    for name, content in asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key)).items():
+    pictures = asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key))
+    if report is not None:
+        pictures["report"] = asyncio.run(of_report(report))
+    for name, content in pictures.items():
         write_whole(out / f"{name}.png", content)
 
 
@@ -44,6 +51,17 @@ async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
                 await page.until("!document.querySelector('main').hidden")
                 found[name] = _small(await page.screenshot())
     return found
+
+
+async def of_report(report: Path) -> bytes:
+    """The page of a comparison, PNG; FileNotFoundError if there is none."""
+    address = report.resolve(strict=True).as_uri()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        async with browser(Path(scratch)) as page:
+            await page.open(address)
+            await page.until(f"document.readyState === 'complete' && location.href === {address!r}")
+            await page.look(width=1100)
+            return _small(await page.screenshot())
 
 
 def _small(png: bytes) -> bytes:

@@ -39,6 +39,7 @@ _MLA = {
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
     "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",  # transformers' V3 has no other; vLLM reads it from the checkpoint
 }
 _GDN = {
     "num_key_value_heads": 2,
@@ -66,6 +67,7 @@ class Family:
         architecture: by which vLLM knows the model, if not by the class's name in transformers.
         exact: whether vLLM's CPU engine chooses as Hugging Face's model does, token by token.
         engine: engine arguments; few KV blocks, so that requests are preempted.
+        torchvision: vLLM imports it, for pictures that a text model does not see.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Family:
     architecture: str = ""
     exact: bool = True
     engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
+    torchvision: bool = False
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the checkpoint in Hugging Face format, without a tokenizer."""
@@ -130,7 +133,11 @@ FAMILIES = {
             "first_k_dense_replace": 1,
         },
     ),
-    "Phi-3.5-MoE": Family("Phimoe", _LOCAL_8, exact=False, architecture="PhiMoEForCausalLM"),
+    "Phi-3.5-MoE": Family(
+        "Phimoe",
+        _LOCAL_8 | {"attention_bias": True, "lm_head_bias": True},  # which vLLM takes for granted
+        architecture="PhiMoEForCausalLM",
+    ),
     "Dots1": Family(
         "Dots1",
         {
@@ -181,10 +188,10 @@ FAMILIES = {
         "Qwen3_5Moe",
         _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
         config_class="Qwen3_5MoeTextConfig",
-        exact=False, engine=_RECURRENT,
+        exact=False, engine=_RECURRENT, torchvision=True,
     ),
     "DeepSeek-V2": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy"}, exact=False, engine=_engine(17)),
+        "topk_method": "greedy", "scoring_func": "softmax"}, exact=False, engine=_engine(17)),
     "DeepSeek-V3": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
                           exact=False, engine=_engine(17)),
     "Kimi-K2": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},

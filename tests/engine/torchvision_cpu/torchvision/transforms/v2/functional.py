@@ -1,0 +1,5 @@
+"""Functions on pictures, none of which is here."""
+
+from torchvision.transforms import InterpolationMode
+
+__all__ = ["InterpolationMode"]

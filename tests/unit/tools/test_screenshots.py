@@ -1,0 +1,26 @@
+"""A screenshot of a report is of that page, whole."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tools.screenshots import of_report
+
+
+@pytest.mark.slow
+async def test_the_whole_page_is_in_the_picture(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text('<body style="margin:0"><div style="height:1500px;background:#008000"></div></body>')
+    pixels = np.asarray(Image.open(io.BytesIO(await of_report(page))).convert("RGB"))
+    assert pixels.shape == (1500, 1100, 3)
+    assert (pixels == (0, 128, 0)).all()
+
+
+async def test_a_report_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"report\.html"):
+        await of_report(tmp_path / "report.html")
