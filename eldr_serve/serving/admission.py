@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic_core
 from pydantic import BaseModel, Field
@@ -83,6 +83,11 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         gt=0,
         description="how long a client of the port may take nothing of what is sent to it, s; then its "
         "connection is closed",
+    )
+    log_requests: Literal["failed", "all"] = Field(
+        default="failed",
+        description="which requests for generated text have a line of JSON in the log when they have ended: "
+        "those that something has failed, answered or not, or all",
     )
 
 
