@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
@@ -35,6 +35,7 @@ from eldr_serve.serving.admission import (
     Admission,
     Gate,
     IngressOptions,
+    TracingOptions,
     parse_json,
     refusal,
     refused_response,
@@ -54,6 +55,9 @@ from eldr_serve.serving.tenants import Visit
 from eldr_serve.serving.warmup import Warmup
 from eldr_serve.serving.watching import PERIOD_S, IngressMetrics
 from eldr_serve.serving.wire import Asked, Generation, max_new_tokens, sequences, tenant_salt
+
+if TYPE_CHECKING:
+    from eldr_serve.serving.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +121,7 @@ class EldrIngress:
         self._path = RequestPath(
             engines=engines, client=self._client, options=path_options, tokens=self._tokens
         )
-        self._log = RequestLog(every=options.log_requests == "all")
+        self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
         self._started: asyncio.Task[None] | None = None
@@ -167,11 +171,13 @@ class EldrIngress:
         """Serve's hook before it ends the replica: answers end first."""
         if self._http is not None:
             await self._http.drain()
+        await self._log.stop()
 
     async def stop(self) -> None:
         """End the background work and all channels."""
         if self._started is not None:
             self._started.cancel()
+        await self._log.stop()
         await self._client.stop()
         await self._prefill.stop()
         await self._decode.stop()
@@ -199,8 +205,10 @@ class EldrIngress:
             visit.tenant.priority,
             tenant_salt(visit.tenant.name, asked),
         )
-        record = self._log.begin(request.scope["path"], visit.tenant.name)
+        record = self._log.begin(request.scope["path"], visit.tenant.name, generation.headers)
         request.state.named = {"x-eldr-request": record.request_id}
+        if record.trace_id:
+            request.state.named["x-eldr-trace"] = record.trace_id
         streaming: list[asyncio.Task[Any]] = []
 
         def placed(lease: Placement) -> None:
@@ -508,6 +516,14 @@ def _named(request: Request, response: Response) -> Response:
     """Under the request's name in the logs, if it has got one."""
     response.headers.update(getattr(request.state, "named", {}))
     return response
+
+
+def _tracing(options: TracingOptions | None) -> Tracing | None:
+    if options is None:
+        return None
+    from eldr_serve.serving.tracing import Tracing  # of OpenTelemetry, which is imported for a while
+
+    return Tracing(options)
 
 
 def decode_directory(application: str) -> str:

@@ -34,6 +34,7 @@ from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.stages import Stages
 from eldr_serve.serving.true_signature import METHOD, TrueSignature
 from eldr_serve.serving.wire import (
+    WAITED_S,
     Generation,
     created_at,
     decode_header,
@@ -315,9 +316,10 @@ class RequestPath:
         if resumed:
             self._client.progress(run.request_id, run.tokens)
         first = True
-        chunks = self._decode(run, lease, prefilled)
+        decoding = run.record.decode(lease.replica)
+        chunks = self._decode(run, lease, prefilled, decoding)
         try:
-            with run.record.decode(lease.replica) as decoding:
+            with decoding:
                 async for payload in chunks:
                     if first:
                         first = False
@@ -473,7 +475,7 @@ class RequestPath:
         return prompt_blocks(run.token_ids, self._engines.decode.directory.block_tokens, salt)
 
     async def _decode(
-        self, run: _Run, lease: Placement, prefilled: Prefilled | None
+        self, run: _Run, lease: Placement, prefilled: Prefilled | None, decoding: Decoding
     ) -> AsyncGenerator[bytes, None]:
         """Yield the engine's bytes as they come; none where only tokens have come.
 
@@ -514,6 +516,8 @@ class RequestPath:
                 self._client.progress(lease.request_id, run.tokens)
                 yield chunk.payload
             ended = True
+            if prefilled is not None:
+                decoding.transport_s = call.about.get(WAITED_S)
             if not begun:
                 raise _DecodeFailed("it answered nothing", lease.replica, alive=True, begun=False)
             self._outliers[self._engines.decode].succeeded(lease.replica)

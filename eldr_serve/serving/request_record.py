@@ -19,7 +19,8 @@ class Stage:
     """A part of a request's way; a try that failed has stages of its own.
 
     Attributes:
-        name: prefill, place, first_token or stream, in this order.
+        name: prefill, place, transport (until the decode engine has the prompt's blocks and begins with its
+            first step, where it tells that), first_token or stream, in this order.
         begun_s, ended_s: time.monotonic().
         worker: the engine's replica, where one worked.
         error: why it failed, one sentence; "" if it did not.
@@ -44,6 +45,7 @@ class RequestRecord:
     Attributes:
         path: of the URL.
         request_id: names it in answers, logs and engines.
+        trace_id: of its trace; "" without tracing.
         stages: those that have ended, in the order of their ends.
         failures: what has failed it on its way, be it that it was tried again, one sentence each.
         lease: its newest.
@@ -57,6 +59,7 @@ class RequestRecord:
     path: str = ""
     tenant: str = ""
     tell: Callable[[RequestRecord], None] = lambda record: None
+    trace_id: str = ""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     begun_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
@@ -114,6 +117,7 @@ class RequestRecord:
         lease = self.lease
         return {
             "request": self.request_id,
+            "trace": self.trace_id or None,
             "path": self.path,
             "tenant": self.tenant,
             "status": self.status,
@@ -131,26 +135,36 @@ class RequestRecord:
 
 
 class Decoding:
-    """The stages of a decode call: until its first chunk, and from there on."""
+    """The stages of a decode call.
+
+    Attributes:
+        transport_s: part of the time to its first chunk; None: not known.
+        first_s: time.monotonic() of the first chunk; None: it has not come.
+    """
 
     def __init__(self, stages: list[Stage], worker: str) -> None:
         self._stages = stages
         self._worker = worker
         self.begun_s = time.monotonic()
-        self.first_s: float | None = None  # time.monotonic() of the first chunk
+        self.transport_s: float | None = None
+        self.first_s: float | None = None
 
-    def __enter__(self) -> Decoding:
-        return self
+    def __enter__(self) -> None:
+        """It has begun already."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         now = time.monotonic()
-        if self.first_s is not None:
-            self._add("first_token", self.begun_s, self.first_s)
-            self._add("stream", self.first_s, now, error)
-        else:
+        if self.first_s is None:
             self._add("first_token", self.begun_s, now, error)
+            return
+        begun_s = self.begun_s
+        if self.transport_s is not None:
+            begun_s = min(begun_s + self.transport_s, self.first_s)
+            self._add("transport", self.begun_s, begun_s)
+        self._add("first_token", begun_s, self.first_s)
+        self._add("stream", self.first_s, now, error)
 
     def _add(self, name: str, begun_s: float, ended_s: float, error: BaseException | None = None) -> None:
         said = sentence(error) if isinstance(error, Exception) else ""

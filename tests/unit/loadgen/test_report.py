@@ -43,9 +43,7 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
     ("engines", "bad"),
     [({"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0}, True), (None, False)],
 )
-def test_the_report_renders_in_a_browser(
-    tmp_path: Path, engines: dict[str, float] | None, bad: bool
-) -> None:
+def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, float] | None, bad: bool) -> None:
     made = trials(engines)
     rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     page, shot = tmp_path / "report.html", tmp_path / "report.png"
