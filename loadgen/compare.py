@@ -31,6 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
+from loadgen.answers import answers
 from loadgen.figures import method, policy_rows
 from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
@@ -217,8 +218,10 @@ def _publish(
     """Print and write the figures; False if requests failed."""
     rows = policy_rows(names, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
     failures = sum(row["failures"] for row in rows)
-    first_line, bad = _verdict(trials, failures)
-    console.print(first_line, style="bold red" if bad else "bold")
+    answered = answers(rows, settings["rounds"])
+    line, bad = _verdict(trials, failures)
+    for text in [line, *answered] if bad else [*answered, line]:
+        console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
         "batch size are means over decode steps, engine ms per token is the time of all decode steps over "
@@ -235,7 +238,8 @@ def _publish(
     report = html_report(
         rows,
         trials,
-        verdict=first_line,
+        answers=answered,
+        verdict=line,
         bad=bad,
         notes=notes,
         settings=inputs | environment(),
@@ -248,7 +252,7 @@ def _publish(
 
 
 def _verdict(trials: list[Trial], failures: int) -> tuple[str, bool]:
-    """The first line, and whether it says that the figures are not what they should be."""
+    """The run in a line, and whether it says that the figures are not what they should be."""
     records = [record for trial in trials for record in trial.requests]
     late = [r["late_s"] for r in records if r["late_s"] is not None]
     late_s = float(np.quantile(late, 0.99)) if late else None

@@ -56,6 +56,7 @@ def page(
     pictures: Sequence[tuple[str, Figure]],
     settings: dict[str, Any],
     *,
+    answers: Sequence[str] = (),
     verdict: str = "",
     bad: bool = False,
 ) -> str:
@@ -63,10 +64,12 @@ def page(
 
     Args:
         rows: the table; the keys of the first are its columns.
-        verdict: the first line, red if `bad`.
+        answers: sentences before the table.
+        verdict: after these; before them, and red, if `bad`.
     """
     return _PAGES.get_template("report.html").render(
-        style=style(), title=title, verdict=verdict, bad=bad, rows=_cells(rows), explanation=explanation,
+        style=style(), title=title, answers=answers, verdict=verdict, bad=bad, rows=_cells(rows),
+        explanation=explanation,
         pictures=[(heading, _png(figure)) for heading, figure in pictures],
         settings=_cells([{"setting": key, "value": value} for key, value in settings.items()]),
     )  # fmt: skip
@@ -76,6 +79,7 @@ def html_report(
     rows: list[dict[str, Any]],
     trials: list[Trial],
     *,
+    answers: Sequence[str],
     verdict: str,
     bad: bool,
     notes: str,
@@ -87,6 +91,7 @@ def html_report(
 
     Args:
         rows: of loadgen.figures.
+        answers: of loadgen.answers.
         verdict: whether the run can be trusted.
     """
     policies = [row["policy"] for row in rows]
@@ -103,6 +108,7 @@ def html_report(
             ("Load over time", load_over_time(policies, trials)),
         ],
         settings,
+        answers=answers,
         verdict=verdict,
         bad=bad,
     )

@@ -27,6 +27,7 @@ from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
 from loadgen import application
+from loadgen.answers import answers
 from loadgen.figures import method, policy_rows
 from loadgen.report import distributions, load_over_time, page
 from loadgen.trial import Shape, Trial, drive
@@ -98,7 +99,13 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
 
 
 def _report(
-    out: Path, rows: list[dict[str, Any]], trials: list[Trial], trace: Path, fitted: Path, seconds: int
+    out: Path,
+    rows: list[dict[str, Any]],
+    answered: list[str],
+    trials: list[Trial],
+    trace: Path,
+    fitted: Path,
+    seconds: int,
 ) -> Path:
     """A self-contained HTML page: the table, the signature space, TPOT and load over time."""
     policies = [row["policy"] for row in rows]
@@ -113,6 +120,7 @@ def _report(
             ("Load", load_over_time(policies, trials)),
         ],
         environment(),
+        answers=answered,
     )
     write_whole(path, content)
     return path
@@ -182,6 +190,9 @@ def demo(
         rows = policy_rows(
             list(policies), trials, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed
         )
+        answered = answers(rows, rounds)
+        for text in answered:
+            console.print(text, style="bold", soft_wrap=True, markup=False)
         print_table("the same prompts under three policies", rows, columns=_COLUMNS)
         inputs = {
             "prompts": prompts.name, "rate": rate, "users": users, "seconds": seconds, "rounds": rounds,
@@ -189,7 +200,7 @@ def demo(
         }  # fmt: skip
         notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
         write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
-        report = _report(out, rows, trials, trace, fitted, seconds)
+        report = _report(out, rows, answered, trials, trace, fitted, seconds)
         console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
         if any(row["failures"] for row in rows):
             raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")

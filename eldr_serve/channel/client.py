@@ -58,7 +58,11 @@ class Chunk:
 
 
 class Call:
-    """One call, and what has come of its answer."""
+    """One call, and what has come of its answer.
+
+    Attributes:
+        about: what the engine has said of its part with the answer's end.
+    """
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel = channel
@@ -72,6 +76,7 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._heard_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.about: dict[str, Any] = {}
         self.on_overflow: Callable[[], None] = lambda: None  # told once, when the call is cancelled for that
 
     async def read(self) -> Chunk | None:
@@ -224,8 +229,10 @@ class Channel(Peer):
             if call in self._calls:
                 self._calls[call].data(payload[4 * tokens :], tokens, payload[: 4 * tokens])
         elif kind in (Kind.END, Kind.FAIL):
+            about = _about(payload) if kind == Kind.END and payload else {}
             found = self._calls.pop(call, None)
             if found is not None:
+                found.about = about
                 found.over(CallFailed(tokens, payload) if kind == Kind.FAIL else None)
         elif kind == Kind.WELCOME:
             if not self.welcome.done():
@@ -244,3 +251,13 @@ class Channel(Peer):
         for call in calls.values():
             call.over(ChannelLost(reason))
         self._changed()
+
+
+def _about(payload: bytes) -> dict[str, Any]:
+    try:
+        return _ABOUT.decode(payload)
+    except msgspec.DecodeError as error:
+        raise BrokenFrame(f"a malformed end: {error}") from error
+
+
+_ABOUT = msgspec.msgpack.Decoder(dict[str, Any])

@@ -31,11 +31,16 @@ _SILENT_S = 10.0  # an ingress under load may be late; one that has died is know
 
 
 class Answer:
-    """Where the answer to one call is written."""
+    """Where the answer to one call is written.
+
+    Attributes:
+        about: said of the call with its end, of what msgpack can carry.
+    """
 
     def __init__(self, connection: _Connection, call: int) -> None:
         self._connection = connection
         self._call = call
+        self.about: dict[str, Any] = {}
 
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
         """Send a part of the answer, with how many generated tokens are in it.
@@ -124,7 +129,8 @@ class ChannelServer:
             self.in_flight += 1
             self._idle.clear()
             try:
-                await self._handler(method, header, body, Answer(connection, call))
+                answer = Answer(connection, call)
+                await self._handler(method, header, body, answer)
             finally:
                 self.in_flight -= 1
                 if not self.in_flight:
@@ -132,7 +138,7 @@ class ChannelServer:
         except Exception as error:
             status, said = self._describe(error)
             return frame(Kind.FAIL, call, said, status)
-        return frame(Kind.END, call)
+        return frame(Kind.END, call, msgspec.msgpack.encode(answer.about) if answer.about else b"")
 
 
 _CALL = msgspec.msgpack.Decoder(tuple[str, dict[str, Any], bytes])

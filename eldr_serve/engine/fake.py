@@ -71,8 +71,8 @@ class FakeEngine:
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, SIGNATURE: next(self._packed)})
 
-    async def generate(self, request: EngineRequest, send: Send) -> None:
-        """See protocol.Engine."""
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        """See protocol.Engine; no block comes from anywhere."""
         asked = _fields(request)
         gap_steps = max(1, round(asked.get("gap_ms", 0) / 1000 / self._config.step_s))
         made = len(request.generated) // 4
@@ -84,6 +84,7 @@ class FakeEngine:
             await answer.ended.wait()
         finally:
             answer.ended.set()
+        return 0.0
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine."""

@@ -83,8 +83,13 @@ class Engine(Protocol):
         A request that `generate` would refuse is refused here, in the same words, before it costs a step.
         """
 
-    async def generate(self, request: EngineRequest, send: Send) -> None:
-        """Send the answer: the events of a stream, or one JSON body."""
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        """Send the answer: the events of a stream, or one JSON body.
+
+        Returns:
+            Time until the first step of the request began, s, in which its prompt's blocks came from another
+            engine, if they did; None if it is not known.
+        """
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """Of the prompt that `generate` computes here, under this name: its tokens, and its expert counts

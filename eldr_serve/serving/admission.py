@@ -9,10 +9,10 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic_core
-from pydantic import BaseModel, Field
+from pydantic import AnyHttpUrl, BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -31,6 +31,22 @@ _READING = ("GET", "HEAD", "OPTIONS")
 _FOR_EVERYBODY = ("/openapi.json",)
 # Digits or an exponent, be it within a string, that may not fit in 64 bits: then each number is looked at.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
+
+
+class TracingOptions(BaseModel, frozen=True, extra="forbid"):
+    """Traces of requests, by OpenTelemetry."""
+
+    endpoint: AnyHttpUrl = Field(
+        description="where spans go: a collector's URL that takes OTLP over HTTP, as "
+        "http://collector:4318/v1/traces"
+    )
+    sample: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of requests that are traced; one that comes with a `traceparent` is traced if "
+        "that says so",
+    )
 
 
 class IngressOptions(BaseModel, frozen=True, extra="forbid"):
@@ -83,6 +99,14 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         gt=0,
         description="how long a client of the port may take nothing of what is sent to it, s; then its "
         "connection is closed",
+    )
+    log_requests: Literal["failed", "all"] = Field(
+        default="failed",
+        description="which requests for generated text have a line of JSON in the log when they have ended: "
+        "those that something has failed, answered or not, or all",
+    )
+    tracing: TracingOptions | None = Field(
+        default=None, description="one span a request, with one for each of its stages; none: no tracing"
     )
 
 

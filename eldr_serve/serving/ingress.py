@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
@@ -35,6 +35,7 @@ from eldr_serve.serving.admission import (
     Admission,
     Gate,
     IngressOptions,
+    TracingOptions,
     parse_json,
     refusal,
     refused_response,
@@ -46,6 +47,7 @@ from eldr_serve.serving.messages import Answered, NamedPolicy
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
 from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.serving.replicas import directory
+from eldr_serve.serving.request_log import RequestLog
 from eldr_serve.serving.router_calls import AWAY, RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
@@ -53,6 +55,9 @@ from eldr_serve.serving.tenants import Visit
 from eldr_serve.serving.warmup import Warmup
 from eldr_serve.serving.watching import PERIOD_S, IngressMetrics
 from eldr_serve.serving.wire import Asked, Generation, max_new_tokens, sequences, tenant_salt
+
+if TYPE_CHECKING:
+    from eldr_serve.serving.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +121,7 @@ class EldrIngress:
         self._path = RequestPath(
             engines=engines, client=self._client, options=path_options, tokens=self._tokens
         )
+        self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
         self._started: asyncio.Task[None] | None = None
@@ -165,11 +171,13 @@ class EldrIngress:
         """Serve's hook before it ends the replica: answers end first."""
         if self._http is not None:
             await self._http.drain()
+        await self._log.stop()
 
     async def stop(self) -> None:
         """End the background work and all channels."""
         if self._started is not None:
             self._started.cancel()
+        await self._log.stop()
         await self._client.stop()
         await self._prefill.stop()
         await self._decode.stop()
@@ -197,7 +205,10 @@ class EldrIngress:
             visit.tenant.priority,
             tenant_salt(visit.tenant.name, asked),
         )
-        handovers: list[float] = []
+        record = self._log.begin(request.scope["path"], visit.tenant.name, generation.headers)
+        request.state.named = {"x-eldr-request": record.request_id}
+        if record.trace_id:
+            request.state.named["x-eldr-trace"] = record.trace_id
         streaming: list[asyncio.Task[Any]] = []
 
         def placed(lease: Placement) -> None:
@@ -208,7 +219,7 @@ class EldrIngress:
             for task in streaming:
                 task.cancel()
 
-        run = self._path.generate(generation, placed=placed, handed_over=handovers.append, cut_off=cut_off)
+        run = self._path.generate(generation, record, placed=placed, cut_off=cut_off)
         try:
             first = await anext(run)
         except BaseException:
@@ -224,15 +235,14 @@ class EldrIngress:
             tpot_s = (time.monotonic() - first_at) / (tokens - 1) if tokens > 1 else None
             self._client.answered_client(Answered(first_at - asked_at, tpot_s))
 
-        headers = {
-            "x-eldr-request": lease.request_id,
+        headers = request.state.named | {
             "x-eldr-decode-worker": lease.replica,
             "x-eldr-band": str(lease.band),
             "x-eldr-policy": lease.policy,
         }
-        if asked.stream and handovers:
+        if asked.stream and record.handover_s is not None:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
-            headers["x-eldr-handover-ms"] = f"{1000 * handovers[-1]:.3f}"
+            headers["x-eldr-handover-ms"] = f"{1000 * record.handover_s:.3f}"
         if asked.stream:
             return _Streamed(first, run, headers, streaming, answered)
         whole = b"".join([first, *[chunk async for chunk in run]])
@@ -482,16 +492,16 @@ def application() -> Starlette:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    return refused_response(error)
+    return _named(request, refused_response(error))
 
 
 async def _call_failed(request: Request, error: Any) -> Response:
     retry_after = {"Retry-After": "1"} if error.status == 503 else None
-    return Response(error.body, error.status, retry_after, "application/json")
+    return _named(request, Response(error.body, error.status, retry_after, "application/json"))
 
 
 async def _channel_lost(request: Request, error: Any) -> Response:
-    return refusal(f"an engine was lost: {sentence(error)}", 503, 1)
+    return _named(request, refusal(f"an engine was lost: {sentence(error)}", 503, 1))
 
 
 async def _http_error(request: Request, error: Any) -> Response:
@@ -499,7 +509,21 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return refusal("the ingress failed; its log says more", 500)
+    return _named(request, refusal("the ingress failed; its log says more", 500))
+
+
+def _named(request: Request, response: Response) -> Response:
+    """Under the request's name in the logs, if it has got one."""
+    response.headers.update(getattr(request.state, "named", {}))
+    return response
+
+
+def _tracing(options: TracingOptions | None) -> Tracing | None:
+    if options is None:
+        return None
+    from eldr_serve.serving.tracing import Tracing  # of OpenTelemetry, which is imported for a while
+
+    return Tracing(options)
 
 
 def decode_directory(application: str) -> str:

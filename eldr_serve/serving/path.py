@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,10 +29,12 @@ from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.outliers import Outliers
 from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.serving.rate import Rate
+from eldr_serve.serving.request_record import Decoding, RequestRecord, Stage
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.stages import Stages
 from eldr_serve.serving.true_signature import METHOD, TrueSignature
 from eldr_serve.serving.wire import (
+    WAITED_S,
     Generation,
     created_at,
     decode_header,
@@ -145,10 +146,9 @@ class _Run:
     """One request on its way, what has come of it, and what has failed it so far."""
 
     request: Generation
+    record: RequestRecord
     placed: Callable[[Placement], None]
-    handed_over: Callable[[float], None]
     cut_off: Callable[[], None]
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefills: int = 0  # calls, whatever came of them
     failed_prefills: int = 0
     passed_over: int = 0  # prefill replicas, from the first in the prefix's rank
@@ -172,6 +172,10 @@ class _Run:
             self.created = created_at(chunk.payload)
         self.sent = True
         self.ended = not self.request.asked.stream or is_end(chunk.payload)
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
 
     @property
     def can_go_on(self) -> bool:
@@ -244,58 +248,59 @@ class RequestPath:
     async def generate(
         self,
         request: Generation,
+        record: RequestRecord | None = None,
         *,
         placed: Callable[[Placement], None] = lambda lease: None,
-        handed_over: Callable[[float], None] = lambda seconds: None,
         cut_off: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield what the decode engine answers: bytes of a stream as they come, or of one response.
 
         Args:
+            record: what becomes of the request is written there.
             placed: told of each lease as it is made.
-            handed_over: told the time from the end of prefill to the first answer of decode, s.
             cut_off: called when too much waits for whoever iterates over this; nothing more will come.
 
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        run = _Run(request, placed, handed_over, cut_off)
-        while len(run.failed) < self._options.decode_tries:
-            try:
-                async with aclosing(self._try(run)) as answer:
-                    async for payload in answer:
-                        yield payload
-                return
-            except _PrefillFailed as failure:
-                logger.warning("request %s: %s", run.request_id, failure)
-                run.failed_prefills += 1
-                run.passed_over += 1
-                if run.failed_prefills >= self._options.prefill_tries and self._engines.prefill.live:
+        run = _Run(request, record or RequestRecord(), placed, cut_off)
+        failures = run.record.failures
+        with run.record:
+            while len(run.failed) < self._options.decode_tries:
+                try:
+                    async with aclosing(self._try(run)) as answer:
+                        async for payload in answer:
+                            yield payload
+                    return
+                except _PrefillFailed as failure:
+                    failures.append(f"{failure}")
+                    run.failed_prefills += 1
+                    run.passed_over += 1
+                    if run.failed_prefills >= self._options.prefill_tries and self._engines.prefill.live:
+                        break
+                    self._client.count("prefill_retries")
+                except _DecodeFailed as failure:
+                    failures.append(f"decode replica {failure.replica} failed it: {failure}")
+                    run.failed.append(failure.replica)
+                    # If the replica is alive, the blocks may be at fault: let another engine prefill.
+                    run.passed_over += failure.alive
+                    run.cuts += run.sent and failure.begun
+                    if run.sent and (run.cuts > 1 or not run.can_go_on):
+                        break
+                    if not run.can_go_on:
+                        run.start_again()
+                except (Refused, CallFailed) as error:
+                    if not run.sent:
+                        raise
+                    failures.append(f"it could not go on elsewhere: {error}")
                     break
-                self._client.count("prefill_retries")
-            except _DecodeFailed as failure:
-                logger.warning(
-                    "request %s: decode replica %s failed it: %s", run.request_id, failure.replica, failure
-                )
-                run.failed.append(failure.replica)
-                # If the replica is alive, the blocks may be at fault: let another engine prefill.
-                run.passed_over += failure.alive
-                run.cuts += run.sent and failure.begun
-                if run.sent and (run.cuts > 1 or not run.can_go_on):
-                    break
-                if not run.can_go_on:
-                    run.start_again()
-            except (Refused, CallFailed) as error:
-                if not run.sent:
-                    raise
-                logger.warning("request %s could not go on elsewhere: %s", run.request_id, error)
-                break
-        if not run.sent:
-            prefills, decodes = run.failed_prefills, len(run.failed)
-            raise Overloaded(f"{prefills} prefill attempts failed and {decodes} decode calls of this request")
-        self._client.count("streams_lost")
-        yield _LOST
+            if not run.sent:
+                tries = f"{run.failed_prefills} prefill attempts failed and {len(run.failed)} decode calls"
+                raise Overloaded(f"{tries} of this request")
+            self._client.count("streams_lost")
+            run.record.error = "engine_lost"
+            yield _LOST
 
     async def _try(self, run: _Run) -> AsyncGenerator[bytes, None]:
         """One decode call, with a prefill of its own."""
@@ -304,32 +309,41 @@ class RequestPath:
             prefilled = await self._prefill(run) if self._splits(run.request) else None
             if run.token_ids is None and self._tokens is not None:
                 run.foreseen = await self._tokens.of(run.request.asked)
-            placing_at = time.monotonic()
-            lease = await self._place(run, prefilled)
+            with run.record.stage("place") as placing:
+                lease = await self._place(run, prefilled)
+        run.record.lease = lease
         run.placed(lease)
         if resumed:
             self._client.progress(run.request_id, run.tokens)
-        placed_at = time.monotonic()
         first = True
-        chunks = self._decode(run, lease, prefilled)
+        decoding = run.record.decode(lease.replica)
+        chunks = self._decode(run, lease, prefilled, decoding)
         try:
-            async for payload in chunks:
-                if first and prefilled is not None:
-                    now = time.monotonic()
-                    run.handed_over(now - prefilled.done_at)
-                    self.stages.record(
-                        place=placed_at - placing_at,
-                        first_chunk=now - placed_at,
-                        handover=now - prefilled.done_at,
-                    )
-                if first and resumed:
-                    self._client.count("resumed")
-                first = False
-                if payload:
-                    yield payload
+            with decoding:
+                async for payload in chunks:
+                    if first:
+                        first = False
+                        self._begun(run, prefilled, placing, decoding)
+                        if resumed:
+                            self._client.count("resumed")
+                    if payload:
+                        yield payload
         finally:
             await chunks.aclose()
             self._client.release(run.request_id)
+
+    def _begun(self, run: _Run, prefilled: Prefilled | None, placing: Stage, decoding: Decoding) -> None:
+        """The first chunk has come."""
+        decoding.first_s = now = time.monotonic()
+        if run.request.asked.stream:
+            run.record.status = 200
+        if prefilled is not None:
+            run.record.handover_s = now - prefilled.done_at
+            self.stages.record(
+                place=placing.seconds,
+                first_chunk=now - decoding.begun_s,
+                handover=run.record.handover_s,
+            )
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -392,15 +406,15 @@ class RequestPath:
             max_load_ratio=self._engines.max_load_ratio,
             attempt=run.passed_over,
         )
-        called_at = time.monotonic()
         call: Call | None = None
         try:
             header = prefill_header(
                 request.method, request_id, request.headers, request.cache_salt, generated=bytes(run.ids)
             )
-            call = fleet.call(replica, "prefill", header, request.body)
-            call.expect(self._options.prefill_limit_s, self._options.prefill_limit_s)
-            found = await prefill_answer(call)
+            with run.record.stage("prefill", replica) as stage:
+                call = fleet.call(replica, "prefill", header, request.body)
+                call.expect(self._options.prefill_limit_s, self._options.prefill_limit_s)
+                found = await prefill_answer(call)
         except CallFailed as error:
             if error.status < 500:
                 raise
@@ -419,8 +433,8 @@ class RequestPath:
         self._outliers[fleet].succeeded(replica)
         run.prompt = found["token_ids"]
         self._client.count("prefills")
-        self.stages.record(prefill=time.monotonic() - called_at)
-        return Prefilled(request_id, replica, found["kv"], time.monotonic())
+        self.stages.record(prefill=stage.seconds)
+        return Prefilled(request_id, replica, found["kv"], stage.ended_s)
 
     def _judge(self, fleet: Fleet, replica: str, error: Exception) -> None:
         """A replica that only says that it is full is well."""
@@ -461,7 +475,7 @@ class RequestPath:
         return prompt_blocks(run.token_ids, self._engines.decode.directory.block_tokens, salt)
 
     async def _decode(
-        self, run: _Run, lease: Placement, prefilled: Prefilled | None
+        self, run: _Run, lease: Placement, prefilled: Prefilled | None, decoding: Decoding
     ) -> AsyncGenerator[bytes, None]:
         """Yield the engine's bytes as they come; none where only tokens have come.
 
@@ -502,6 +516,8 @@ class RequestPath:
                 self._client.progress(lease.request_id, run.tokens)
                 yield chunk.payload
             ended = True
+            if prefilled is not None:
+                decoding.transport_s = call.about.get(WAITED_S)
             if not begun:
                 raise _DecodeFailed("it answered nothing", lease.replica, alive=True, begun=False)
             self._outliers[self._engines.decode].succeeded(lease.replica)

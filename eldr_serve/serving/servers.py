@@ -24,6 +24,7 @@ from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.replicas import BLOCK_TOKENS
+from eldr_serve.serving.wire import WAITED_S
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ class EngineServer:
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
         if method == "generate":
-            await self._engine.generate(EngineRequest(body=body, **header), answer.send)
+            waited_s = await self._engine.generate(EngineRequest(body=body, **header), answer.send)
+            if waited_s is not None:
+                answer.about = {WAITED_S: waited_s}
         else:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 

@@ -18,6 +18,8 @@ from eldr_serve.signature import unpack_counts
 
 # A further key of ours in `kv_transfer_params`, beside those of the engines, which ignore it.
 REPLICA = "eldr_replica"  # the replica that a call through a Serve handle must go to
+# With the end of a `generate` call: what the engine returned, see protocol.Engine.
+WAITED_S = "waited_s"
 
 _CREATED = re.compile(rb'"created":(\d+)')
 

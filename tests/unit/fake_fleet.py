@@ -52,7 +52,7 @@ class Sent:
 
 class FakeFleet:
     """As Fleet. Each call is answered by `answer(sent)`, an async generator of bytes, or (bytes, tokens),
-    or (bytes, tokens, ids).
+    or (bytes, tokens, ids); or of a dict, what is said with the call's end.
 
     What it raises ends the call: ChannelLost as such, all else as the engine's word.
     """
@@ -102,6 +102,9 @@ class FakeFleet:
         try:
             async with aclosing(self.answer(sent)) as chunks:
                 async for chunk in chunks:
+                    if isinstance(chunk, dict):
+                        call.about = chunk
+                        continue
                     call.data(*(chunk if isinstance(chunk, tuple) else (chunk, 1)))
             call.over(None)
         except (ChannelLost, CallFailed) as error:

@@ -86,6 +86,7 @@ class Continuation:
         self._bytes: list[bytes] = []
         self._ids: list[int] = []
         self.failure: Exception | None = None  # the engine's, whatever the serving object has made of it
+        self.metrics: Any = None  # vLLM's RequestStateStats, at the end of the answer and if there are any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -123,6 +124,7 @@ class Continuation:
             params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
         make = self._go_on if self._generated else self._client.generate
         whole: Any = None
+        output: Any = None
         try:
             async with aclosing(make(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
@@ -141,6 +143,7 @@ class Continuation:
         except Exception as error:
             self.failure = error
             raise
+        self.metrics = getattr(output, "metrics", None)
         if whole is not None:
             yield whole
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -82,8 +83,9 @@ class VllmEngine:
         ids = made.prompt_token_ids[: len(made.prompt_token_ids) - len(generated)]
         return Prefilled(np.asarray(ids, np.uint32), made.kv_transfer_params or {})
 
-    async def generate(self, request: EngineRequest, send: Send) -> None:
-        """See protocol.Engine."""
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        """See protocol.Engine; without the engine's stats, or after another engine, the time is not known."""
+        called_s = time.monotonic()
         if signatures.asked(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = parse_request(request)
@@ -105,9 +107,9 @@ class VllmEngine:
             whole, tokens = _whole(made)
             if single is None:
                 send(whole, tokens)
-            else:
-                single.end(whole)
-            return
+                return None
+            single.end(whole)
+            return _waited(single, called_s)
         begun = False
         async for chunk in made:
             if not begun and chunk.startswith('data: {"error"'):
@@ -117,8 +119,10 @@ class VllmEngine:
                 send(chunk.encode(), generated_tokens(chunk))
             else:
                 single.write(chunk.encode())
-        if single is not None:
-            single.end()
+        if single is None:
+            return None
+        single.end()
+        return _waited(single, called_s)
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine; never returns where the engine's stats are not logged."""
@@ -189,6 +193,12 @@ class VllmEngine:
 def _raw_request(parsed: Any, request: EngineRequest) -> Any:
     info = canonical_request_id(parsed, RawRequestInfo(headers=request.headers))
     return RawRequestInfo.to_starlette_request_optional(info)
+
+
+def _waited(single: Continuation, called_s: float) -> float | None:
+    """From the call to the first step that it had a part in, s: on one machine vLLM's clock is ours."""
+    scheduled_s: float = getattr(single.metrics, "scheduled_ts", 0.0)
+    return max(scheduled_s - called_s, 0.0) if scheduled_s else None
 
 
 def _ids(packed: bytes) -> list[int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +27,7 @@ class Frames:
     """An answer's frames: ids, or None where they are not told, and bytes."""
 
     sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
+    waited_s: float | None = None
 
     def send(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
         self.sent.append((np.frombuffer(ids, np.uint32).tolist() if ids else None, payload))
@@ -35,6 +39,15 @@ class Frames:
 
 def scripted(before: list[int]) -> int:
     return SCRIPT[len(before) - len(PROMPT)]
+
+
+class Stamped(Client):
+    """Whose outputs say when their request was scheduled first."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for output in super().generate(*args, **kwargs):
+            output.metrics = SimpleNamespace(scheduled_ts=time.monotonic() + 1000)
+            yield output
 
 
 async def answer(
@@ -52,7 +65,7 @@ async def answer(
     request = EngineRequest(method, body, "r", generated=ids, created=created)
     frames = Frames()
     with patch("time.time", lambda: float(now)):
-        await engine(client or Client(scripted), now).generate(request, frames.send)
+        frames.waited_s = await engine(client or Client(scripted), now).generate(request, frames.send)
     return frames
 
 
@@ -151,3 +164,13 @@ async def test_an_engine_core_that_dies_in_mid_answer_is_the_engines_fault_not_a
     fields = {"stream": stream, "max_tokens": 30}
     with pytest.raises(RuntimeError, match="the engine is gone"):
         await answer(method, fields, client=Client(scripted, dies_after=20))
+
+
+@pytest.mark.parametrize("method", ["chat", "completions"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_tells_how_long_it_has_waited_for_its_first_step(method: str, stream: bool) -> None:
+    fields = {"stream": stream, "max_tokens": 4}
+    frames = await answer(method, fields, client=Stamped(scripted))
+    assert frames.waited_s is not None
+    assert 0 < frames.waited_s - 1000 < 100  # what goes before the last output counts, here alone
+    assert (await answer(method, fields)).waited_s is None  # the engine's stats are not logged

@@ -77,7 +77,10 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     out = tmp_path / "compare"
     service.reports_steps = True
     compare(**options(service, out))
-    assert "requests, none failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "locality-band:band=0.1: TPOT p50 " in said
+    assert "one round has no interval" in said
+    assert said.index("TPOT p50 ") < said.index("requests, none failed") < said.index("figure")
     assert service.policy == OWN
     sent = len(service.bodies)
     parts = service.bodies[: sent // 2], service.bodies[sent // 2 :]

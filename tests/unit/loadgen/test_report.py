@@ -9,6 +9,7 @@ import pytest
 from browser import chromium, rendered
 from PIL import Image
 
+from loadgen.answers import answers
 from loadgen.figures import policy_rows
 from loadgen.report import html_report
 from loadgen.trial import Trial
@@ -39,16 +40,18 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "engines", [{"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0}, None]
+    ("engines", "bad"),
+    [({"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0}, True), (None, False)],
 )
-def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, float] | None) -> None:
+def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, float] | None, bad: bool) -> None:
     made = trials(engines)
     rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     page, shot = tmp_path / "report.html", tmp_path / "report.png"
+    answered = answers(rows, rounds=2)
     page.write_text(
         html_report(
-            rows, made, verdict="240 requests, 6 FAILED", bad=True, notes="<b>not markup</b>",
-            settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
+            rows, made, answers=answered, verdict="240 requests, 6 FAILED", bad=bad,
+            notes="<b>not markup</b>", settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
         )
     )  # fmt: skip
     chromium(page, tmp_path, f"--screenshot={shot}")
@@ -62,6 +65,11 @@ def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, floa
     seen, widths = rendered(page, tmp_path)
     assert engines is None or len(widths) == 4
     assert min(widths) > 300  # no image is broken
-    assert seen.index("6 FAILED") < seen.index("<table")
+    places = [seen.index(text) for text in answered]  # what is wrong with a run is said before its answers
+    places.insert(0 if bad else len(places), seen.index("6 FAILED"))
+    assert len(places) > 2
+    assert places == sorted(places)
+    assert places[-1] < seen.index("<table")
+    assert ('class="bad"' in seen) == bad
     for text in ("<title>Policies compared</title>", "&lt;b&gt;not markup", *POLICIES):
         assert text in seen

@@ -17,6 +17,7 @@ from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.errors import Overloaded
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.request_record import RequestRecord
 from eldr_serve.serving.stages import WINDOW, Stages
 from eldr_serve.serving.wire import (
     SIGNATURE,
@@ -52,18 +53,18 @@ async def test_prefill_then_place_then_decode() -> None:
     assert set(world.path.stages.summary()) == {"prefill", "place", "first_chunk", "handover"}
 
 
-@pytest.mark.parametrize(("fields", "times"), [({}, 1), ({"n": 2}, 0)])
-async def test_the_hand_over_is_timed_once_where_there_is_one(fields: dict[str, int], times: int) -> None:
+@pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
+async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int], timed: bool) -> None:
     async def slow_decode(sent: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0.05)
         async for chunk in good_decode(sent):
             yield chunk
 
-    told: list[float] = []
-    stream = World(decode=slow_decode).path.generate(generation(**fields), handed_over=told.append)
+    record = RequestRecord()
+    stream = World(decode=slow_decode).path.generate(generation(**fields), record)
     assert b"".join([chunk async for chunk in stream]) == b"abc"
-    assert len(told) == times
-    assert all(0.05 <= seconds < 1 for seconds in told)
+    assert (record.handover_s is not None) == timed
+    assert not timed or 0.05 <= record.handover_s < 1
 
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {SIGNATURE: "AAAA"}])

@@ -6,24 +6,20 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock, patch
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
+from engine_server import COUNTS, serving
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from router_talk import settled
 
-from eldr_serve.channel import CallFailed, Channel
-from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.channel import CallFailed
 from eldr_serve.routing import StepSums
 from eldr_serve.serving import servers
-from eldr_serve.serving.address import Address
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.path import prefill_answer
 from eldr_serve.serving.wire import decode_header, prefill_header, signature_of
 
@@ -89,23 +85,6 @@ async def test_steps_that_could_not_be_reported_are_in_the_next_report(
 
 
 # -- over an engine that computes nothing --------------------------------------------------------------
-
-COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
-
-
-@asynccontextmanager
-async def serving(kind: Any, **arguments: Any) -> AsyncIterator[tuple[Any, Channel]]:
-    """A server as Serve makes it, and an ingress's channel to it."""
-    server = object.__new__(kind)
-    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
-        await server.__init__(FakeConfig(COUNTS, step_s=0.001), engine=FakeEngine.start, **arguments)
-    address = Address(**(await server.record_replica_metadata())[METADATA])
-    channel = await address.connect()
-    try:
-        yield server, channel
-    finally:
-        channel.close("the test ends")
-        await server.__del__()
 
 
 async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:

@@ -1,0 +1,32 @@
+"""A replica of an engine deployment over an engine that computes nothing, and a channel to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from eldr_serve.channel import Channel
+from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.serving.address import Address
+from eldr_serve.serving.fleet import METADATA
+
+COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
+
+
+@asynccontextmanager
+async def serving(kind: Any, **arguments: Any) -> AsyncIterator[tuple[Any, Channel]]:
+    """A server as Serve makes it, and an ingress's channel to it."""
+    server = object.__new__(kind)
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
+        await server.__init__(FakeConfig(COUNTS, step_s=0.001), engine=FakeEngine.start, **arguments)
+    address = Address(**(await server.record_replica_metadata())[METADATA])
+    channel = await address.connect()
+    try:
+        yield server, channel
+    finally:
+        channel.close("the test ends")
+        await server.__del__()

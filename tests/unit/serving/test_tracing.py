@@ -1,0 +1,284 @@
+"""A traced request is one span with a child for each of its stages, in the client's trace if it has one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from engine_server import serving
+from fake_fleet import answering, refusing
+from ingress_app import App, running_app
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+from pydantic import ValidationError
+
+from eldr_serve.channel import ChannelLost
+from eldr_serve.serving import servers, tracing
+from eldr_serve.serving.admission import IngressOptions
+
+COMPLETIONS = "/v1/completions"
+HELLO = {"model": "m", "prompt": "hello", "max_tokens": 3}
+STREAMED = HELLO | {"stream": True}
+STAGES = ["prefill", "place", "transport", "first_token", "stream"]
+TOKEN = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+GONE = ChannelLost("it is gone")
+ENDPOINT = "http://127.0.0.1:9/v1/traces"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, UNSAMPLED = ({"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} for flags in ("01", "00"))
+
+
+class Traced:
+    """A running ingress whose spans are kept here."""
+
+    def __init__(self, app: App, exporter: InMemorySpanExporter) -> None:
+        self.app = app
+        self._exporter = exporter
+
+    async def post(self, body: dict[str, Any] = STREAMED, **headers: str) -> Any:
+        return await self.app.client.post(COMPLETIONS, json=body, headers=headers)
+
+    def spans(self) -> tuple[ReadableSpan, list[ReadableSpan]]:
+        """The one root, and its children in the order of their beginnings."""
+        found = self.all()
+        (root,) = (span for span in found if span.kind is SpanKind.SERVER)
+        children = [span for span in found if span is not root]
+        assert all(child.parent == root.context for child in children)
+        return root, sorted(children, key=lambda span: span.start_time or 0)
+
+    def all(self) -> tuple[ReadableSpan, ...]:
+        self.app.ingress._log._tracing._provider.force_flush()
+        return self._exporter.get_finished_spans()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs an ingress that keeps its spans here."""
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, timeout: exporter)
+
+    @asynccontextmanager
+    async def running(sample: float = 1.0, **answers: Any) -> AsyncIterator[Traced]:
+        async with running_app(tracing={"endpoint": ENDPOINT, "sample": sample}, **answers) as app:
+            yield Traced(app, exporter)
+
+    return running
+
+
+def over(channel: Any) -> Any:
+    """Answers what the replica at the other end does."""
+
+    async def answer(sent: Any) -> AsyncIterator[Any]:
+        call = channel.call(sent.method, sent.header, sent.body)
+        while (chunk := await call.read()) is not None:
+            yield chunk.payload, chunk.tokens, chunk.ids
+        yield call.about
+
+    return answer
+
+
+@pytest.mark.parametrize("body", [HELLO, STREAMED])
+async def test_a_request_is_one_span_with_a_child_a_stage(traced: Any, body: dict[str, Any]) -> None:
+    async with (
+        serving(servers.PrefillServer) as (_, prefill),
+        serving(servers.DecodeServer, router_name="router") as (_, decode),
+        traced(prefill=over(prefill), decode=over(decode)) as service,
+    ):
+        answer = await service.post(body)
+        root, children = service.spans()
+    assert answer.status_code == 200
+    assert [child.name for child in children] == STAGES
+    ends = [root.start_time, *(child.end_time for child in children)]
+    begins = [*(child.start_time for child in children), root.end_time]
+    assert all(end <= begin + 1e6 for end, begin in zip(ends, begins, strict=True))  # two clocks: within 1 ms
+    worker = answer.headers["x-eldr-decode-worker"]
+    workers = [(child.attributes or {}).get("eldr.worker") for child in children]
+    assert workers[1:] == [None, worker, worker, worker]
+    assert workers[0] in ("r0", "r1")
+    assert root.name == f"POST {COMPLETIONS}"
+    assert root.parent is None
+    assert root.resource.attributes["service.name"] == "eldr-serve"
+    assert root.status.status_code is StatusCode.UNSET
+    said = dict(root.attributes or {})
+    assert said.pop("eldr.reason")
+    assert said == {
+        "http.response.status_code": 200,
+        "gen_ai.usage.input_tokens": 8,
+        "gen_ai.usage.output_tokens": 3,
+        "eldr.request": answer.headers["x-eldr-request"],
+        "eldr.policy": answer.headers["x-eldr-policy"],
+        "eldr.left": False,
+    }
+    assert answer.headers["x-eldr-trace"] == format_trace_id(root.context.trace_id)
+
+
+async def test_a_stage_that_an_engine_does_not_tell_is_part_of_the_next(
+    traced: Any,
+) -> None:
+    async with traced(decode=answering(TOKEN)) as service:
+        await service.post()
+        _, children = service.spans()
+    assert [child.name for child in children] == ["prefill", "place", "first_token", "stream"]
+
+
+async def test_an_incoming_trace_goes_on_here_and_in_the_engines(traced: Any) -> None:
+    async with traced(sample=0.0) as service:
+        answer = await service.post(HELLO, tracestate="them=1", **SAMPLED)
+        root, children = service.spans()
+        app = service.app
+    assert root.parent is not None
+    assert (format_trace_id(root.context.trace_id), format_span_id(root.parent.span_id)) == (TRACE, PARENT)
+    assert len(children) == 4
+    assert answer.headers["x-eldr-trace"] == TRACE
+    for sent in (*app.prefill.requests, *app.decode.requests):
+        assert (
+            sent.header["headers"]["traceparent"] == f"00-{TRACE}-{format_span_id(root.context.span_id)}-01"
+        )
+        assert sent.header["headers"]["tracestate"] == "them=1"
+
+
+@pytest.mark.parametrize(("sample", "headers"), [(0.0, {}), (1.0, UNSAMPLED)])
+async def test_what_is_not_sampled_has_no_span_here_nor_in_the_engines(
+    traced: Any, sample: float, headers: dict[str, str]
+) -> None:
+    async with traced(sample) as service:
+        answer = await service.post(HELLO, **headers)
+        assert answer.status_code == 200
+        assert not service.all()
+        (sent,) = service.app.decode.requests
+    version, trace, _, flags = sent.header["headers"]["traceparent"].split("-")
+    assert (version, flags) == ("00", "00")
+    assert trace == answer.headers["x-eldr-trace"] == (TRACE if headers else trace)
+
+
+async def test_a_malformed_trace_counts_as_none(traced: Any) -> None:
+    async with traced() as service:
+        await service.post(HELLO, traceparent=f"00-{TRACE}-{'0' * 16}-01")
+        root, _ = service.spans()
+    assert root.parent is None
+    assert format_trace_id(root.context.trace_id) != TRACE
+
+
+async def test_a_failed_try_is_a_failed_child_of_a_request_that_is_well(
+    traced: Any,
+) -> None:
+    calls = iter([answering(GONE)])
+    async with traced(decode=lambda sent: next(calls, answering(TOKEN))(sent)) as service:
+        answer = await service.post()
+        root, children = service.spans()
+    assert answer.status_code == 200
+    assert root.status.status_code is StatusCode.UNSET
+    (failure,) = (root.attributes or {})["eldr.failures"]  # type: ignore[misc]
+    assert "it is gone" in failure
+    once = ["prefill", "place", "first_token"]
+    assert [child.name for child in children] == [*once, *once, "stream"]
+    failed = [child for child in children if child.status.status_code is StatusCode.ERROR]
+    assert failed == [children[2]]
+    assert "it is gone" in (failed[0].status.description or "")
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "error", "failed_children"),
+    [
+        ({"prefill": answering(GONE)}, 503, StatusCode.ERROR, 3),
+        ({"decode": answering(TOKEN, GONE)}, 200, StatusCode.ERROR, 1),
+        ({"prefill": answering(refusing(400, "wrong"))}, 400, StatusCode.UNSET, 1),
+    ],
+)
+async def test_a_request_without_its_whole_answer_is_a_failed_span_unless_its_client_is_at_fault(
+    traced: Any, answers: Any, status: int, error: StatusCode, failed_children: int
+) -> None:
+    async with traced(**answers) as service:
+        answer = await service.post()
+        root, children = service.spans()
+    assert answer.status_code == status == (root.attributes or {})["http.response.status_code"]
+    assert answer.headers["x-eldr-trace"] == format_trace_id(root.context.trace_id)
+    assert root.status.status_code is error
+    failed = [child for child in children if child.status.status_code is StatusCode.ERROR]
+    assert len(failed) == failed_children
+
+
+async def test_without_tracing_a_clients_trace_passes_to_the_engines_as_it_is() -> None:
+    async with running_app() as app:
+        answer = await app.client.post(COMPLETIONS, json=HELLO, headers=SAMPLED)
+    assert "x-eldr-trace" not in answer.headers
+    (sent,) = app.decode.requests
+    assert sent.header["headers"]["traceparent"] == SAMPLED["traceparent"]
+
+
+class Stuck(SpanExporter):
+    """Takes its first batch for as long as it likes."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.taken = 0
+
+    def export(self, spans: Any) -> SpanExportResult:
+        self.go_on.wait()
+        self.taken += len(spans)
+        return SpanExportResult.FAILURE
+
+
+async def test_an_exporter_that_is_stuck_loses_spans_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporter = Stuck()
+    for name in ("QUEUE_SIZE", "EXPORT_BATCH_SIZE"):
+        monkeypatch.setenv(f"OTEL_BSP_MAX_{name}", "4")
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, timeout: exporter)
+    monkeypatch.setattr(tracing, "_STOP_S", 0.01)
+    async with running_app(tracing={"endpoint": ENDPOINT}) as app:
+        answers = await asyncio.gather(*(app.post(COMPLETIONS, HELLO) for _ in range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+    assert not exporter.taken  # the ingress has ended all the same
+    exporter.go_on.set()
+
+
+async def test_spans_are_sent_to_the_endpoint() -> None:
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        serving_ = threading.Thread(target=collector.serve_forever)
+        serving_.start()
+        try:
+            endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+            async with running_app(tracing={"endpoint": endpoint}) as app:
+                await app.post(COMPLETIONS, HELLO)
+            # What is left is sent when the ingress ends.
+        finally:
+            collector.shutdown()
+            serving_.join()
+    ((path, body),) = received
+    assert path == "/v1/traces"
+    (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    (scope,) = resource.scope_spans
+    assert {span.name for span in scope.spans} == {f"POST {COMPLETIONS}", *STAGES} - {"transport"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"endpoint": "collector:4318"},
+        {"endpoint": ENDPOINT, "sample": 1.5},
+        {"endpoint": ENDPOINT, "x": 1},
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="tracing"):
+        IngressOptions(tracing=wrong)  # type: ignore[arg-type]
