@@ -57,6 +57,7 @@ async def test_a_request_that_nothing_has_failed_is_logged_only_if_all_are(log: 
     assert line.pop("prefill") in ("r0", "r1")
     assert line == {
         "request": answer.headers["x-eldr-request"],
+        "trace": None,
         "path": COMPLETIONS,
         "tenant": "",
         "status": 200,
