@@ -301,7 +301,7 @@ class RequestPath:
         """One decode call, with a prefill of its own."""
         resumed = run.tokens > 0
         async with self._turn(run):
-            prefilled = await self._prefill(run) if self._splits(run.request) else None
+            prefilled = await self._prefilled(run) if self._splits(run.request) else None
             if run.token_ids is None and self._tokens is not None:
                 run.foreseen = await self._tokens.of(run.request.asked)
             placing_at = time.monotonic()
@@ -362,7 +362,6 @@ class RequestPath:
             if not self._engines.prefill.live and self._whole.take():
                 return False
             if time.monotonic() >= until:
-                self._client.count("refused_prefill_full")
                 why = "the KV caches of all prefill replicas are full"
                 raise Overloaded(why if self._engines.prefill.live else "no prefill replica can be reached")
             await asyncio.sleep(_ROOM_CHECK_S)
@@ -372,10 +371,24 @@ class RequestPath:
         fleet = self._engines.prefill
         return fleet.directory.budget.with_room(self._outliers[fleet].usable(fleet.live))
 
+    async def _prefilled(self, run: _Run) -> Prefilled | None:
+        """As `_prefill`; an answer that has begun goes on whole where prefill does not take it again."""
+        try:
+            return await self._prefill(run)
+        except (Overloaded, CallFailed, _PrefillFailed) as error:
+            if run.tokens:
+                logger.warning("request %s goes on whole: %s", run.request_id, error)
+                self._client.count("whole_without_prefill")
+                return None
+            if isinstance(error, Overloaded):
+                self._client.count("refused_prefill_full")
+            raise
+
     async def _prefill(self, run: _Run) -> Prefilled | None:
         """The prompt's blocks; None if a decode engine is to compute it.
 
         Raises:
+            Overloaded: no engine has room, or none can be reached.
             _PrefillFailed: the engine is at fault.
             CallFailed: the request is.
         """
