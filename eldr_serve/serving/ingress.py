@@ -42,6 +42,7 @@ from eldr_serve.serving.admission import (
 from eldr_serve.serving.decode_router import actor_name, connect
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Answered, NamedPolicy
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
 from eldr_serve.serving.prompt_tokens import PromptTokens
@@ -118,6 +119,7 @@ class EldrIngress:
         )
         handles = [handle for handle in (prefill, decode) if handle is not None]
         self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
+        self._watch = LoopWatch("ingress")
         self._started: asyncio.Task[None] | None = None
         self._http: HttpServer | None = None
 
@@ -151,6 +153,7 @@ class EldrIngress:
         await asyncio.gather(
             self._warmup.run(),
             self._export(),
+            self._watch.run(),
             tenants.watch(),
             tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
         )
@@ -295,7 +298,8 @@ class EldrIngress:
             status = await self._client.call(method)
         except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
-        return JSONResponse(status | {"ingress": self._own()})
+        loops = status.get("loops", {}) | {self._watch.role: self._watch.status()}
+        return JSONResponse(status | {"ingress": self._own(), "loops": loops})
 
     def _own(self) -> dict[str, Any]:
         return {
