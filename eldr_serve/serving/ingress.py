@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
 _NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host", "x-vllm-priority"}
+_ALONE_S, _LOOK_S = 5.0, 0.05  # until it listens without a decode replica
 _BYTES_A_TOKEN = 4  # of a body, until the prompt's tokens are counted
 
 
@@ -147,16 +148,25 @@ class EldrIngress:
         except AWAY as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
-        if self.gate.options.port is not None:
-            self._http = HttpServer(application(), self.gate.options)
         tenants, name = self.gate.tenants, uuid.uuid4().hex
         await asyncio.gather(
             self._warmup.run(),
+            self._listen(),
             self._export(),
             self._watch.run(),
             tenants.watch(),
             tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
         )
+
+    async def _listen(self) -> None:
+        """Answer at the port of its own. Where a decode replica is known soon, not before: other ingresses of
+        the node have the connections until then."""
+        if self.gate.options.port is None:
+            return
+        until = time.monotonic() + _ALONE_S
+        while not self._decode.live and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_S)
+        self._http = HttpServer(application(), self.gate.options)
 
     async def _export(self) -> None:
         metrics = IngressMetrics()

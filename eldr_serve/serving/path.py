@@ -60,8 +60,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     prefill_wait_s: float = Field(
         default=2.0,
         ge=0,
-        description="how long a request waits while every prefill replica's KV cache is full, before it gets "
-        "503, s",
+        description="how long a request waits while every prefill replica's KV cache is full, or no decode "
+        "replica can be reached, before it gets 503, s",
     )
     prefill_tries: int = Field(
         default=3, ge=1, description="prefill calls of one request that may fail, in all, before it gets 503"
@@ -301,6 +301,7 @@ class RequestPath:
         """One decode call, with a prefill of its own."""
         resumed = run.tokens > 0
         async with self._turn(run):
+            await self._decode_reached()
             prefilled = await self._prefilled(run) if self._splits(run.request) else None
             if run.token_ids is None and self._tokens is not None:
                 run.foreseen = await self._tokens.of(run.request.asked)
@@ -366,6 +367,12 @@ class RequestPath:
                 raise Overloaded(why if self._engines.prefill.live else "no prefill replica can be reached")
             await asyncio.sleep(_ROOM_CHECK_S)
         return True
+
+    async def _decode_reached(self) -> None:
+        """Wait until some decode replica can be reached; who places without one says so."""
+        until = time.monotonic() + self._options.prefill_wait_s
+        while not self._engines.decode.live and time.monotonic() < until:
+            await asyncio.sleep(_ROOM_CHECK_S)
 
     def _with_room(self) -> list[str]:
         fleet = self._engines.prefill
