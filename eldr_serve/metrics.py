@@ -267,4 +267,22 @@ ENGINE = _by_name(
     ),
 )  # fmt: skip
 
-METRICS = ROUTER | INGRESS | ENGINE
+# -- of each process of ours, by their keys under `loops.ROLE` in the status ------------------------------
+
+STALL_S = 0.5  # that an event loop may stand still, s
+
+_OF = ("role",)  # router, ingress, prefill or decode; the status has the first two
+
+LOOP = {
+    "stalls": Metric(
+        "eldr_loop_stalls_total", COUNTER, "times", "the event loop stood still for 0.5 s or longer", _OF
+    ),
+    "longest_stall_s": Metric(
+        "eldr_loop_longest_stall_seconds", GAUGE, "s", "the longest that the event loop stood still", _OF
+    ),
+    "tasks": Metric("eldr_loop_tasks", GAUGE, "tasks", "of the event loop", _OF),
+}
+LOOP = {key: replace(metric, status=f"loops.ROLE.{key}") for key, metric in LOOP.items()}
+PROCESS = _by_name(*LOOP.values())
+
+METRICS = ROUTER | INGRESS | PROCESS | ENGINE

@@ -26,6 +26,7 @@ from eldr_serve.channel.peer import Peer
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
+_LINGER_S = 0.25  # for what is on its way to an engine that leaves, or from it
 _MAX_UNSENT_BYTES = 64 * 2**20
 _SILENT_S = 10.0  # an ingress under load may be late; one that has died is known by its closed connection
 
@@ -99,12 +100,19 @@ class ChannelServer:
         return host, port
 
     async def drain(self) -> None:
-        """Take no further connection, tell the peers to send no further call, and await the open ones."""
+        """Take no further connection, tell the peers to send no further call, and await the open ones.
+
+        Those too that were sent before a peer has heard it; and the last answers have arrived.
+        """
         if self._server is not None:
             self._server.close()
         for connection in self.connections:
             connection.say(frame(Kind.LEAVING))
-        await self._idle.wait()
+        idle = False
+        while not idle:
+            await self._idle.wait()
+            await asyncio.sleep(_LINGER_S)
+            idle = self._idle.is_set()
 
     async def stop(self) -> None:
         """End all connections."""

@@ -16,6 +16,7 @@ from eldr_serve.channel import Answer, ChannelServer
 from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.routing import Placement, StepSums
 from eldr_serve.serving.address import Address, open_channel
+from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
@@ -36,9 +37,10 @@ class DecodeRouter:
     def __init__(self, settings: RouterSettings) -> None:
         self._start(settings)
         self._limits = SharedLimits()
+        self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
         loop = asyncio.get_event_loop()
-        self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare)]
+        self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
 
     async def address(self) -> Address:
         """Where clients call all methods but this one (see RouterCalls)."""
@@ -140,11 +142,14 @@ class DecodeRouter:
 
     async def status(self) -> dict[str, Any]:
         """What `GET /eldr/status` shows."""
-        return self._state.status()
+        return self._state.status() | self._loops()
 
     async def live(self) -> dict[str, Any]:
         """What `GET /eldr/live` shows."""
-        return self._state.live()
+        return self._state.live() | self._loops()
+
+    def _loops(self) -> dict[str, Any]:
+        return {"loops": {self._watch.role: self._watch.status()}}
 
     async def _compare(self) -> None:
         """The shadow works a little at a time, and placements go between."""

@@ -43,6 +43,7 @@ from eldr_serve.serving.admission import (
 from eldr_serve.serving.decode_router import actor_name, connect
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Answered, NamedPolicy
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
 from eldr_serve.serving.prompt_tokens import PromptTokens
@@ -63,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
 _NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host", "x-vllm-priority"}
+_ALONE_S, _LOOK_S = 5.0, 0.05  # until it listens without a decode replica
 _BYTES_A_TOKEN = 4  # of a body, until the prompt's tokens are counted
 
 
@@ -124,6 +126,7 @@ class EldrIngress:
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
+        self._watch = LoopWatch("ingress")
         self._started: asyncio.Task[None] | None = None
         self._http: HttpServer | None = None
 
@@ -151,15 +154,25 @@ class EldrIngress:
         except AWAY as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
-        if self.gate.options.port is not None:
-            self._http = HttpServer(application(), self.gate.options)
         tenants, name = self.gate.tenants, uuid.uuid4().hex
         await asyncio.gather(
             self._warmup.run(),
+            self._listen(),
             self._export(),
+            self._watch.run(),
             tenants.watch(),
             tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
         )
+
+    async def _listen(self) -> None:
+        """Answer at the port of its own. Where a decode replica is known soon, not before: other ingresses of
+        the node have the connections until then."""
+        if self.gate.options.port is None:
+            return
+        until = time.monotonic() + _ALONE_S
+        while not self._decode.live and time.monotonic() < until:
+            await asyncio.sleep(_LOOK_S)
+        self._http = HttpServer(application(), self.gate.options)
 
     async def _export(self) -> None:
         metrics = IngressMetrics()
@@ -305,7 +318,8 @@ class EldrIngress:
             status = await self._client.call(method)
         except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
-        return JSONResponse(status | {"ingress": self._own()})
+        loops = status.get("loops", {}) | {self._watch.role: self._watch.status()}
+        return JSONResponse(status | {"ingress": self._own(), "loops": loops})
 
     def _own(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-_FAILURES = 3  # in a row
+FAILURES = 3  # in a row
 _ASIDE_S = 10.0  # the first time; then doubled, up to
 _MOST_S = 120.0
 
@@ -35,7 +35,7 @@ class Outliers:
         if self._clock() < record.until_s:
             return False  # a call of before
         record.failures += 1
-        if record.failures < _FAILURES:
+        if record.failures < FAILURES:
             return False
         record.failures = 0
         record.until_s = self._clock() + min(_ASIDE_S * 2**record.times, _MOST_S)

@@ -61,8 +61,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     prefill_wait_s: float = Field(
         default=2.0,
         ge=0,
-        description="how long a request waits while every prefill replica's KV cache is full, before it gets "
-        "503, s",
+        description="how long a request waits while every prefill replica's KV cache is full, or no decode "
+        "replica can be reached, before it gets 503, s",
     )
     prefill_tries: int = Field(
         default=3, ge=1, description="prefill calls of one request that may fail, in all, before it gets 503"
@@ -306,7 +306,8 @@ class RequestPath:
         """One decode call, with a prefill of its own."""
         resumed = run.tokens > 0
         async with self._turn(run):
-            prefilled = await self._prefill(run) if self._splits(run.request) else None
+            await self._decode_reached()
+            prefilled = await self._prefilled(run) if self._splits(run.request) else None
             if run.token_ids is None and self._tokens is not None:
                 run.foreseen = await self._tokens.of(run.request.asked)
             with run.record.stage("place") as placing:
@@ -376,20 +377,39 @@ class RequestPath:
             if not self._engines.prefill.live and self._whole.take():
                 return False
             if time.monotonic() >= until:
-                self._client.count("refused_prefill_full")
                 why = "the KV caches of all prefill replicas are full"
                 raise Overloaded(why if self._engines.prefill.live else "no prefill replica can be reached")
             await asyncio.sleep(_ROOM_CHECK_S)
         return True
 
+    async def _decode_reached(self) -> None:
+        """Wait until some decode replica can be reached; who places without one says so."""
+        until = time.monotonic() + self._options.prefill_wait_s
+        while not self._engines.decode.live and time.monotonic() < until:
+            await asyncio.sleep(_ROOM_CHECK_S)
+
     def _with_room(self) -> list[str]:
         fleet = self._engines.prefill
         return fleet.directory.budget.with_room(self._outliers[fleet].usable(fleet.live))
+
+    async def _prefilled(self, run: _Run) -> Prefilled | None:
+        """As `_prefill`; an answer that has begun goes on whole where prefill does not take it again."""
+        try:
+            return await self._prefill(run)
+        except (Overloaded, CallFailed, _PrefillFailed) as error:
+            if run.tokens:
+                logger.warning("request %s goes on whole: %s", run.request_id, error)
+                self._client.count("whole_without_prefill")
+                return None
+            if isinstance(error, Overloaded):
+                self._client.count("refused_prefill_full")
+            raise
 
     async def _prefill(self, run: _Run) -> Prefilled | None:
         """The prompt's blocks; None if a decode engine is to compute it.
 
         Raises:
+            Overloaded: no engine has room, or none can be reached.
             _PrefillFailed: the engine is at fault.
             CallFailed: the request is.
         """

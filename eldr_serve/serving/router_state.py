@@ -226,7 +226,7 @@ class RouterState:
         """
         now = self._clock()
         block_tokens, kv_tokens = prefix_cache
-        if block_tokens:
+        if block_tokens and replica in self._slots:  # the last word of one that has gone may come late
             self.placer.prefixes.holds(replica, kv_tokens, block_tokens)
         self.view.observe_steps(replica, steps)
         self._all_steps += steps

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from ray import serve
@@ -23,6 +23,7 @@ from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.fleet import METADATA
+from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.replicas import BLOCK_TOKENS
 from eldr_serve.serving.wire import WAITED_S
 
@@ -40,12 +41,14 @@ class EngineServer:
     """
 
     _engine: Engine
+    _role: ClassVar[str]
 
     async def __init__(  # type: ignore[misc]
         self, llm_config: EngineConfig, *, engine: Callable[[Any], Awaitable[Engine]]
     ) -> None:
         self._samples = itertools.count()
         self._engine = await engine(llm_config)
+        self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(self.answer, describe=self._describe, limit=limit)
 
@@ -97,6 +100,8 @@ class PrefillServer(EngineServer):
         ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.
     """
 
+    _role = "prefill"
+
     async def __init__(self, llm_config: EngineConfig, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(llm_config, **kwargs)
         layers, experts = await self._engine.shape()
@@ -121,6 +126,8 @@ class PrefillServer(EngineServer):
 
 class DecodeServer(EngineServer):
     """A decode engine, or a whole one, that tells the router what its steps cost and its cache holds."""
+
+    _role = "decode"
 
     async def __init__(  # type: ignore[misc]
         self, llm_config: EngineConfig, *, router_name: str, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Ray's metrics of router and ingress, from what the status shows (eldr_serve/metrics.py has the list)."""
+"""Ray's metrics of our processes, from what the status shows (eldr_serve/metrics.py has the list)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from eldr_serve.metrics import BY_REASON, COUNTED, COUNTER, GAUGE, INGRESS, OWN, ROUTER, Metric
+from eldr_serve.metrics import (
+    BY_REASON,
+    COUNTED,
+    COUNTER,
+    GAUGE,
+    INGRESS,
+    LOOP,
+    OWN,
+    PROCESS,
+    ROUTER,
+    Metric,
+)
 from eldr_serve.routing import Placement, State
 from eldr_serve.serving.messages import Answered, Reply
 from eldr_serve.serving.router_state import RouterState
@@ -120,6 +131,24 @@ class IngressMetrics:
                     gauge.set(float(value), {"worker": worker})
             else:
                 gauge.set(float(found))
+
+
+class LoopMetrics:
+    """Of the event loop of one process."""
+
+    def __init__(self) -> None:
+        self._made = _made(PROCESS)
+        self._seen = 0.0
+
+    def export(self, role: str, status: Mapping[str, Any]) -> None:
+        """What the status shows of this loop."""
+        tags = {"role": role}
+        for key, metric in LOOP.items():
+            if metric.kind == GAUGE:
+                self._made[metric.name].set(float(status[key]), tags)
+            elif more := max(status[key], _BEGIN) - self._seen:
+                self._made[metric.name].inc(more, tags)
+                self._seen += more
 
 
 def _made(metrics: Mapping[str, Metric]) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from rich.console import Console
 from loadgen.faults.chaos import FAULTS, NOTES, OWN_CONNECTION, rows, run_chaos
 from loadgen.faults.mutations import MUTATIONS, search
 from loadgen.faults.simulate import Run, run_seed
+from loadgen.faults.steadiness import wrong
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
 from tools.progress import progress_bar
-from tools.results import print_table, publish
+from tools.results import print_table, write_result
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -140,15 +141,22 @@ def chaos(
         "in_flight": in_flight,
         "blocks": blocks,
     }
-    table = rows(found)
-    publish("faults", table, inputs=inputs, seed=seed, notes=NOTES, out=out)
+    table, held = rows(found), found.steadiness.rows(found.stops)
+    print_table("faults", table)
+    print_table("processes", held)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    all_of_it = [*table[:-1], table[-1] | {"processes": held}]
+    write_result(out, "faults", all_of_it, inputs=inputs, seed=seed, notes=NOTES)
+    unsteady = wrong(held)
     for what in found.left_behind:
         print(f"left behind: {what}")
+    for what in unsteady:
+        print(f"not steady: {what}")
     for one in found.sent:
         if one.kind not in ("ok", "left", *OWN_CONNECTION):
             print(f"{one.kind}: {one.detail[:200]}")
     total = table[-1]
-    if total["wrong_text"] or total["failed"] or total["silent_over_15_s"] or found.left_behind:
+    if total["wrong_text"] or total["failed"] or total["silent_over_15_s"] or found.left_behind or unsteady:
         raise typer.Exit(1)
 
 

@@ -7,6 +7,7 @@ prompt gave before the first fault.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from eldr_serve.client import Client, ServiceError
 from eldr_serve.signature import SignatureSpec
 from loadgen import application, workload
 from loadgen.faults import processes
+from loadgen.faults.steadiness import Steadiness
 from loadgen.remains import remains, settle
 
 STOP_S, GCS_S = 5.0, 8.0
@@ -36,6 +38,7 @@ _PATIENCE_S = 90.0
 _RECOVERY_S = 120.0
 _PROMPTS = 16
 _LOOKS = 8
+_WARM_S, _LOOK_PERIOD_S = 20.0, 5.0  # of load until processes are warm, and between looks at their loops
 _RUNNING = ("ray_vllm_num_requests_running", "ray_vllm_num_requests_waiting")
 _KEY = "chaos"
 POLICIES = ("round-robin", "balance-band", "locality-band", "marginal-cost")
@@ -49,7 +52,9 @@ FAULTS = (
 NOTES = (
     "requests are counted with the fault before their end; own_connection: those whose connection a killed "
     "proxy or ingress held itself; gap: between two chunks of a stream; recovery: until as many processes as "
-    "before are there, all pairs of engines are warm and the proxy answers"
+    "before are there, all pairs of engines are warm and the proxy answers; processes: growth from 20 s of load "
+    "to the end, of the process that grew most; stalls: event loops that stood still for 0.5 s, also because "
+    "their process was stopped"
 )
 OWN_CONNECTION = ("not connected", "connection lost")  # what a killed proxy or ingress held itself
 
@@ -100,6 +105,12 @@ class Run:
     faults: list[Happened] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
     left_behind: list[str] = field(default_factory=list)
+    steadiness: Steadiness = field(default_factory=Steadiness)
+
+    @property
+    def stops(self) -> Counter[str]:
+        """How often a process of each role was stopped."""
+        return Counter(h.fault.split()[-1] for h in self.faults if h.fault.startswith("stop"))
 
 
 class Load:
@@ -415,11 +426,29 @@ async def drive(
     load = Load((service.url, proxy_url), prompts, run, rng)
     until_s = time.monotonic() + seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(in_flight)]
+    watching = asyncio.create_task(_watch(run.steadiness))
     await Operator(service, proxy_url, arguments, run, rng, tell).work(faults, every_s, until_s)
     await asyncio.gather(*clients)
+    watching.cancel()
     tell("what is left")
     run.left_behind = await asyncio.to_thread(_settle, service.url, str(bodies[0]["model"]))
+    await asyncio.to_thread(_take, run.steadiness)
+    await asyncio.to_thread(run.steadiness.end)
     return run
+
+
+async def _watch(steadiness: Steadiness) -> None:
+    """Look at processes and their event loops now and then, until cancelled."""
+    await asyncio.sleep(_WARM_S)
+    await asyncio.to_thread(steadiness.begin)
+    while True:
+        await asyncio.to_thread(_take, steadiness)
+        await asyncio.sleep(_LOOK_PERIOD_S)
+
+
+def _take(steadiness: Steadiness) -> None:
+    with contextlib.suppress(httpx.TransportError):
+        steadiness.take(_metrics())
 
 
 def _settle(url: str, model: str) -> list[str]:
@@ -431,14 +460,10 @@ def _settle(url: str, model: str) -> list[str]:
 
 def _running(url: str) -> list[str]:
     """Live engines that run requests or have some waiting, as vLLM's metrics say."""
-    import ray
-
     status = Client(url, _KEY).status()
     live = {worker["replica"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
-    port = ray.nodes()[0]["MetricsExportPort"]
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
     told, wrong = set(), []
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(_metrics()):
         for sample in family.samples:
             replica = sample.labels.get("ReplicaId", "")
             if sample.name in _RUNNING and replica in live:
@@ -446,6 +471,14 @@ def _running(url: str) -> list[str]:
                 if sample.value:
                     wrong.append(f"{replica}: {sample.name} is {sample.value:g}")
     return wrong + [f"{replica} does not tell what it runs" for replica in sorted(live - told)]
+
+
+def _metrics() -> str:
+    """All that Ray's node exports."""
+    import ray
+
+    port = ray.nodes()[0]["MetricsExportPort"]
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
 
 
 def run_chaos(

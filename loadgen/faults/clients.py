@@ -12,7 +12,7 @@ from typing import Any
 from eldr_serve.serving.ingress import application
 from loadgen.faults.fake_engines import MODEL, TOKEN_HEADER, continuation, text_of, tokens_of
 from loadgen.faults.virtual_time import Process, current
-from loadgen.faults.world import World
+from loadgen.faults.world import TENANTS, World
 
 _WINDOW_BYTES = 600  # that a server may have written and its client has not read
 
@@ -25,6 +25,7 @@ class Plan:
         leaves_s: after how long the client closes the connection; None: it stays.
         reads_s: how long it waits between two reads.
         token_s: time of one decode step.
+        tenant: whose key it sends, where keys are asked for.
     """
 
     at_s: float
@@ -36,6 +37,7 @@ class Plan:
     leaves_s: float | None = None
     reads_s: float = 0.0
     token_s: float = 0.02
+    tenant: str = TENANTS[0]
 
     @property
     def body(self) -> bytes:
@@ -65,6 +67,7 @@ class Outcome:
     Attributes:
         kind: "ok", "left", "http STATUS", "engine lost" (an error in the stream), "connection lost",
             "never ended", or "malformed".
+        first_s: when its first byte came.
     """
 
     plan: Plan
@@ -75,6 +78,7 @@ class Outcome:
     starts: int = 0
     ends: int = 0
     seconds: float = 0.0
+    first_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -194,7 +198,11 @@ def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
 async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
     """Send the request and read its answer to its end."""
     path = "/v1/chat/completions" if plan.chat else "/v1/completions"
-    headers = {"content-type": "application/json", TOKEN_HEADER: str(plan.token_s)}
+    headers = {
+        "content-type": "application/json",
+        TOKEN_HEADER: str(plan.token_s),
+        "authorization": f"Bearer {plan.tenant}",
+    }
     connection = Connection(world, ingress, scope("POST", path, headers), plan.body)
     outcome = Outcome(plan, ingress)
     began = world.loop.time()
@@ -205,6 +213,7 @@ async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
         while (message := await connection.message())["type"] != "closed":
             if message["type"] == "http.response.start":
                 outcome.starts += 1
+                outcome.first_s = world.loop.time()
                 status = message["status"]
             elif message["type"] == "http.response.body":
                 body.extend(message.get("body", b""))

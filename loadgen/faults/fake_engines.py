@@ -30,7 +30,7 @@ MODEL = "m"
 BLOCK_TOKENS = 4
 TOKEN_HEADER = "x-token-s"  # of a client's request: time of one decode step, s
 LAYERS, EXPERTS = 2, 8
-_VOCABULARY = 9973
+VOCABULARY = 9973
 _ANOTHER_PROMPT = (-1,) * BLOCK_TOKENS
 
 
@@ -39,7 +39,7 @@ _ANOTHER_PROMPT = (-1,) * BLOCK_TOKENS
 
 def tokens_of(text: str) -> list[int]:
     """A word each; numbers are as `text_of` writes them."""
-    return [int(word) if word.isdigit() else zlib.crc32(word.encode()) % _VOCABULARY for word in text.split()]
+    return [int(word) if word.isdigit() else zlib.crc32(word.encode()) % VOCABULARY for word in text.split()]
 
 
 def text_of(token: int) -> str:
@@ -52,7 +52,7 @@ def continuation(tokens: Sequence[int], seed: int = 0) -> Iterator[int]:
     for token in tokens:
         state = zlib.crc32(token.to_bytes(4, "big", signed=True), state)
     while True:
-        yield (token := state % _VOCABULARY)
+        yield (token := state % VOCABULARY)
         state = zlib.crc32(token.to_bytes(4, "big", signed=True), state)
 
 
@@ -62,6 +62,13 @@ def prompt_of(fields: dict[str, Any]) -> list[int]:
         return [token for message in fields["messages"] for token in tokens_of(message["content"])]
     prompt = fields["prompt"]
     return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def signature_of(prompt: Sequence[int]) -> str:
+    """A prompt's expert counts, packed."""
+    counts = np.zeros((LAYERS, EXPERTS), np.uint32)
+    counts[:, prompt[0] % EXPERTS] = len(prompt)
+    return pack_counts(counts)
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -130,6 +137,8 @@ class BlockEngine:
 
     Attributes:
         running: requests that it works for.
+        sick: it fails whatever it is asked to generate.
+        failed: calls that it has failed so.
     """
 
     def __init__(self, process: Process, blocks: int, time_s: Callable[[float], float]) -> None:
@@ -138,6 +147,8 @@ class BlockEngine:
         self.blocks = Blocks(blocks)
         self.running = 0
         self.time_s = time_s
+        self.sick, self.failed = False, 0
+        self._steps: list[tuple[int, int, int, float]] = []  # requests, KV tokens, experts, s
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
         """The prompt's tokens, whatever is asked."""
@@ -152,12 +163,13 @@ class BlockEngine:
         return self.blocks.usage
 
     def prefix_cache(self) -> tuple[int, int]:
-        """See protocol.Engine; whose prefix is whose makes no difference here."""
-        return 0, 0
+        """See protocol.Engine."""
+        return BLOCK_TOKENS, BLOCK_TOKENS * len(self.blocks.content)
 
     def take_steps(self) -> StepSums:
-        """See protocol.Engine; nobody measures these steps."""
-        return StepSums()
+        """See protocol.Engine."""
+        taken, self._steps = self._steps, []
+        return StepSums.of(*zip(*taken, strict=True)) if taken else StepSums()
 
     def status_of(self, error: Exception) -> int:
         """See protocol.Engine."""
@@ -216,10 +228,8 @@ class PrefillEngine(BlockEngine):
         self._names.hold({engine_id: request.id})
         self._free_abandoned()
         await asyncio.sleep(self.time_s(0.001))  # from the engine's core to its front end
-        counts = np.zeros((LAYERS, EXPERTS), np.uint32)
-        counts[0, prompt[0] % EXPERTS] = len(prompt)
         where = {"engine": self.name, "prompt": engine_id, "blocks": blocks}
-        return Prefilled(np.asarray(prompt, np.uint32), {SIGNATURE: pack_counts(counts)} | where)
+        return Prefilled(np.asarray(prompt, np.uint32), {SIGNATURE: signature_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
         """The lease begins anew."""
@@ -246,7 +256,7 @@ class PrefillEngine(BlockEngine):
 
 
 class DecodeEngine(BlockEngine):
-    """Reads the prompt's blocks out of a prefill engine's memory, then generates.
+    """Reads the prompt's blocks out of a prefill engine's memory, or computes them, then generates.
 
     Args:
         peers: all engines, by name.
@@ -265,18 +275,30 @@ class DecodeEngine(BlockEngine):
         self._peers = peers
         self._heartbeat_s = lease_s / 3
         self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to and with a block -> block
+        self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # signatures, by request
+
+    async def signature(self, request_id: str) -> tuple[int, str]:
+        """See protocol.Engine."""
+        asked = self._asked[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await asked
+        finally:
+            del self._asked[request_id]
 
     async def generate(self, request: EngineRequest, send: Send) -> None:
         """See protocol.Engine."""
         fields = json.loads(request.body)
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
+        if self.sick:
+            self.failed += not request.id.startswith("warm-")
+            raise RuntimeError("the engine is sick")
         beats = asyncio.create_task(self._prolong(request.kv)) if request.kv else None
         blocks: list[int] = []
         try:
             blocks = await self.blocks.take(len(prompt) - len(generated) + fields["max_tokens"])
             self.running += 1
-            read = await self._pulled(request.kv) if request.kv else _cut(prompt)
+            read = await self._pulled(request.kv) if request.kv else await self._computed(prompt, request.id)
             await self._generate(self._with_cached(prompt, read), generated, request, fields, send)
         finally:
             if beats is not None:
@@ -284,6 +306,13 @@ class DecodeEngine(BlockEngine):
             if blocks:
                 self.running -= 1
                 self.blocks.give_back(blocks)
+
+    async def _computed(self, prompt: list[int], request_id: str) -> list[tuple[int, ...]]:
+        await asyncio.sleep(self.time_s(0.01))
+        asked = self._asked.get(request_id)
+        if asked is not None and not asked.done():
+            asked.set_result((len(prompt), signature_of(prompt)))
+        return _cut(prompt)
 
     async def _prolong(self, where: dict[str, Any]) -> None:
         """A prompt that waits for its turn here keeps its blocks there."""
@@ -332,6 +361,7 @@ class DecodeEngine(BlockEngine):
         for token in islice(continuation(context), most - len(generated)):
             await asyncio.sleep(self.time_s(step_s))
             generated.append(token)
+            self._steps.append((self.running, self.blocks.in_use, 1 + token % EXPERTS, step_s))
             first, last = len(generated) == 1, len(generated) == most
             if whole:
                 part = writer.whole(prompt, generated) if last else b""

@@ -35,8 +35,8 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         f"{_SERVING}.path",
-        "prefilled = await self._prefill(run) if splits else None",
-        "prefilled = run.__dict__.get('kept') or (await self._prefill(run) if splits else None)\n"
+        "prefilled = await self._prefilled(run) if self._splits(run.request) else None",
+        "prefilled = run.__dict__.get('kept') or (await self._prefilled(run) if self._splits(run.request) else None)\n"
         "            run.__dict__['kept'] = prefilled",
     ),
     Mutation(
@@ -87,6 +87,24 @@ MUTATIONS = (
         "self.tokens += chunk.tokens",
         "self.tokens += max(chunk.tokens - 1, 0)",
     ),
+    Mutation("a turn of the retries is not given back", f"{_SERVING}.path", "self._retries.release()"),
+    Mutation(
+        "an answer that prefill does not take again is lost",
+        f"{_SERVING}.path",
+        "if run.tokens:\n                logger",
+        "if False:\n                logger",
+    ),
+    Mutation(
+        "a signature that nobody waits for is still awaited",
+        f"{_SERVING}.true_signature",
+        "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
+    ),
+    Mutation(
+        "a replica that fails again and again is not set aside",
+        f"{_SERVING}.outliers",
+        "if record.failures < FAILURES:",
+        "if True:",
+    ),
     # -- the router's client
     Mutation("a release is not told", f"{_SERVING}.router_client", "self._released.append(request_id)"),
     Mutation(
@@ -115,6 +133,12 @@ MUTATIONS = (
     Mutation(
         "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot())", "())"
     ),
+    Mutation(
+        "an event loop waits for GCS while it looks up the router",
+        f"{_SERVING}.router_calls",
+        "await asyncio.to_thread(self._find)",
+        "self._find()",
+    ),
     # -- the router
     Mutation(
         "leases of a dead ingress are kept",
@@ -127,6 +151,36 @@ MUTATIONS = (
         f"{_SERVING}.router_state",
         "self._hold(replace(lease, client=message.client))",
     ),
+    Mutation(
+        "leases that a client no longer has are kept when it restores the others",
+        f"{_SERVING}.router_state",
+        "self.placer.finish(known.request_id)",
+    ),
+    Mutation(
+        "a request that is given up stays in the decode queue",
+        "eldr_serve.routing.placer",
+        "waiting = self.queue.pop(request_id, None)",
+        "waiting = None",
+    ),
+    Mutation(
+        "prefixes of workers that have gone are remembered",
+        "eldr_serve.routing.placer",
+        "self.prefixes.keep(self._slot)",
+    ),
+    Mutation(
+        "prompt tokens of a request that has gone are still to be computed",
+        "eldr_serve.routing.ledger",
+        "        self._prefilled(request_id)\n        held = self._requests.pop",
+        "        held = self._requests.pop",
+    ),
+    # -- engines' servers
+    Mutation(
+        "an engine's event loop waits for GCS",
+        f"{_SERVING}.servers",
+        "await asyncio.to_thread(find, self._router_name)",
+        "find(self._router_name)",
+    ),
+    Mutation("an engine that leaves cuts its streams", f"{_SERVING}.servers", "await channel.drain()"),
     # -- the channel
     Mutation(
         "calls of a lost channel are not told", "eldr_serve.channel.client", "call.over(ChannelLost(reason))"
@@ -146,7 +200,25 @@ MUTATIONS = (
         "if now - self._heard_at > self._silent_s:",
         "if False:",
     ),
-    # -- admission
+    # -- admission and tenants
+    Mutation("a tenant's place is not given back", f"{_SERVING}.places", "self._held[tenant.name] -= 1"),
+    Mutation(
+        "whoever came first is served first, whatever his tenant holds",
+        f"{_SERVING}.places",
+        "min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))",
+        "next(iter(self._waiting))",
+    ),
+    Mutation(
+        "what tenants take at other ingresses does not count",
+        f"{_SERVING}.tenants",
+        "tenant.requests.use(taken[0] - known[0])",
+    ),
+    Mutation(
+        "ingresses are not told what tenants take elsewhere",
+        f"{_SERVING}.shared_limits",
+        "return {name: item[1] for name, item in self._taken.items() if name != ingress}",
+        "return {}",
+    ),
     Mutation("a place is not given back", f"{_SERVING}.places", "self.in_flight -= 1"),
     Mutation(
         "a client that leaves is not noticed",

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from eldr_serve.serving.router_state import RouterState
 from loadgen.faults.clients import Plan
 from loadgen.faults.virtual_time import Process
-from loadgen.faults.world import POLICIES, ROLES, World, table
+from loadgen.faults.world import POLICIES, ROLES, TENANTS, World, table
 
 DURATION_S = 6.0  # within which requests come and faults happen
+DRAIN = "drain"
 _STEPS = 600  # of a process, within which a fault at a step falls
 
 
@@ -54,6 +55,7 @@ def plans(rng: random.Random) -> list[Plan]:
             leaves_s=rng.choice([rng.uniform(0, 0.04), rng.uniform(0, 1)]) if rng.random() < 0.3 else None,
             reads_s=rng.choice([0.3, 8.0]) if slow else 0.0,
             token_s=0.02 if slow else rng.choice([0.005, 0.02, 0.1]),
+            tenant=rng.choice(TENANTS),
         )
         made.append(plan)
         if rng.random() < 0.1:
@@ -66,10 +68,12 @@ def _words(rng: random.Random, number: int) -> str:
 
 
 def faults(rng: random.Random) -> list[Fault]:
-    """None to eight, in some runs of one role alone."""
+    """None to eight, in some runs of one role alone, in a few all of them drains."""
     made = []
     roles = rng.choice([ROLES, ROLES, ROLES, ("router",), ("decode",), ("ingress",), ("prefill",)])
-    possible = [(kind, role) for kind, (of, _) in _KINDS.items() for role in of if role in roles]
+    kinds = [DRAIN] if rng.random() < 0.05 else list(_KINDS)
+    roles = ROLES if kinds == [DRAIN] else roles
+    possible = [(kind, role) for kind in kinds for role in _KINDS[kind][0] if role in roles]
     for _ in range(rng.choice([0, 1, 2, 3, 4, 5, 6, 8])):
         kind, role = rng.choice(possible)
         made.append(
@@ -160,7 +164,7 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[World, Process, Fault], None]
     "stall a connection of": (ROLES, _stall),
     "cut a connection of": (ROLES, _cut),
     "cut one side of a connection of": (ROLES, _half_cut),
-    "drain": (_ENGINES, lambda world, process, fault: world.drain(process)),
+    DRAIN: (_ENGINES, lambda world, process, fault: world.drain(process)),
     "stop GCS for": (("router",), _gcs),
     "another policy in": (("router",), _policy),
     "another table in": (("router",), _swap),

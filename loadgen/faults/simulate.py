@@ -12,16 +12,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eldr_serve.routing import State
+from eldr_serve.serving.outliers import FAILURES
 from loadgen.faults.clients import Outcome, Plan, ask
 from loadgen.faults.fake_engines import DecodeEngine, PrefillEngine
-from loadgen.faults.schedule import DURATION_S, Fault, arm, faults, plans
+from loadgen.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
 from loadgen.faults.virtual_network import Network
-from loadgen.faults.virtual_time import Livelock, VirtualLoop
-from loadgen.faults.world import CLIENT_TIMEOUT_S, LEASE_S, QUEUE_S, World, virtual
+from loadgen.faults.virtual_time import Livelock, Process, VirtualLoop
+from loadgen.faults.world import (
+    CLIENT_TIMEOUT_S,
+    LEASE_S,
+    LIMIT,
+    LIMITED,
+    QUEUE_S,
+    ROLES,
+    TENANTS,
+    WAIT_S,
+    World,
+    virtual,
+)
 
 ALLOWED = ("ok", "left", "http 503", "http 429")  # what a client may see whatever happens
 LOST_AFTER = 2  # faults, before which no stream may be lost: an answer goes on elsewhere once
 _LONG, _LONG_S = 100, 2.0  # tokens of the streams that run while leases are compared, and s a token
+_OF_SICK = 12  # requests while an engine is sick
+_FEW = 6  # places of an ingress, so few that a crowd takes them all
+_TOLD_S = 3.0  # until ingresses have told each other what tenants have taken
 _SETTLE_S = LEASE_S + CLIENT_TIMEOUT_S + 6.0
 
 
@@ -71,7 +86,7 @@ def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] |
                 loop.run(main())
             except Livelock as error:
                 run.violations.append(f"it does not end: {error}")
-        run.violations += [f"nobody caught: {error}" for error in loop.errors]
+        run.violations += loop.errors
         run.virtual_s, run.trace = loop.time(), loop.trace
         return run
     finally:
@@ -99,8 +114,15 @@ class _Simulation:
         await self._until(self._all_back, 30, "processes that were started anew are not back")
         await self._compare_leases()
         await self._until(self._nothing_left, _SETTLE_S, "left behind")
+        before = self._tasks()
+        self._check_drains()
         await self._one_more()
-        await self._until(self._nothing_left, _SETTLE_S, "left behind by a request after the faults")
+        await self._one_engine_is_sick()
+        if world.keyed:
+            await self._shares_are_fair()
+            await self._limits_are_shared()
+        what = "left behind by requests after the faults"
+        await self._until(lambda: self._nothing_left() + self._more_tasks(before), _SETTLE_S, what)
         self._check_engines()
         await self._stop_ingresses()
 
@@ -131,7 +153,7 @@ class _Simulation:
             allowed = outcome.ingress in self.world.killed or bool(plan.reads_s)
         if not allowed:
             say(f"{what}: {outcome.kind} after {outcome.seconds:.1f} s {outcome.detail}")
-        late_s = 1.5 * plan.max_tokens * plan.token_s + QUEUE_S + 4.0
+        late_s = 1.5 * plan.max_tokens * plan.token_s + QUEUE_S + WAIT_S + 4.0
         if self._engines_are_well and not plan.reads_s and outcome.seconds > late_s:
             say(f"{what}: it took {outcome.seconds:.1f} s, though only the router was away")
         if outcome.starts > 1 or outcome.ends > 1:
@@ -194,6 +216,8 @@ class _Simulation:
             held |= {n: p.replica for n, p in placements.items() if p.state is State.LEASED}
         if told == held and held:
             return []
+        if all(task.done() for task in self._long):  # refused: what was lost still fills prefill engines
+            self._begin_long(0)
         return [f"the router has {told}, its clients have {held}"]
 
     def _nothing_left(self) -> list[str]:
@@ -208,6 +232,8 @@ class _Simulation:
             one = process.servable_object
             zero(f"{process} in flight", one.gate.in_flight)
             zero(f"{process} waiting", one.gate.places.waiting)
+            zero(f"{process} places of tenants", dict(one.gate.places._held))
+            zero(f"{process} retries", world.retries_at_once - one._path._retries._value)
             zero(f"{process} placements", dict(one._client.placements))
             zero(f"{process} answers awaited", one._client._answers)
             zero(f"{process} unsent", one._client._unsent)
@@ -223,6 +249,9 @@ class _Simulation:
         zero("router leases", dict(state.placer.running))
         zero("router queue", dict(state.placer.queue))
         zero("router ledger", len(state.placer._ledger))
+        zero("router prompt tokens to compute", int(abs(state.placer._ledger._prefill_tokens).sum()))
+        known = state.placer.prefixes._caches.keys() | state.placer.prefixes._room.keys()
+        zero("prefixes of workers that have gone", known - set(state._slots))
         for name, engine in world.engines.items():
             if engine.process.alive:
                 zero(f"{name} blocks in use", engine.blocks.in_use)
@@ -231,6 +260,18 @@ class _Simulation:
                 if isinstance(engine, PrefillEngine):
                     zero(f"{name} prompts held", engine.held)
         return found
+
+    def _tasks(self) -> dict[Process, int]:
+        live = [process for role in ROLES for process in self.world.live[role]]
+        return {process: len(process.pending) for process in live}
+
+    def _more_tasks(self, before: dict[Process, int]) -> list[str]:
+        """A process at rest has no more tasks than when it was at rest before."""
+        return [
+            f"{process} tasks: {number}, before {before[process]}"
+            for process, number in self._tasks().items()
+            if process in before and number > before[process]
+        ]
 
     def _check_engines(self) -> None:
         """No engine has kept wrong blocks; and while all could be reached, no lease has run out."""
@@ -244,13 +285,71 @@ class _Simulation:
                     if prefix[-len(block) :] != block:
                         say(f"{name} keeps {block} as the end of {prefix}")
 
+    def _check_drains(self) -> None:
+        """Engines that leave end their streams first."""
+        counters = self._state().counters
+        only_drains = self.run.faults and all(fault.kind == DRAIN for fault in self.run.faults)
+        if only_drains and (counters["resumed"] or counters["streams_lost"]):
+            self.run.violations.append(f"engines have left in mid-stream: {dict(counters)}")
+
     async def _one_more(self) -> None:
         """A request after it all is answered."""
         for process in self.world.live["ingress"]:
             plan = Plan(0.0, "completions", "1 2 3 4 5 6", 3, stream=False)
-            outcome = await ask(self.world, plan, process)
-            if outcome.kind != "ok" or outcome.text != plan.reference:
-                self.run.violations.append(f"a request after the faults: {outcome.kind} {outcome.detail}")
+            await self._answered(plan, process, "a request after the faults")
+
+    async def _answered(self, plan: Plan, process: Process, what: str) -> Outcome:
+        outcome = await ask(self.world, plan, process)
+        if outcome.kind != "ok" or outcome.text != plan.reference:
+            self.run.violations.append(f"{what}: {outcome.kind} {outcome.detail}")
+        return outcome
+
+    async def _one_engine_is_sick(self) -> None:
+        """One that fails whatever comes is soon left alone, and costs nobody an answer."""
+        process, names = self.world.live["ingress"][0], list(self.world.known["decode"])
+        one = process.servable_object
+        if len(names) < 2 or one._path._outliers[one._decode]._records:
+            return
+        sick = self.world.engines[names[0]]
+        sick.sick = True
+        for number in range(_OF_SICK):
+            plan = Plan(0.0, "completions", f"{number} 2 3 4 5 6", 2, stream=bool(number % 2), token_s=0.005)
+            await self._answered(plan, process, "a request while an engine is sick")
+        sick.sick = False
+        if sick.failed > FAILURES:
+            self.run.violations.append(f"{sick.name} is sick and got {sick.failed} calls")
+
+    async def _shares_are_fair(self) -> None:
+        """A tenant that has nothing comes before what waits of one that has all places."""
+        process = self.world.live["ingress"][0]
+        places = process.servable_object.gate.options.max_in_flight
+        if places > _FEW:
+            return
+        loop = self.world.loop
+
+        def plan(number: int, tenant: str) -> Plan:
+            return Plan(0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant)
+
+        many, few = TENANTS
+        crowd = [loop.create_task(ask(self.world, plan(n, many), process)) for n in range(3 * places)]
+        await asyncio.sleep(0.1)
+        one = await ask(self.world, plan(3 * places, few), process)
+        outcomes = await asyncio.gather(*crowd)
+        before = sum(outcome.kind == "ok" and outcome.first_s < one.first_s for outcome in outcomes)
+        if one.kind != "ok" or before > 2 * places:
+            self.run.violations.append(
+                f"a tenant that has nothing: {one.kind} {one.detail} after {before} of another's requests"
+            )
+
+    async def _limits_are_shared(self) -> None:
+        """What a tenant has used up at one ingress it has used up at the others."""
+        first, *others = self.world.live["ingress"]
+        plan = Plan(0.0, "completions", "1 2", 1, stream=False, tenant=LIMITED)
+        kinds = [(await ask(self.world, plan, first)).kind for _ in range(LIMIT + 1)]
+        await asyncio.sleep(_TOLD_S)
+        kinds += [(await ask(self.world, plan, process)).kind for process in others]
+        if kinds != LIMIT * ["ok"] + (1 + len(others)) * ["http 429"]:
+            self.run.violations.append(f"a tenant with a limit of {LIMIT}: {kinds}")
 
     async def _stop_ingresses(self) -> None:
         """No task is left in an ingress that has stopped."""

@@ -13,12 +13,15 @@ import heapq
 import itertools
 import random
 import sys
+import time
 import weakref
 from asyncio import events
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
+
+from eldr_serve.metrics import STALL_S
 
 _MAX_STEPS = 3_000_000  # of one run, which then goes round in a circle
 
@@ -90,7 +93,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     Attributes:
         network: has `connect(factory, host, port)` and `listen(factory, host)`, see virtual_network.
         thread_s: how long a call in a thread takes, s.
-        errors: what asyncio would have logged of exceptions that nobody has caught.
+        in_thread: one runs now.
+        errors: exceptions that nobody has caught, which asyncio would have logged, and what stood still.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -106,6 +110,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.errors: list[str] = []
         self.network: Any = None
         self.thread_s: Callable[[], float] = lambda: 0.001
+        self.in_thread = False
         self.trace = 0  # of what ran, in its order: equal for equal runs
 
     def process(self, name: str) -> Process:
@@ -197,10 +202,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         def run() -> None:
             if done.done():
                 return
+            self.in_thread = True
             try:
                 done.set_result(func(*args))
             except Exception as error:
                 done.set_exception(error)
+            finally:
+                self.in_thread = False
 
         self.call_later(self.thread_s(), run)
         return done
@@ -213,7 +221,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self._over:
-            self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+            self.errors.append(f"nobody caught: {context.get('message')}: {context.get('exception')!r}")
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
@@ -250,7 +258,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 break
             handle = ready.popleft()
             if not handle.cancelled():
+                began_s = time.thread_time()
                 handle._run()
+                if time.thread_time() - began_s > STALL_S:
+                    self.errors.append(f"the event loop of {process} stood still in {handle}")
                 self._steps += 1
                 process.stepped()
         if not ready or process.stopped:

@@ -13,33 +13,40 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.channel import ChannelServer
 from eldr_serve.channel import client as channel_client
-from eldr_serve.serving import decode_router, ingress, servers
+from eldr_serve.serving import decode_router, ingress, loop_watch, servers, tenants
 from eldr_serve.serving.address import Address
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.decode_router import DecodeRouter
+from eldr_serve.serving.keys import Key, Keys, Limits, digest
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
+from eldr_serve.serving.wire import Asked
 from eldr_serve.signature import SignatureSpec
+from eldr_serve.signature_predictor import SignaturePredictor
 from loadgen.faults.fake_engines import (
     EXPERTS,
     LAYERS,
     MODEL,
+    VOCABULARY,
     BlockEngine,
     DecodeEngine,
     PrefillEngine,
+    prompt_of,
 )
 from loadgen.faults.virtual_network import Network
 from loadgen.faults.virtual_time import Process, VirtualLoop, current
@@ -49,6 +56,10 @@ LEASE_S = 12.0  # of a prompt's KV blocks
 CLIENT_TIMEOUT_S = 12.0  # until a silent ingress has lost its leases
 CALL_S = 10.0
 QUEUE_S = 5.0
+WAIT_S = 2.0  # of a tenant's request for a place
+RETRIES_AT_ONCE = (2, 64)
+# Tenants with a key each, its name; the last one has a limit, and asks for nothing by itself.
+TENANTS, LIMITED, LIMIT = ("a", "b"), "limited", 3
 LONG_AWAY_S = 12.0  # that a router is away at times, in which nobody may wait for it
 _MAX_UNREAD_BYTES = 40_000  # of a stream that its client does not read: more than 4 s of tokens
 _SAMPLE_PERIOD_S = 1.0
@@ -62,6 +73,42 @@ def table(centroids: int, band: float = 0.1) -> RoutingTable:
     domains = [f"domain{c}" for c in range(centroids)]
     points = np.eye(centroids, spec.dim, dtype=np.float32)
     return RoutingTable(MODEL, spec, points, np.ones(centroids, np.int64), domains, band)
+
+
+def predictor() -> SignaturePredictor:
+    """Knows no token yet."""
+    directions = np.zeros((2, LAYERS, EXPERTS), np.float32)
+    directions[[0, 1], 0, [0, 1]] = 1
+    return SignaturePredictor(
+        model=MODEL,
+        tokenizer=_Tokens.NAME,
+        top_k=1,
+        mean=np.full((LAYERS, EXPERTS), 1 / EXPERTS, np.float32),
+        tokens=np.zeros((VOCABULARY, 2), np.float32),
+        experts=directions,
+        variance=np.full(VOCABULARY, 10, np.float32),
+    )
+
+
+def _keys(path: Path) -> Keys:
+    """In place of a file of keys."""
+    limits = {"a": Limits(), "b": Limits(priority=2.0), LIMITED: Limits(requests_per_minute=LIMIT)}
+    return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
+
+
+class _Tokens:
+    """The tokenizer, as ingress replicas have it."""
+
+    NAME = "words"
+
+    def __init__(self, source: str) -> None:
+        pass
+
+    async def fingerprint(self) -> str:
+        return self.NAME
+
+    async def of(self, asked: Asked) -> NDArray[np.uint32]:
+        return np.array(prompt_of({k: v for k, v in asked.model_dump().items() if v is not None}), np.uint32)
 
 
 class _Ingress(ingress.EldrIngress):
@@ -88,7 +135,7 @@ class _Remote:
     """
 
     def __init__(
-        self, find: Callable[[], Process | None], call: Callable[[Process], Coroutine[Any, Any, Any]]
+        self, find: Callable[[], Process | None], call: Callable[..., Coroutine[Any, Any, Any]]
     ) -> None:
         self._find = find
         self._call = call
@@ -108,7 +155,8 @@ class _Remote:
                 done.set_result(result)
 
         process.soon(
-            lambda: process.loop.create_task(self._call(process)).add_done_callback(answered), after_s=0.001
+            lambda: process.loop.create_task(self._call(process, *args)).add_done_callback(answered),
+            after_s=0.001,
         )
         while not done.done():
             await asyncio.wait([done], timeout=0.5)
@@ -122,6 +170,10 @@ class World:
 
     Args:
         rng: draws everything that the seed decides.
+
+    Attributes:
+        whole: decode engines prefill too, and there are no others.
+        keyed: clients send their tenant's key.
     """
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
@@ -138,10 +190,14 @@ class World:
         self.decode_blocks = rng.choice([192, 256, 384])
         self._numbers = dict.fromkeys(ROLES, 0)
         self._samples = 0
+        self.whole, self.keyed = rng.random() < 0.25, rng.random() < 0.5
+        self.retries_at_once = rng.choice(RETRIES_AT_ONCE)
+        predicts = self.whole and rng.random() < 0.7
         self.settings = RouterSettings(
             model_id=MODEL,
             policy=rng.choice(POLICIES),
             table=table(3).to_bytes(),
+            predictor=predictor().to_bytes() if predicts else None,
             client_timeout_s=CLIENT_TIMEOUT_S,
         )
 
@@ -149,6 +205,7 @@ class World:
 
     async def start(self, *, prefills: int, decodes: int, ingresses: int) -> None:
         """Start all, and let what runs by itself run."""
+        prefills = 0 if self.whole else prefills
         self.wanted = {"router": 1, "prefill": prefills, "decode": decodes, "ingress": ingresses}
         for role, number in self.wanted.items():
             for _ in range(number):
@@ -202,20 +259,25 @@ class World:
     def _start_ingress(self, process: Process) -> None:
         healthy: Any = SimpleNamespace(check_health=_Remote(lambda: process, _nothing))
         process.servable_object = made = _Ingress(
-            prefill=healthy,
+            prefill=None if self.whole else healthy,
             decode=healthy,
             model_card={"id": MODEL, "object": "model"},
             openapi={},
             application="world",
             tokenizer="/nowhere",
             router=self.settings,
-            options=IngressOptions(max_in_flight=self.rng.choice([6, 64])),
+            options=IngressOptions(
+                max_in_flight=self.rng.choice([6, 64]),
+                max_wait_s=WAIT_S,
+                keys_file=Path("/nowhere/keys.json") if self.keyed else None,
+            ),
             path_options=PathOptions(
                 kv_lease_s=LEASE_S,
                 queue_ttl_s=QUEUE_S,
                 prefill_limit_s=CALL_S,
                 first_token_limit_s=CALL_S,
                 gap_limit_s=CALL_S,
+                retries_at_once=self.retries_at_once,
             ),
             admin_key_sha256=sha256(ADMIN_KEY.encode()).hexdigest(),
         )
@@ -328,6 +390,10 @@ async def _router_address(process: Process) -> Any:
     return await process.servable_object.address()
 
 
+async def _observe_steps(process: Process, *args: Any) -> None:
+    await process.servable_object.observe_steps(*args)
+
+
 async def _open_channel(handler: Any, *, describe: Any, limit: int = 10**6) -> tuple[Address, ChannelServer]:
     """As address.open_channel, without Ray."""
     host = current().name
@@ -340,7 +406,21 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
     """Within it the serving code finds this world where it looks for Ray, clocks and chance."""
 
     def connect(name: str, settings: RouterSettings) -> Any:
+        in_thread()
         return SimpleNamespace(address=_Remote(world.router, _router_address))
+
+    def in_thread() -> None:
+        if not loop.in_thread:
+            loop.errors.append(f"the event loop of {current()} waits for GCS")
+
+    def find(name: str) -> Any:
+        in_thread()
+        if world.router() is None:
+            raise ValueError("the actor is away")
+        return SimpleNamespace(observe_steps=_Remote(world.router, _observe_steps))
+
+    def context() -> Any:
+        return SimpleNamespace(replica_id=SimpleNamespace(unique_id=current().name))
 
     chance = random.getstate()
     random.seed(rng.random())
@@ -349,10 +429,16 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (ingress, "connect", connect),
             (ingress, "directory", world.directory),
             (ingress, "serve", SimpleNamespace(get_replica_context=current)),
+            (ingress, "PromptTokens", _Tokens),
+            (tenants, "read_keys", _keys),
+            (tenants, "_stamp", lambda path: 0),
+            (servers, "find", find),
+            (servers, "serve", SimpleNamespace(get_replica_context=context)),
             (decode_router, "open_channel", _open_channel),
             (servers, "open_channel", _open_channel),
             (decode_router, "RouterMetrics", _NoMetrics),
             (ingress, "IngressMetrics", _NoMetrics),
+            (loop_watch, "LoopMetrics", _NoMetrics),
             (channel_client, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         ):

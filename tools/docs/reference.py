@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from eldr_serve.command import app, loaded
 from eldr_serve.engine.vllm.requests import REQUESTS
-from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, ROUTER, Metric
+from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.ingress import application
 from eldr_serve.serving.openapi import openapi_document
@@ -109,6 +109,7 @@ def metrics_page() -> str:
     ]
     for title, metrics in (
         ("The router", ROUTER), ("Each ingress replica", INGRESS), ("Each engine replica", ENGINE),
+        ("Each of these processes", PROCESS),
     ):  # fmt: skip
         lines = ["| metric | kind | unit | meaning | labels | key |", "| --- | --- | --- | --- | --- | --- |"]
         lines += [_metric(metric) for metric in metrics.values()]

@@ -96,6 +96,11 @@ ALERTS = (
         "Requests get 429: all places are taken.",
     ),
     Alert(
+        "EldrLoopStands", WARNING,
+        'sum(increase(ray_eldr_loop_stalls_total{role=~"ingress|router"}[15m])) > 0', "0m",
+        "The event loop of an ingress or of the router stood still for 0.5 s or longer.",
+    ),
+    Alert(
         "EldrTtftRisen", WARNING, _risen("ttft_seconds"), "15m",
         "The median time to the first token is 1.5 times that of the last day.",
     ),

@@ -109,6 +109,17 @@ SERVICE: Rows = {
             {"{{ip}}": "max by (ip) (ray_node_mem_used) / max by (ip) (ray_node_mem_total)"},
         ),
     ],
+    "Event loops": [
+        Panel(
+            "Stood still for 0.5 s or longer", "short", {"{{role}}": _rate("loop_stalls", "role")},
+            "A second. While a loop stands still, nothing of its process goes on.",
+        ),
+        Panel(
+            "Longest stall", "s", {"{{role}}": "max by (role) (ray_eldr_loop_longest_stall_seconds)"},
+            "Since each process began.",
+        ),
+        Panel("Tasks", "short", {"{{role}}": "max by (role) (ray_eldr_loop_tasks)"}),
+    ],
 }  # fmt: skip
 
 PLACEMENT: Rows = {

@@ -173,6 +173,19 @@ async def test_a_draining_engine_takes_nobody_else_and_ends_what_it_has() -> Non
         await draining
 
 
+async def test_a_call_that_was_on_its_way_to_a_draining_engine_is_answered() -> None:
+    async with connected() as (engine, channel):
+        draining = asyncio.create_task(engine.server.drain())
+        await asyncio.sleep(0)
+        call = channel.call("wait", {})  # the engine was idle, and its word has not been heard yet
+        await call.read()
+        assert not channel.open
+        assert not draining.done()
+        engine.go_on.set()
+        assert await whole(call) == (b"done", 1)
+        await draining
+
+
 @pytest.mark.parametrize(
     "sent",
     [

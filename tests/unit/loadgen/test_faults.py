@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from itertools import islice
 
 import pytest
 from in_process import python
 
+from loadgen.faults import virtual_time
 from loadgen.faults.clients import Plan
 from loadgen.faults.fake_engines import Blocks, continuation
 from loadgen.faults.schedule import Fault
@@ -115,6 +117,23 @@ def test_a_run_in_which_everybody_waits_for_ever_is_told() -> None:
 
     with pytest.raises(Livelock, match="waits"):
         on_virtual_time(main)
+
+
+def test_an_event_loop_that_computes_for_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_time, "STALL_S", 0.05)
+
+    async def main(loop: VirtualLoop) -> None:
+        busy = loop.process("busy")
+        busy.soon(compute)
+        await asyncio.sleep(1)
+
+    def compute() -> None:
+        until = time.thread_time() + 0.06
+        while time.thread_time() < until:
+            pass
+
+    (said,) = on_virtual_time(main).errors
+    assert "busy stood still" in said
 
 
 class Echo(asyncio.Protocol):

@@ -182,6 +182,9 @@ def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() ->
     state.update_workers(["r1"])
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
+    held = len(state.placer.prefixes._room)
+    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # the last word of one that has gone
+    assert len(state.placer.prefixes._room) == held
 
 
 def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_or_its_counts() -> None:

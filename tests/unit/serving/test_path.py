@@ -207,6 +207,17 @@ async def test_without_any_prefill_replica_the_client_is_told_to_come_again() ->
         await world.run()
 
 
+async def test_a_request_waits_a_little_for_the_first_decode_replica() -> None:
+    """An ingress that has just started, or whose decode replicas are all being replaced."""
+    world = World(prefill_wait_s=60.0)
+    world.decode.lost = {"d0", "d1", "d2"}
+    answer = asyncio.create_task(world.run())
+    await asyncio.sleep(0.1)
+    assert not world.prefill.requests
+    world.decode.lost = {"d1", "d2"}
+    assert await answer == b"abc"
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
 async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engines(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:

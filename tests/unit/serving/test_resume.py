@@ -15,6 +15,7 @@ from one_path import World, generation
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
+from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.rate import Rate
 
 TOKENS = 12
@@ -118,10 +119,38 @@ async def test_what_is_lost_after_an_answers_end_is_nothing(stream: bool) -> Non
     assert len(world.decode.requests) == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("failure", [refusing(400), refusing(503), LOST])
-async def test_a_stream_that_no_engine_prefills_again_ends_with_an_error(failure: Exception) -> None:
-    answers = iter([answering(prefilled()), *[answering(failure)] * 9])
+async def test_an_answer_that_no_engine_prefills_again_goes_on_whole(
+    failure: Exception, stream: bool
+) -> None:
+    """A prefill engine may hold less than a prompt and what was generated from it."""
+    answers = iter([answering(prefilled()), answering(failure)])
     world = World(prefill=lambda sent: next(answers)(sent), decode=Engines((3, LOST)))
+    assert await world.run(stream=stream) == (WHOLE + END if stream else WHOLE)
+    second = world.decode.requests[-1].header
+    assert (second["kv"], second["generated"]) == ({}, packed(0, 1, 2))
+    assert second["token_ids"] == TOKEN_IDS
+    assert world.client.events == ["prefills", "whole_without_prefill", "resumed"]
+
+
+async def test_an_answer_that_finds_no_room_in_prefill_goes_on_whole() -> None:
+    full = {KV_USAGE: 1.0, SAMPLE: 0}
+    world = World(decode=Engines((3, LOST)), prefill_wait_s=0.0)
+    budget = world.prefill.directory.budget = PrefillBudget(0.9)
+
+    async def decode(sent: Any) -> AsyncIterator[Any]:
+        budget.take({"p0": full, "p1": full})
+        async for chunk in engines(sent):
+            yield chunk
+
+    engines, world.decode.answer = world.decode.answer, decode
+    assert await world.run(stream=True) == WHOLE + END
+    assert world.client.events == ["prefills", "whole_without_prefill", "resumed"]
+
+
+async def test_a_stream_that_no_engine_takes_again_ends_with_an_error() -> None:
+    world = World(decode=Engines((3, LOST), *[(0, refusing(400))] * 9))
     answer = await world.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
 

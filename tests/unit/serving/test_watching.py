@@ -23,14 +23,16 @@ from eldr_serve.metrics import (
     GAUGE,
     HISTOGRAM,
     INGRESS,
+    LOOP,
     METRICS,
     OWN,
     PREFIX,
+    PROCESS,
     ROUTER,
 )
 from eldr_serve.serving import watching
 from eldr_serve.serving.messages import Answered, NamedPolicy
-from eldr_serve.serving.watching import IngressMetrics, RouterMetrics
+from eldr_serve.serving.watching import IngressMetrics, LoopMetrics, RouterMetrics
 
 
 class FakeMetric:
@@ -99,6 +101,7 @@ async def test_each_key_of_the_ingress_has_a_metric() -> None:
         await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
         status = await app.status()
     assert set(status["ingress"]) == set(OWN)
+    assert set(status["loops"]["ingress"]) == set(LOOP)
 
 
 def test_names_are_as_prometheus_has_them() -> None:
@@ -109,7 +112,7 @@ def test_names_are_as_prometheus_has_them() -> None:
         assert metric.about
         assert list(metric.bounds) == sorted(metric.bounds)
         assert bool(metric.bounds) == (metric.kind == HISTOGRAM)
-    assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(ENGINE)
+    assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(PROCESS) + len(ENGINE)
 
 
 def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
@@ -170,6 +173,17 @@ async def test_every_metric_of_an_ingress_has_its_sample(made: dict[str, FakeMet
     stages = made["eldr_stage_seconds"].samples
     median = stages[(("quantile", "0.5"), ("stage", "prefill"))]
     assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]
+
+
+def test_every_metric_of_an_event_loop_has_its_sample(made: dict[str, FakeMetric]) -> None:
+    metrics = LoopMetrics()
+    for stalls in (0, 0, 2, 3):
+        metrics.export("decode", {"stalls": stalls, "longest_stall_s": stalls * 1.5, "tasks": 7})
+    assert made.keys() == PROCESS.keys()
+    role = (("role", "decode"),)
+    begin, *more = made["eldr_loop_stalls_total"].samples[role]
+    assert (begin + 1, more) == (1, [2, 1])
+    assert made["eldr_loop_longest_stall_seconds"].samples == {role: [0, 0, 3, 4.5]}
 
 
 def test_ray_exports_each_metric_under_its_name_and_kind() -> None:

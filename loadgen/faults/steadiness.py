@@ -1,0 +1,108 @@
+"""Whether processes of an application hold still: memory, descriptors and tasks, and no event loop stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from loadgen.faults import processes
+
+WATCHED = ("ingress", "router", "prefill", "decode")
+LOOPS = ("ingress", "router")  # whose event loop may never stand still; an engine's may while it compiles
+MORE_MIB, MORE_SHARE = 64.0, 0.25  # of memory that a process may take after warm-up, both together
+MORE_DESCRIPTORS = 64
+MORE_TASKS = 64
+_SAMPLE = re.compile(r"^ray_eldr_loop_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+Worker = tuple[str, str]  # role, Ray's id of the process
+
+
+def samples(metrics: str) -> Iterator[tuple[str, Worker, float]]:
+    """(metric, whose, value) of each process's event loop, from Ray's metrics port."""
+    for name, labels, value in _SAMPLE.findall(metrics):
+        tags = dict(_LABEL.findall(labels))
+        yield name, (tags.get("role", ""), tags.get("WorkerId", "")), float(value)
+
+
+class Steadiness:
+    """What is seen of the processes of each role.
+
+    Args:
+        resources: (pid, MiB of memory, descriptors) of each live process of a role.
+    """
+
+    def __init__(
+        self, resources: Callable[[str], list[tuple[int, float, int]]] = processes.resources
+    ) -> None:
+        self._resources = resources
+        self._warm: dict[str, dict[int, tuple[float, int]]] = {}
+        self._last: dict[str, dict[int, tuple[float, int]]] = {}
+        self._stalls: dict[Worker, float] = {}
+        self._longest_s: dict[Worker, float] = {}
+        self._tasks: dict[Worker, tuple[float, float]] = {}  # when it was first seen, and last
+
+    def begin(self) -> None:
+        """All is warm: what is held now is what it takes."""
+        self._warm = self._look()
+
+    def take(self, metrics: str) -> None:
+        """What processes say of their event loops."""
+        for name, worker, value in samples(metrics):
+            if name == "stalls_total":
+                self._stalls[worker] = value
+            elif name == "longest_stall_seconds":
+                self._longest_s[worker] = value
+            elif name == "tasks":
+                self._tasks[worker] = (self._tasks.get(worker, (value,))[0], value)
+
+    def end(self) -> None:
+        """All is at rest again."""
+        self._last = self._look()
+
+    def _look(self) -> dict[str, dict[int, tuple[float, int]]]:
+        return {role: {pid: held for pid, *held in self._resources(role)} for role in WATCHED}  # type: ignore[misc]
+
+    def rows(self, stops: Mapping[str, int]) -> list[dict[str, Any]]:
+        """A row for each role; growth is that of the process that grew most, of those that lived through it.
+
+        Args:
+            stops: how often a process of each role was stopped, which its event loop cannot but notice.
+        """
+        return [self._row(role, stops.get(role, 0)) for role in WATCHED]
+
+    def _row(self, role: str, stops: int) -> dict[str, Any]:
+        warm, last = self._warm.get(role, {}), self._last.get(role, {})
+        lived = [(warm[pid], last[pid]) for pid in warm.keys() & last.keys()]
+        tasks = [counts for worker, counts in self._tasks.items() if worker[0] == role]
+        return {
+            "process": role,
+            "lived": len(lived),
+            "memory_mib": max((held[0] for held in last.values()), default=None),
+            "memory_growth_mib": max((after[0] - before[0] for before, after in lived), default=None),
+            "memory_growth": max((after[0] / before[0] - 1 for before, after in lived), default=None),
+            "descriptors": max((held[1] for held in last.values()), default=None),
+            "descriptors_growth": max((after[1] - before[1] for before, after in lived), default=None),
+            "tasks": max((int(now) for _, now in tasks), default=None),
+            "tasks_growth": max((int(now - first) for first, now in tasks), default=None),
+            "stalls": sum(int(count) for worker, count in self._stalls.items() if worker[0] == role),
+            "stops": stops,
+            "longest_stall_s": max((s for worker, s in self._longest_s.items() if worker[0] == role), default=None),
+        }
+
+
+def wrong(rows: list[dict[str, Any]]) -> list[str]:
+    """What of these rows is not steady."""
+    found = []
+    for row in rows:
+        role = row["process"]
+        if (row["memory_growth_mib"] or 0) > MORE_MIB and row["memory_growth"] > MORE_SHARE:
+            found.append(f"{role}: {row['memory_growth_mib']:.0f} MiB of memory more than after warm-up")
+        if (row["descriptors_growth"] or 0) > MORE_DESCRIPTORS:
+            found.append(f"{role}: {row['descriptors_growth']} descriptors more than after warm-up")
+        if (row["tasks_growth"] or 0) > MORE_TASKS:
+            found.append(f"{role}: {row['tasks_growth']} tasks more than after warm-up")
+        if role in LOOPS and row["stalls"] > row["stops"]:
+            found.append(f"{role}: its event loop stood still {row['stalls']} times, stopped {row['stops']} times")
+    return found

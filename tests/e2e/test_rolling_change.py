@@ -1,0 +1,176 @@
+"""Engines come and go and the whole application is deployed anew, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from service import ADMIN_KEY, ROOT, Service, wait_for
+
+PORT = 8251
+CROWD, FEW = 9, 2  # streams at a time: more than one engine is to have, and so few that one is enough
+TOKENS = 120  # of a stream
+NEW = "shortest-queue"  # policy of the new deployment
+AT_ONCE = 4 * CROWD  # placements within which a newcomer must have got one
+
+
+@dataclass
+class Rolling:
+    """The running application, which can be deployed anew."""
+
+    service: Service
+    process: subprocess.Popen[str]
+    said: Path
+
+    def deploy(self, **changes: Any) -> None:
+        """Give Serve the application with these `args`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(changes) + "\n")
+        self.process.stdin.flush()
+
+    def status(self) -> dict[str, Any]:
+        """Empty while the answering ingress does not reach the router."""
+        try:
+            status = self.service.status()
+        except httpx.TransportError:  # it has just left
+            return {}
+        return status if "workers" in status else {}
+
+    def renewed(self, old: set[str]) -> bool:
+        """Two decode engines are there and warm, none of the old ones, under the new policy."""
+        status = self.status()
+        now = {worker["replica"] for worker in status.get("workers", [])}
+        return len(now) == 2 and not now & old and status["policy"] == NEW and status["ingress"]["ready"]
+
+    def decodes(self) -> set[str]:
+        """Ids of the replicas that are placed on."""
+        return {worker["replica"] for worker in self.status().get("workers", [])}
+
+
+@pytest.fixture(scope="module")
+def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rolling]:
+    said = tmp_path_factory.mktemp("rolling") / "said.txt"
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("rolling_service.py")), str(PORT), ADMIN_KEY],
+            stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+    try:
+        wait_for(lambda: "ready" in said.read_text() or process.poll() is not None, "it is ready", 240)
+        assert process.poll() is None, said.read_text()[-5000:]
+        yield Rolling(Service(f"http://127.0.0.1:{PORT}"), process, said)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(90)
+    assert process.returncode == 0, said.read_text()[-5000:]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got: of which engine, whether to its end, and when it was sent."""
+
+    prompt: str
+    text: str
+    worker: str
+    whole: bool
+    sent_s: float
+
+
+async def stream(service: Service, prompt: str) -> Answer:
+    body = {
+        "model": "eldr-demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+        "stream": True,
+    }  # fmt: skip
+    sent_s, text, done = time.monotonic(), "", False
+    # A connection each, so that all ingresses have some.
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", f"{service.url}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+    return Answer(prompt, text, response.headers["x-eldr-decode-worker"], done, sent_s)
+
+
+@dataclass
+class Load:
+    """Clients that stream one answer after the other, so many at a time."""
+
+    service: Service
+    prompts: list[str]
+    answers: list[Answer] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def of(self, clients: int) -> AsyncIterator[None]:
+        """This many while the block runs; then each ends the answer that it has begun."""
+        ended = asyncio.Event()
+
+        async def client(number: int) -> None:
+            rng = random.Random(number)
+            while not ended.is_set():
+                self.answers.append(await stream(self.service, rng.choice(self.prompts)))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(clients):
+                group.create_task(client(number))
+            yield
+            ended.set()
+
+
+async def until(condition: Callable[[], bool], what: str, within_s: float) -> None:
+    """As wait_for, beside the load."""
+    await asyncio.to_thread(wait_for, condition, what, within_s)
+
+
+@pytest.mark.faults
+async def test_engines_come_and_go_and_all_is_deployed_anew_and_no_client_notices(
+    rolling: Rolling, prompts: list[str]
+) -> None:
+    """From one decode engine to two under load, to others of a new deployment, and back to one."""
+    service = rolling.service
+    expected = {prompt: (await stream(service, prompt)).text for prompt in prompts}
+    first = rolling.decodes()
+    assert len(first) == 1
+    load = Load(service, prompts)
+    async with load.of(CROWD):
+        await until(lambda: len(rolling.decodes()) == 2, "there is a second decode engine", 200)
+        came_s, newcomers = time.monotonic(), rolling.decodes() - first
+
+        def asked_since() -> list[Answer]:
+            return [answer for answer in load.answers if answer.sent_s > came_s]
+
+        await until(lambda: len(asked_since()) >= AT_ONCE, "requests come after it", 120)
+        assert newcomers & {answer.worker for answer in asked_since()[:AT_ONCE]}
+        old = rolling.decodes()
+        rolling.deploy(router={"policy": NEW}, path={"retry_backoff_s": 0.06})
+        await until(lambda: rolling.renewed(old), "all engines are of the new deployment", 300)
+    async with load.of(FEW):
+        await until(lambda: len(rolling.decodes()) == 1, "one decode engine is enough", 120)
+
+    assert len(load.answers) > 3 * CROWD
+    assert all(answer.whole for answer in load.answers)
+    assert [answer for answer in load.answers if answer.text != expected[answer.prompt]] == []
+    after = rolling.status()
+    assert after["counters"].get("streams_lost", 0) == 0
+    await until(lambda: rolling.status().get("leases") == 0, "all leases are released", 30)

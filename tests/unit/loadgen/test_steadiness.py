@@ -1,0 +1,79 @@
+"""What the chaos command makes of memory, descriptors, tasks and event loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loadgen.faults.steadiness import Steadiness, wrong
+
+
+def loop(metric: str, role: str, worker: str, value: float) -> str:
+    return f'ray_eldr_loop_{metric}{{SessionName="s",WorkerId="{worker}",role="{role}"}} {value}\n'
+
+
+class Held:
+    """(pid, MiB, descriptors) of processes, by role."""
+
+    def __init__(self, **roles: list[tuple[int, float, int]]) -> None:
+        self.roles = roles
+
+    def __call__(self, role: str) -> list[tuple[int, float, int]]:
+        return self.roles.get(role, [])
+
+
+def seen(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, dict[str, Any]]:
+    held = [before, after]
+    steadiness = Steadiness(lambda role: held[0](role))
+    steadiness.begin()
+    for text in metrics:
+        steadiness.take(text)
+    held.pop(0)
+    steadiness.end()
+    return {row["process"]: row for row in steadiness.rows(stops)}
+
+
+def test_growth_is_of_processes_that_lived_through_it() -> None:
+    before = Held(ingress=[(1, 100.0, 20), (2, 100.0, 20)], decode=[(3, 900.0, 50)])
+    after = Held(ingress=[(1, 110.0, 25), (9, 500.0, 300)], decode=[(4, 1500.0, 90)])
+    rows = seen(before, after)
+    assert (rows["ingress"]["lived"], rows["decode"]["lived"]) == (1, 0)
+    assert rows["ingress"]["memory_growth_mib"] == 10.0
+    assert rows["ingress"]["descriptors_growth"] == 5
+    assert rows["ingress"]["descriptors"] == 300
+    assert rows["decode"]["memory_growth"] is None
+    assert not wrong(list(rows.values()))
+
+
+@pytest.mark.parametrize(
+    ("after", "said"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
+)
+def test_a_process_that_grows_is_told(after: tuple[int, float, int], said: str) -> None:
+    (what,) = wrong(list(seen(Held(router=[(1, 100.0, 20)]), Held(router=[after])).values()))
+    assert what.startswith("router: ")
+    assert said in what
+
+
+def test_tasks_grow_from_when_a_process_was_first_seen() -> None:
+    metrics = [loop("tasks", "ingress", "a", 20) + loop("tasks", "ingress", "b", 150)]
+    metrics += [loop("tasks", "ingress", "a", 90) + loop("tasks", "ingress", "b", 150)]
+    rows = seen(Held(), Held(), *metrics)
+    assert (rows["ingress"]["tasks"], rows["ingress"]["tasks_growth"]) == (150, 70)
+    assert wrong(list(rows.values())) == ["ingress: 70 tasks more than after warm-up"]
+
+
+def test_a_loop_stands_still_as_often_as_its_process_is_stopped_and_an_engines_may() -> None:
+    metrics = [
+        loop("stalls_total", "ingress", "a", 2.2250738585072014e-308)
+        + loop("stalls_total", "decode", "d", 3)
+        + loop("longest_stall_seconds", "ingress", "a", 0.02),
+        loop("stalls_total", "ingress", "a", 1) + loop("longest_stall_seconds", "ingress", "a", 5.01),
+        loop("stalls_total", "ingress", "b", 1),  # in place of the first
+    ]
+    stopped_twice = seen(Held(), Held(), *metrics, ingress=2)
+    row = stopped_twice["ingress"]
+    assert (row["stalls"], row["stops"], row["longest_stall_s"]) == (2, 2, 5.01)
+    assert not wrong(list(stopped_twice.values()))
+    (what,) = wrong(list(seen(Held(), Held(), *metrics, ingress=1).values()))
+    assert what == "ingress: its event loop stood still 2 times, stopped 1 times"

@@ -1,0 +1,80 @@
+"""An event loop that stands still is noticed, with whatever makes it stand."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import pytest
+
+from eldr_serve.metrics import LOOP, STALL_S
+from eldr_serve.serving import loop_watch
+from eldr_serve.serving.loop_watch import LoopWatch
+from loadgen.faults.virtual_time import VirtualLoop
+
+
+class Exported:
+    """In place of Ray's metrics."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def export(self, role: str, status: dict[str, Any]) -> None:
+        self.told.append((role, status))
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Exported:
+    found = Exported()
+    monkeypatch.setattr(loop_watch, "LoopMetrics", lambda: found)
+    return found
+
+
+def watched(*stops_s: float) -> LoopWatch:
+    """A process that is stopped for so long, now and then."""
+    watch = LoopWatch("ingress")
+    loop = VirtualLoop(random.Random(0))  # type: ignore[abstract]
+
+    async def main() -> None:
+        process = loop.process("watched")
+        process.run(loop.create_task, watch.run())
+        for seconds in stops_s:
+            await asyncio.sleep(3)
+            loop.stop_process(process)
+            await asyncio.sleep(seconds)
+            loop.go_on(process)
+        await asyncio.sleep(3)
+
+    loop.run(main())
+    return watch
+
+
+def test_a_loop_that_turns_does_not_stand_still(exported: Exported) -> None:
+    watch = watched()
+    assert (watch.stalls, watch.longest_s) == (0, pytest.approx(0))
+    assert [role for role, _ in exported.told] == ["ingress"] * 3  # once a second
+
+
+@pytest.mark.parametrize("stops_s", [[0.3], [0.7, 2.0, 0.2], [STALL_S + 0.1] * 3])
+def test_a_loop_that_stands_still_is_counted_by_how_long_it_stood(
+    stops_s: list[float], exported: Exported
+) -> None:
+    watch = watched(*stops_s)
+    assert watch.stalls == sum(seconds > STALL_S for seconds in stops_s)
+    assert max(stops_s) - 0.1 <= watch.longest_s <= max(stops_s) + 1e-9
+    assert exported.told[-1][1]["stalls"] == watch.stalls
+
+
+async def test_what_blocks_the_loop_is_noticed(exported: Exported) -> None:
+    watch = LoopWatch("router")
+    running = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    time.sleep(STALL_S + 0.2)  # noqa: ASYNC251 - as code would that waits without await
+    while not exported.told:
+        await asyncio.sleep(0.01)
+    assert watch.stalls == 1
+    assert watch.status().keys() == LOOP.keys()
+    assert watch.status()["tasks"] == 2
+    running.cancel()
