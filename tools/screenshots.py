@@ -1,6 +1,6 @@
 """Screenshots of a running service's live page and of a report, for the docs.
 
-    python -m tools.screenshots --help
+python -m tools.screenshots --help
 """
 
 from __future__ import annotations

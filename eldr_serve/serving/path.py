@@ -398,7 +398,7 @@ class RequestPath:
             return await self._prefill(run)
         except (Overloaded, CallFailed, _PrefillFailed) as error:
             if run.tokens:
-                logger.warning("request %s goes on whole: %s", run.request_id, error)
+                run.record.failures.append(f"it goes on whole: {error}")
                 self._client.count("whole_without_prefill")
                 return None
             if isinstance(error, Overloaded):

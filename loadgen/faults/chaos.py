@@ -52,9 +52,9 @@ FAULTS = (
 NOTES = (
     "requests are counted with the fault before their end; own_connection: those whose connection a killed "
     "proxy or ingress held itself; gap: between two chunks of a stream; recovery: until as many processes as "
-    "before are there, all pairs of engines are warm and the proxy answers; processes: growth from 20 s of load "
-    "to the end, of the process that grew most; stalls: event loops that stood still for 0.5 s, also because "
-    "their process was stopped"
+    "before are there, all pairs of engines are warm and the proxy answers; processes: growth from 20 s of "
+    "load to the end, of the process that grew most; stalls: event loops that stood still for 0.5 s, also "
+    "because their process was stopped"
 )
 OWN_CONNECTION = ("not connected", "connection lost")  # what a killed proxy or ingress held itself
 

@@ -279,7 +279,8 @@ class DecodeEngine(BlockEngine):
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine."""
-        asked = self._asked[request_id] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        self._asked[request_id] = asked
         try:
             return await asked
         finally:

@@ -36,7 +36,8 @@ MUTATIONS = (
         "a retry decodes from blocks that were read before",
         f"{_SERVING}.path",
         "prefilled = await self._prefilled(run) if self._splits(run.request) else None",
-        "prefilled = run.__dict__.get('kept') or (await self._prefilled(run) if self._splits(run.request) else None)\n"
+        "prefilled = run.__dict__.get('kept') or "
+        "(await self._prefilled(run) if self._splits(run.request) else None)\n"
         "            run.__dict__['kept'] = prefilled",
     ),
     Mutation(

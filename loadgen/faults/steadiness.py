@@ -88,7 +88,9 @@ class Steadiness:
             "tasks_growth": max((int(now - first) for first, now in tasks), default=None),
             "stalls": sum(int(count) for worker, count in self._stalls.items() if worker[0] == role),
             "stops": stops,
-            "longest_stall_s": max((s for worker, s in self._longest_s.items() if worker[0] == role), default=None),
+            "longest_stall_s": max(
+                (s for worker, s in self._longest_s.items() if worker[0] == role), default=None
+            ),
         }
 
 
@@ -104,5 +106,7 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
         if (row["tasks_growth"] or 0) > MORE_TASKS:
             found.append(f"{role}: {row['tasks_growth']} tasks more than after warm-up")
         if role in LOOPS and row["stalls"] > row["stops"]:
-            found.append(f"{role}: its event loop stood still {row['stalls']} times, stopped {row['stops']} times")
+            found.append(
+                f"{role}: its event loop stood still {row['stalls']} times, stopped {row['stops']} times"
+            )
     return found

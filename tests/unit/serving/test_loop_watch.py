@@ -71,7 +71,7 @@ async def test_what_blocks_the_loop_is_noticed(exported: Exported) -> None:
     watch = LoopWatch("router")
     running = asyncio.create_task(watch.run())
     await asyncio.sleep(0)
-    time.sleep(STALL_S + 0.2)  # noqa: ASYNC251 - as code would that waits without await
+    time.sleep(STALL_S + 0.2)
     while not exported.told:
         await asyncio.sleep(0.01)
     assert watch.stalls == 1
