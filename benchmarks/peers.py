@@ -14,7 +14,7 @@ Systems:
 One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Trials are
 in random order within each round, engines are started anew in each. Rows are medians over rounds.
 `--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
-can be made in several short runs.
+can be made in several short runs. `_cpu_ms` columns are CPU time a request of those that serve.
 
 The whole product against the whole peer, engines that spend their time on experts:
 
@@ -32,6 +32,7 @@ import random
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -53,6 +54,7 @@ from benchmarks.harness.client import (
     summary,
 )
 from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.harness.cpu_time import cpu_s
 from benchmarks.harness.engines import process, ray_pd_arguments, vllm_servers, wait_http
 from benchmarks.harness.live import wide_arguments
 from benchmarks.harness.prompts import bodies
@@ -149,18 +151,29 @@ async def _trial(
     What begins together would else queue for prefill together. `warm_up` answers come first.
     """
     found = {}
+    spent: list[Counter[str]]  # when the first that counts begins, and when the last has ended
+
+    async def sent(number: int, last: int) -> Answer:
+        answer = await send(http, work[number % len(work)])
+        ended.append(number)
+        if len(ended) in (warm_up, last):
+            spent.append(cpu_s())
+        return answer
+
     async with session(_TIMEOUT_S) as http:
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
+            spent, ended = [], list[int]()
             answers = await closed_loop(
-                lambda n: send(http, work[n % len(work)]),
+                partial(sent, last=warm_up + requests),
                 requests=warm_up + requests + in_flight,
                 in_flight=in_flight,
             )
             answers.sort(key=lambda answer: answer.end)
             counted = answers[warm_up : warm_up + requests]
             row = summary(counted, answers[warm_up - 1].end)
-            found[str(in_flight)] = row | {"errors": errors(counted)}
+            cpu = {part: 1000 * (s - spent[0][part]) / requests for part, s in spent[1].items()}
+            found[str(in_flight)] = row | {"errors": errors(counted), "cpu_ms": cpu}
     return found
 
 
@@ -178,6 +191,8 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "requests_per_s",
             ):  # fmt: skip
                 row[name] = float(np.median([m[name] for m in measured]))
+            for part in sorted({part for m in measured for part in m["cpu_ms"]}):
+                row[f"{part}_cpu_ms"] = float(np.median([m["cpu_ms"].get(part, 0.0) for m in measured]))
             for name in ("ttft_p50_ms", "tpot_p50_ms", "requests_per_s"):
                 _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in measured])
             rows.append(row)

@@ -21,18 +21,17 @@ import os
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from itertools import product
 from typing import Annotated, Any
 
 import httpx
 import numpy as np
-import psutil
 import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.harness.cluster import local_ray, wait_ready
+from benchmarks.harness.cpu_time import cpu_s
 from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.results import publish
@@ -47,18 +46,7 @@ _IDLE_S = 10.0
 _TIMEOUT_S = 120.0  # a stream that takes longer has failed
 
 
-_PARTS = {"ingress": "EldrIngress", "router": "DecodeRouter", "engines": "Fake", "proxy": "Proxy"}
-
-
-def _cpu_s() -> Counter[str]:
-    """CPU time so far of all processes that this one has started, by what they are, s."""
-    spent: Counter[str] = Counter()
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            times, command = process.cpu_times(), " ".join(process.cmdline())
-            name = next((name for name, mark in _PARTS.items() if mark in command), "ray")
-            spent["proxy" if "haproxy" in command else name] += times.user + times.system
-    return spent
+_PARTS = ("ingress", "router", "engines", "proxy", "ray")
 
 
 async def _load(
@@ -96,13 +84,13 @@ def _measure(
         url = f"http://127.0.0.1:{port + 1 if way.startswith('own') else port}"
         wait_ready(url)
         asyncio.run(_load(url, MODEL, 20, 2, 0.0, 0.5))
-        before = _cpu_s()
+        before = cpu_s()
         time.sleep(_IDLE_S)
-        idle = {name: (after - before[name]) / _IDLE_S for name, after in _cpu_s().items()}
+        idle = {name: (after - before[name]) / _IDLE_S for name, after in cpu_s().items()}
         for count, (tokens, gap_ms) in product(counts, loads):
-            before, start = _cpu_s(), time.perf_counter()
+            before, start = cpu_s(), time.perf_counter()
             answers = asyncio.run(_load(url, MODEL, count, tokens, gap_ms, ramp_s))
-            took_s, after = time.perf_counter() - start, _cpu_s()
+            took_s, after = time.perf_counter() - start, cpu_s()
             got = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
             us = {
                 name: 1e6 * (after[name] - before[name] - idle.get(name, 0.0) * took_s) / max(got, 1)
@@ -118,7 +106,7 @@ def _measure(
                     "offered_tokens_per_s": count * tokens / offered_s,
                     "server_us_per_token": sum(us.values()),
                 }
-                | {f"{name}_us_per_token": us.get(name, 0.0) for name in (*_PARTS, "ray")}
+                | {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}
                 | {
                     "idle_pct": 100 * sum(idle.values()),
                     "leases_left": status["ingress"]["leases"],
