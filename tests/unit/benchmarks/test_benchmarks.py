@@ -78,11 +78,12 @@ def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
     assert most_open([good, bad, Answer(start=2.5, end=3.0)]) == 2
     # Of several trials: medians.
     load = {"requests": 4, "failures": 1, "ttft_p99_ms": 9.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 2.0}
-    load |= {"latency_p50_ms": 8.0}
+    load |= {"latency_p50_ms": 8.0, "cpu_ms": {"ray": 6.0}}
     loads = [load | {"ttft_p50_ms": ttft, "requests_per_s": 3.0} for ttft in (1.0, 5.0, 2.0)]
     (row,) = _rows([{"system": "eldr", "loads": {"1": load}} for load in loads])
     assert (row["blocks"], row["requests"], row["failures"]) == (3, 12, 3)
     assert row["ttft_p50_ms_low"] <= row["ttft_p50_ms"] == 2.0 <= row["ttft_p50_ms_high"]
+    assert row["ray_cpu_ms"] == 6.0
 
 
 def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
