@@ -45,6 +45,8 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
     reports: dict[str, dict[str, Any]] = {}
     for torchvision in (False, True):
         names = [name for name in checkpoints if FAMILIES[name].torchvision == torchvision]
+        if not names:
+            continue
         folders = [ROOT, *([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
         environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
         if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
@@ -53,11 +55,10 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         folder.mkdir()
         jobs = {name: FAMILIES[name].engine | {"model": str(checkpoints[name])} for name in names}
         (folder / "jobs.json").write_text(json.dumps(jobs))
-        if names:
-            subprocess.run(
-                [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
-                env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
-            )  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
+            env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
+        )  # fmt: skip
         reports |= {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     return reports
 

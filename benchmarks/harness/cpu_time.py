@@ -14,12 +14,11 @@ PARTS: Mapping[str, str] = {
     "Fake": "engines",
     "EldrIngress": "ingress",
     "DecodeRouter": "router",
-    "vllm-router": "router",
+    "vllm::router": "router",
     "Proxy": "proxy",
     "haproxy": "proxy",
     "ServeReplica": "engine servers",
     "vllm.entrypoints": "engine servers",
-    "vllm serve": "engine servers",
 }
 
 
