@@ -17,11 +17,12 @@ let live = null;     // the newest answer
 // -- talking to the ingress ---------------------------------------------------------------------
 
 async function ask(method, path, body) {
-  const headers = adminKey ? {authorization: `Bearer ${adminKey}`} : {};
+  const key = adminKey;
+  const headers = key ? {authorization: `Bearer ${key}`} : {};
   const answer = await fetch(path, {method, body, headers, cache: "no-store"});
   const said = await answer.json().catch(() => ({}));
   if (answer.ok) return said;
-  if (answer.status === 401) $("key").hidden = false;
+  if (answer.status === 401 && key === adminKey) $("key").hidden = false;
   throw new Error(said.error?.message ?? `HTTP ${answer.status}`);
 }
 
@@ -39,6 +40,7 @@ function say(text, bad = false) {
 }
 
 async function look() {
+  const key = adminKey;
   try {
     live = await ask("GET", "live");
     if (live.live) draw();
@@ -46,6 +48,7 @@ async function look() {
     $("connection").textContent = live.router ? `router ${live.router}` : `read at ${new Date().toLocaleTimeString()}`;
     if ($("said").dataset.lost) { say(""); delete $("said").dataset.lost; }
   } catch (error) {
+    if (key !== adminKey) return;  // asked with a key that has been changed since
     $("connection").textContent = "not connected";
     say(error.message, true);
     $("said").dataset.lost = "yes";

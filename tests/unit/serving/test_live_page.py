@@ -153,6 +153,22 @@ async def test_an_operator_asks_compares_switches_and_sees_both_sides(tmp_path: 
         assert actor.state.settings.shadow is None
 
 
+async def test_a_late_refusal_of_a_key_that_was_changed_since_says_nothing(tmp_path: Path) -> None:
+    async with opened(busy_actor(), tmp_path) as (_, page):
+        await page.evaluate(
+            """{const real = fetch; window.held = [];
+            window.fetch = (path, options) => options.headers.authorization !== 'Bearer old' ? real(path, options)
+                : new Promise(answer => held.push(() => answer(real(path, options))))}"""
+        )
+        await page.evaluate("adminKey = 'old'; window.late = look().then(() => window.came = true); 0")
+        await page.evaluate(f"adminKey = {KEY!r}")
+        await shown(page)
+        await page.evaluate("held.forEach(answer => answer())")
+        await page.until("window.came")
+        assert await page.evaluate("document.getElementById('key').hidden")
+        assert not await page.evaluate("document.getElementById('said').textContent")
+
+
 @pytest.mark.slow
 async def test_screenshots_are_small_and_fit_each_width(tmp_path: Path) -> None:
     async with served(busy_actor()) as (_, url):
