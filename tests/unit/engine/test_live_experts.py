@@ -172,6 +172,38 @@ def test_one_swap_at_a_time_and_a_cancelled_one_ends_where_it_is(alone: None) ->
     asyncio.run(swap_placement(call, placed(placements(5)[1])))
 
 
+def test_a_swap_that_is_cancelled_while_it_is_planned_leaves_none_under_way(alone: None) -> None:
+    experts, asked, go_on = started(), asyncio.Event(), asyncio.Event()
+    before, call = experts.placement(), call_on(experts)
+    asking: list[asyncio.Future[list[Any]]] = []
+
+    async def answered(method: str, args: tuple[Any, ...]) -> list[Any]:
+        if args[0] == "begin":
+            asked.set()
+            await go_on.wait()
+        answers: list[Any] = await call(method, args)
+        return answers
+
+    async def slow(method: str, args: tuple[Any, ...]) -> list[Any]:
+        """An engine does what it was asked, though the caller has gone."""
+        asking.append(asyncio.ensure_future(answered(method, args)))
+        return await asyncio.shield(asking[-1])
+
+    async def cancelled() -> None:
+        swap = asyncio.create_task(swap_placement(slow, placed(placements(5)[0])))
+        await asked.wait()
+        swap.cancel()
+        asyncio.get_running_loop().call_soon(go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        await asyncio.gather(*asking)
+
+    asyncio.run(cancelled())
+    assert experts.status()["slices_left"] == 0
+    assert np.array_equal(experts.placement(), before)
+    asyncio.run(swap_placement(call, placed(placements(5)[0])))
+
+
 def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = started()
     before = experts.placement()

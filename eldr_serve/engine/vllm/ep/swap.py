@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +55,17 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
     before = await _asked(call, "status")
     expected = None if load is None else np.asarray(load, float).tolist()
     rows = placement.physical_to_logical.tolist()
-    slices = left = (await _asked(call, "begin", rows, placement.ranks, expected))[0]
+    planned = asyncio.ensure_future(_asked(call, "begin", rows, placement.ranks, expected))
+    left = 1
     try:
+        slices = left = (await asyncio.shield(planned))[0]
         while left:
             left = (await _asked(call, "move"))[0]
     finally:
-        if left:
-            await _asked(call, "stop")
+        with suppress(PlacementError):  # then there is no swap of ours to end
+            await planned  # the engine goes on planning for a caller who is cancelled
+            if left:
+                await _asked(call, "stop")
     after = await _asked(call, "status")
     return Swapped(
         slices,
