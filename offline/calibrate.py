@@ -3,7 +3,7 @@
     python -m offline.calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ \\
         --out trace.safetensors
 
-A pool of Ray actors, one vLLM engine each, with the engine settings of the deployment's decode
+A pool of Ray actors, one engine each, with the engine settings of the deployment's decode
 workers. Runs in a Ray job (`ray job submit`) or by itself. Finished prompts are kept beside the
 output, so that an interrupted run goes on where it stopped.
 """
@@ -22,9 +22,9 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
+from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.protocol import Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
-from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 from eldr_serve.home import model_folder
 from eldr_serve.signature import unpack_counts
 from eldr_serve.signature_predictor import tokenizer_fingerprint
@@ -42,9 +42,7 @@ class EngineActor:
     """One engine that reports the experts of each prompt's prefill and decode."""
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
-        from eldr_serve.engine.vllm.tracer import VllmTracer
-
-        self._tracer = VllmTracer(kwargs, port)
+        self._tracer = ENGINES.tracer(kwargs, port)
 
     def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
         """See trace_texts."""
@@ -94,10 +92,9 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
         raise BadInput(f"{deployment} is not a deployment with a decode_config ({error!r})") from error
     device = (config.get("accelerator_config") or {}).get("kind", "gpu")
     arguments = copy.deepcopy(config.get("engine_kwargs") or {})
-    kwargs = engine_kwargs("calibrate", device=device, **arguments)
-    environment = ENVIRONMENT | ((config.get("runtime_env") or {}).get("env_vars") or {})
-    gpus = float(kwargs.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
-    engine = {"model": model_folder(source) or source, **kwargs}
+    engine, environment = ENGINES.tracing(model_folder(source) or source, device, arguments)
+    environment |= (config.get("runtime_env") or {}).get("env_vars") or {}
+    gpus = float(engine.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
     return model_id, engine, environment, {"num_gpus": gpus, "num_cpus": 0.1}
 
 

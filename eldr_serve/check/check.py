@@ -16,7 +16,7 @@ from eldr_serve.check.placement import Placed, place
 
 Cluster = Callable[[Path, Literal["gpu", "cpu"]], Sequence[Pool]]
 _NOWHERE = Placed([], {}, {})
-_CPU_KV_GIB = 4.0  # vLLM's own where VLLM_CPU_KVCACHE_SPACE is not set
+_CPU_KV_GIB = 4.0  # the engine's own where nobody says
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _place(path: Path, cluster: Cluster, model: Path | None) -> _Case:
         deployment = read_deployment(path, model)
     except ValueError as error:
         return _Case(path, unreadable=" ".join(str(error).split()))
-    pools = cluster(path, deployment.engines[0].device)
+    pools = cluster(path, deployment.engines[0].spec.device)
     placed = place(pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
     gpus = [_gpu(engines, placed) for engines in deployment.engines]
     asked = [_engine(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
@@ -106,7 +106,7 @@ def _checked(case: _Case, answers: Sequence[Answer]) -> Checked:
 
 def _gpu(engines: EngineDeployment, placed: Placed) -> Gpu | None:
     """The smallest GPU that its replicas were placed on; none on a CPU, or if they found no place."""
-    if engines.device == "cpu":
+    if engines.spec.device == "cpu":
         return None
     used = [node.pool.gpu for node in placed.nodes if any(name == engines.role for name, _ in node.held)]
     return min((gpu for gpu in used if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
@@ -114,10 +114,11 @@ def _gpu(engines: EngineDeployment, placed: Placed) -> Gpu | None:
 
 def _engine(engines: EngineDeployment, gpu: Gpu | None) -> Engine | None:
     """What vLLM is asked; nothing of engines without a place."""
-    arguments = engines.config.get_engine_config().engine_kwargs
+    arguments = engines.spec.arguments()
     if gpu is not None:
         return Engine(engines.model, arguments, gpu.memory_gib, gpu.capability)
-    if engines.device == "gpu":
+    if engines.spec.device == "gpu":
         return None
-    kv_gib = float(engines.environment.get("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_GIB))
+    said = engines.spec.host_kv_gib
+    kv_gib = _CPU_KV_GIB if said is None else said
     return Engine(engines.model, arguments, kv_gib, None)

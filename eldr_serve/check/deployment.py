@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import eldr_serve.engine.vllm.imports  # noqa: F401
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from ray.serve.llm import LLMConfig
 
 from eldr_serve.check.placement import Replicas
-from eldr_serve.engine.vllm.compat.serve_llm import engine_placement
-from eldr_serve.serving.app import EngineRole, engine_configs, parse
+from eldr_serve.engine.backend import EngineRole, EngineSpec
+from eldr_serve.serving.app import engine_specs, parse
 from eldr_serve.serving.config import EldrArgs
 
 APPLICATION = "eldr_serve.serving.app:build_app"
@@ -27,7 +24,7 @@ class EngineDeployment:
 
     Attributes:
         role: what they do.
-        config: Ray Serve LLM's.
+        spec: what they are.
         least, initial, most: replicas.
         scaled: whether Serve may change their number.
         bundles, strategy: of the placement group of one replica.
@@ -35,7 +32,7 @@ class EngineDeployment:
     """
 
     role: EngineRole
-    config: LLMConfig
+    spec: EngineSpec
     least: int
     initial: int
     most: int
@@ -43,22 +40,6 @@ class EngineDeployment:
     bundles: list[dict[str, float]]
     strategy: str
     model: str
-
-    @property
-    def device(self) -> Literal["gpu", "cpu"]:
-        """What the engines run on."""
-        return "cpu" if self.config.accelerator_config.kind == "cpu" else "gpu"
-
-    @property
-    def ranks(self) -> int:
-        """Processes, and GPUs, of one engine."""
-        kwargs = self.config.engine_kwargs
-        return int(kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1))
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of its processes, as far as the file says."""
-        return dict((self.config.runtime_env or {}).get("env_vars") or {})
 
     @property
     def replicas(self) -> Replicas:
@@ -109,16 +90,16 @@ def read_deployment(path: Path, model: Path | None = None) -> Deployment:
     bundle = {"CPU": float(actor.get("num_cpus", 1)), **actor.get("resources", {})}
     return Deployment(
         args,
-        tuple(_engines(role, config, path, model) for role, config in engine_configs(args).items()),
+        tuple(_engines(role, spec, path, model) for role, spec in engine_specs(args).items()),
         Replicas("ingress", int(options.get("num_replicas", 1)), [bundle]),
         int(proxy),
         document,
     )
 
 
-def _engines(role: EngineRole, config: LLMConfig, path: Path, model: Path | None) -> EngineDeployment:
-    bundles, strategy = engine_placement(config)
-    options = config.deployment_config
+def _engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None) -> EngineDeployment:
+    bundles, strategy = spec.placement()
+    options = spec.deployment_config
     scaling = options.get("autoscaling_config")
     fixed = options.get("num_replicas")
     if scaling and fixed is not None:
@@ -130,22 +111,22 @@ def _engines(role: EngineRole, config: LLMConfig, path: Path, model: Path | None
         least = initial = most = int(fixed or 1)
     return EngineDeployment(
         role,
-        config,
+        spec,
         least,
         initial,
         most,
         bool(scaling),
         bundles,
         strategy,
-        _model(role, config, path, model),
+        _model(role, spec, path, model),
     )
 
 
-def _model(role: str, config: LLMConfig, path: Path, given: Path | None) -> str:
-    source = config.model_loading_config.model_source or config.model_id
-    name = str(source).rpartition("/")[2].lower()
+def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
+    source = spec.model_source
+    name = source.rpartition("/")[2].lower()
     places = [given, given / "config.json"] if given else [
-        Path(str(source)) / "config.json",
+        Path(source) / "config.json",
         path.parent / _MODELS / f"{name}.json",
     ]  # fmt: skip
     for place in places:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eldr_serve.engine.chosen import ENGINES
+
 _TIMEOUT_S = 300
 
 
@@ -19,7 +21,7 @@ class Engine:
 
     Attributes:
         config: the model's config.json.
-        arguments: for vLLM's AsyncEngineArgs, without the model.
+        arguments: see EngineSpec.arguments.
         memory_gib: of its GPU; on a CPU the KV cache's size.
         capability: its GPU's; none on a CPU.
     """
@@ -65,11 +67,7 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
         return []
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # nothing is allocated
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
+        **ENGINES.describing,
     }
     done = subprocess.run(
         [sys.executable, "-m", "eldr_serve.check.probe"],

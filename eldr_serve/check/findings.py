@@ -37,12 +37,8 @@ class Finding:
 
 
 def ports(engines: EngineDeployment) -> list[int]:
-    """NIXL's side channel of each replica, by its rank; one port an engine, at intervals of its ranks."""
-    fixed = engines.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
-    if fixed is not None:
-        return [int(fixed)] * engines.most
-    base = int(engines.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])
-    return [base + rank * engines.ranks for rank in range(engines.most)]
+    """NIXL's side channel of each replica that there may be."""
+    return engines.spec.ports(engines.most)
 
 
 def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
@@ -116,7 +112,7 @@ def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer
     needed: dict[str, int] = {
         engines.role: answer.weights + answer.reserve + answer.kv
         for engines, answer in zip(deployment.engines, answers, strict=True)
-        if engines.device == "cpu"
+        if engines.spec.device == "cpu"
     }
     for node in placed.nodes:
         total = sum(needed.get(name, 0) for name, _ in node.held) / GIB
@@ -144,12 +140,13 @@ def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
                 f"{one}'s NIXL ports {_span(wanted[one])} meet {other}'s {_span(wanted[other])} on one "
                 "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
             )
-    for role, numbers in wanted.items():
+    for engines in deployment.engines:
+        role, numbers = engines.role, wanted[engines.role]
         crowded = any(sum(name == role for name, _ in node.held) > 1 for node in placed.nodes)
         if crowded and len(set(numbers)) < len(numbers):
             yield _error(
                 f"{role} replicas on one node would share NIXL's port {numbers[0]}: leave "
-                "VLLM_NIXL_SIDE_CHANNEL_PORT to eldr-serve"
+                f"{engines.spec.fixed_port} to eldr-serve"
             )
     port = deployment.args.ingress.port
     if port is not None and port == deployment.proxy_port:
@@ -158,7 +155,7 @@ def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
 
 def settings(engines: EngineDeployment) -> Iterator[Finding]:
     """What Serve is told of the engines."""
-    options = engines.config.deployment_config
+    options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
     if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
         yield _error(
@@ -177,7 +174,7 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
             f"{engines.role} replicas are ended {drain:g} s after they were told to stop, streams or not: "
             "raise graceful_shutdown_timeout_s",
         )
-    if engines.most > 1 and "HF_HOME" not in engines.environment and from_hub(engines):
+    if engines.most > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
         yield Finding(
             "warning",
             f"{engines.most} {engines.role} replicas would download {source(engines)} to as many nodes: set "
@@ -187,8 +184,7 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
 
 def source(engines: EngineDeployment) -> str:
     """Where the model comes from."""
-    loading = engines.config.model_loading_config
-    return str(loading.model_source or loading.model_id)
+    return engines.spec.model_source
 
 
 def from_hub(engines: EngineDeployment) -> bool:

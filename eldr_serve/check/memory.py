@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from eldr_serve.check.machine import GIB
+from eldr_serve.engine.backend import Step
 
 # By table: what no formula here gives. CUDA's context, NCCL's buffers and CUDA graphs on a GPU; an engine's
 # process with its Python on a CPU.
 FIXED_GIB = {"gpu": 3.0, "cpu": 2.5}
 _LIVE_HIDDEN = 6  # copies of the hidden states that a layer holds at once
 _LOGITS_COPIES = 3  # logits in 32 bits, and what the sampler makes of them
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the largest step of one rank is made of.
-
-    Attributes:
-        tokens: `max_num_batched_tokens`.
-        sequences: `max_num_seqs`.
-        hidden: hidden size.
-        top_k: experts a token.
-        expert_width: an expert's intermediate size on this rank.
-        vocabulary: tokens in it.
-        element: bytes of an activation.
-    """
-
-    tokens: int
-    sequences: int
-    hidden: int
-    top_k: int
-    expert_width: int
-    vocabulary: int
-    element: int
 
 
 def reserve_bytes(step: Step, device: str) -> int:

@@ -49,13 +49,13 @@ def as_json(checked: Checked) -> dict[str, Any]:
 
 
 def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[str, Any]:
-    options = engines.config.deployment_config
+    options = engines.spec.deployment_config
     return {
         "role": engines.role,
         "model": source(engines),
         "replicas": {"min": engines.least, "initial": engines.initial, "max": engines.most},
         "gpu": gpu.kind if gpu else None,
-        "ranks": engines.ranks,
+        "ranks": engines.spec.ranks,
         "weight_bytes": answer.weights,
         "reserve_bytes": answer.reserve,
         "kv_bytes": answer.kv,
@@ -70,23 +70,23 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
         "health_check_period_s": options.get("health_check_period_s"),
         "health_check_timeout_s": options.get("health_check_timeout_s"),
         "graceful_shutdown_timeout_s": options.get("graceful_shutdown_timeout_s"),
-        "hf_home": engines.environment.get("HF_HOME"),
+        "hf_home": engines.spec.environment.get("HF_HOME"),
     }
 
 
 def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Placed) -> dict[str, str]:
-    options = engines.config.deployment_config
+    options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
     numbers = ports(engines)
     return {
         "model": source(engines),
-        "model cache": engines.environment.get("HF_HOME", "-"),
+        "model cache": engines.spec.environment.get("HF_HOME", "-"),
         "replicas": f"{engines.least} to {engines.most}, first {engines.initial}"
         if engines.scaled
         else str(engines.most),
-        "an engine": f"{engines.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
+        "an engine": f"{engines.spec.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
         if gpu
-        else f"{engines.ranks} x CPU",
+        else f"{engines.spec.ranks} x CPU",
         "nodes": _nodes(engines.role, placed),
         "weights": _gib(answer.weights),
         "reserve (estimate)": _gib(answer.reserve),

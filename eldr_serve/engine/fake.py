@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from eldr_serve.engine.keys import SIGNATURE
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
+from eldr_serve.engine.routes import pack_routes
 from eldr_serve.errors import Refused
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import Counts, pack_counts
@@ -135,6 +136,55 @@ class FakeEngine:
             for answer in self._due.pop(self._number, ()):
                 if answer.step():
                     self._due[self._number + answer.gap_steps].append(answer)
+
+
+class FakeTokenizer:
+    """A byte a token."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        return list(text.encode())
+
+
+class FakeTracer:
+    """See protocol.Tracer; a decode step uses the first k experts of each layer.
+
+    Args:
+        config: prompts have its signatures in turn.
+        max_model_len: tokens of a prompt and its answer, at most.
+        top_k: experts a token.
+    """
+
+    def __init__(self, config: FakeConfig, max_model_len: int = 64, top_k: int = 2) -> None:
+        self.max_model_len = max_model_len
+        self._signatures = itertools.cycle(config.signatures)
+        self._top_k = top_k
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        """See protocol.Tracer."""
+        return FakeTokenizer()
+
+    def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
+        """See protocol.Tracer; the first token of an answer is the prefill's."""
+        return [self._traced(*pair) for pair in zip(prompts, sampling, strict=True)]
+
+    def _traced(self, prompt: list[int], asked: Sampling) -> dict[str, Any]:
+        counts = np.asarray(next(self._signatures))
+        layers, experts = counts.shape
+        steps = asked.max_tokens - 1
+        routes = np.broadcast_to(np.arange(self._top_k), (steps, layers, self._top_k))
+        decode = np.zeros((layers, experts), np.uint32)
+        decode[:, : self._top_k] = steps
+        return {
+            "token_ids": prompt,
+            "eldr_prefill": pack_counts(counts),
+            "eldr_decode": pack_counts(decode),
+            "eldr_decode_steps": steps,
+            "eldr_routes": pack_routes(routes) if asked.routes else None,
+        }
 
 
 @dataclass(eq=False)

@@ -1,6 +1,9 @@
-"""Keys of ours in `kv_transfer_params` that an engine's connector reads or writes."""
+"""Keys of ours in `kv_transfer_params` that an engine's connector reads or writes, and headers."""
 
 SIGNATURE = "eldr_signature"  # on a prefill's answer: packed expert counts of the prompt
 REQUEST = "eldr_request"  # the caller's name for a prompt, to abandon its blocks or hear its signature by
 CALIBRATE = "eldr_calibrate"  # asks for the counts of prefill and decode
 ROUTES = "eldr_routes"  # with CALIBRATE: asks for the routes too
+
+# Headers by which a client would tell an engine what only serving may say.
+STEERING_HEADERS = frozenset({"x-vllm-priority"})

@@ -66,7 +66,7 @@ def kubernetes(
         read = read_deployment(deployment, model_config)
     finally:
         logging.disable(logging.NOTSET)
-    device = read.engines[0].device
+    device = read.engines[0].spec.device
     given = {
         "cpus_per_rank": cpus_per_rank,
         "memory_gib_per_rank": memory_gib_per_rank,

@@ -99,14 +99,14 @@ def _ingress(deployment: Deployment, sizes: Sizes) -> Group:
 
 def _engine(engines: EngineDeployment, sizes: Sizes) -> Group:
     asked = total(engines.bundles)
-    kv_gib = float(engines.environment.get("VLLM_CPU_KVCACHE_SPACE", 0)) if engines.device == "cpu" else 0
+    kv_gib = (engines.spec.host_kv_gib or 0) if engines.spec.device == "cpu" else 0
     return Group(
         engines.role,
         engines.least,
         engines.initial,
         engines.most,
-        max(asked.get("CPU", 0), engines.ranks * sizes.cpus_per_rank),
-        engines.ranks * (kv_gib + sizes.memory_gib_per_rank),
+        max(asked.get("CPU", 0), engines.spec.ranks * sizes.cpus_per_rank),
+        engines.spec.ranks * (kv_gib + sizes.memory_gib_per_rank),
         _gpus(asked),
         _named(asked),
         answers=False,

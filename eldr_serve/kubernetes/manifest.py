@@ -85,7 +85,7 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
         )
     pods = _Pods(deployment, options, port)
     drain_s = max(
-        int(engines.config.deployment_config["graceful_shutdown_timeout_s"]) for engines in deployment.engines
+        int(engines.spec.deployment_config["graceful_shutdown_timeout_s"]) for engines in deployment.engines
     )
     scaled = any(group.least < group.most for group in found)
     cluster = {
@@ -135,7 +135,7 @@ class _Pods:
                 f"ingress.keys_file {self._keys_file} has no folder of its own, where the Secret could be: "
                 "name it such as /etc/eldr/keys.json"
             )
-        homes = {e.environment["HF_HOME"] for e in deployment.engines if "HF_HOME" in e.environment}
+        homes = {e.spec.environment["HF_HOME"] for e in deployment.engines if "HF_HOME" in e.spec.environment}
         if len(homes) > 1:
             raise ValueError(f"engines set HF_HOME to {' and '.join(sorted(homes))}: name one folder for all")
         self._hf_home = next(iter(homes), None)

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.engine.keys import STEERING_HEADERS
 from eldr_serve.errors import BadRequest, Overloaded, Refused, SwapRefused, sentence
 from eldr_serve.pages import SELF_CONTAINED, live_page
 from eldr_serve.routing import Placement
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
-_NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host", "x-vllm-priority"}
+_NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host"} | STEERING_HEADERS
 _ALONE_S, _LOOK_S = 5.0, 0.05  # until it listens without a decode replica
 _BYTES_A_TOKEN = 4  # of a body, until the prompt's tokens are counted
 

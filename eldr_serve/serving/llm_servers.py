@@ -1,31 +1,29 @@
-"""The engine deployments over vLLM, as Ray Serve LLM builds and places them."""
+"""The engine deployments over the chosen kind of engine."""
 
 from __future__ import annotations
 
-import eldr_serve.engine.vllm.imports  # noqa: F401
+from eldr_serve.engine.chosen import ENGINES
 
-from typing import Any
+ENGINES.load()  # before all that a replica imports with its arguments
 
-from ray.serve.llm.deployment import LLMServer
+from typing import Any  # noqa: E402
 
-from eldr_serve.engine.vllm.engine import VllmEngine
-from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer
+from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer  # noqa: E402
 
 
-class _OverVllm(EngineServer):
+class _OverEngine(EngineServer):
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        await super().__init__(llm_config, engine=VllmEngine.start, **kwargs)
+        await super().__init__(llm_config, engine=ENGINES.start, **kwargs)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
         """Ray Serve LLM's hook: the resources that a replica takes."""
-        options: dict[str, Any] = LLMServer.get_deployment_options(llm_config)
-        return options
+        return ENGINES.deployment_options(llm_config)
 
 
-class LLMPrefillServer(_OverVllm, PrefillServer):
-    """Prefill by vLLM."""
+class LLMPrefillServer(_OverEngine, PrefillServer):
+    """Prefill by the chosen engines."""
 
 
-class LLMDecodeServer(_OverVllm, DecodeServer):
-    """Decode by vLLM."""
+class LLMDecodeServer(_OverEngine, DecodeServer):
+    """Decode by the chosen engines."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
-from eldr_serve.engine.vllm.abandoned import AbandonedPrompts
 from eldr_serve.errors import Refused
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import pack_counts

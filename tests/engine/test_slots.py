@@ -15,9 +15,9 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
+from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.vllm import connector as module
 from eldr_serve.engine.vllm import steps
-from eldr_serve.engine.vllm.abandoned import AbandonedPrompts
 from eldr_serve.engine.vllm.capture import StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup

@@ -218,24 +218,68 @@ def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]])
     assert not {(m, name) for m, path in FILES.items() if not _within(m, COMPAT) for name in found(path)}
 
 
-# -- vLLM is named in its own part of the engines alone ------------------------------------------------
+# -- vLLM is named in the engines alone ------------------------------------------------------------------
 
-VLLM = "eldr_serve.engine.vllm"
-# What puts an application together, and what asks vLLM whether a deployment would start.
-CHOOSE_VLLM = ("eldr_serve.serving.app", "eldr_serve.serving.llm_servers", "eldr_serve.check")
-
-
-def _names_vllm(module: str, name: str) -> bool:
-    """Whether what a module imports is vLLM, Ray's wrapping of it or, where it may not be, our own."""
-    wrapped = _within(name, "ray.llm") and "vllm" in name.lower()
-    return _within(name, "vllm") or wrapped or (_within(name, VLLM) and not _within(module, *CHOOSE_VLLM))
+ENGINES = "eldr_serve.engine"
+# A file that vLLM reads, and the method that writes it is public.
+FORMATS = {("eldr_serve.expert_placement", "to_vllm")}
 
 
-def test_beyond_its_part_of_the_engines_the_product_does_not_name_vllm() -> None:
+def _named_by(path: Path) -> Iterator[str]:
+    """Names of a file that mean vLLM: what it imports or defines, and words of its strings.
+
+    In a string "vLLM" alone is prose, to people; `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name.
+    Docstrings are not read.
+    """
+    tree = ast.parse(path.read_text())
+    prose = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node, clean=False) is not None
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in prose:
+                words = re.findall(r"[\w./:-]+", text)
+                yield from (
+                    w for w in words if "vllm" in w.lower() and w.strip(".:,") not in ("vLLM", "vLLM's")
+                )
+            case (
+                ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name))
+            ):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+    yield from imports(path)
+
+
+def test_beyond_the_engines_the_product_does_not_name_vllm() -> None:
+    assert not {
+        f"{module} names {name}"
+        for module, path in FILES.items()
+        if _within(module, "eldr_serve") and not _within(module, ENGINES)
+        for name in _named_by(path)
+        if "vllm" in name.lower() and (module, name) not in FORMATS
+    }
+
+
+def test_names_of_vllm_are_told_from_sentences(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        '"""VLLM_DOCUMENTED."""\nfrom vllm import LLM\nx = "vLLM says no: leave VLLM_PORT"\n'
+        'h = {"x-vllm-priority"}\ndef of_vllm(): ...\n'
+    )
+    found = {name for name in _named_by(file) if "vllm" in name.lower()}
+    assert found == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
+
+
+@pytest.mark.parametrize("package", ["loadgen", "offline", "tools"])
+def test_jobs_and_tools_take_engines_by_their_protocols(package: str) -> None:
     assert not {
         f"{module} imports {name}"
         for module, path in FILES.items()
-        if _within(module, "eldr_serve") and not _within(module, VLLM)
+        if _within(module, package)
         for name in imports(path)
-        if _names_vllm(module, name)
+        if _within(name, f"{ENGINES}.vllm", "vllm")
     }

@@ -13,7 +13,7 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from eldr_serve.command import app, loaded
-from eldr_serve.engine.vllm.requests import REQUESTS
+from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.ingress import application
@@ -69,7 +69,7 @@ def commands_page() -> str:
 
 def http_page() -> str:
     """Every route of an ingress replica, and the fields of what is posted to it."""
-    document = openapi_document(REQUESTS)
+    document = openapi_document(ENGINES.requests())
     parts = [
         "# HTTP\n\nThe routes of an ingress replica.\nFields of requests are vLLM's; engines validate them, "
         "and the ingress reads only what placement needs.\nWhat is refused, and with which status: "

@@ -29,9 +29,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
 from eldr_serve.engine.routes import pack_routes
-from eldr_serve.engine.vllm.abandoned import AbandonedPrompts
 from eldr_serve.engine.vllm.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.engine import check_engine, model_runner

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from eldr_serve.check.machine import GIB
-from eldr_serve.check.memory import FIXED_GIB, Step, kv_bytes, reserve_bytes
+from eldr_serve.check.memory import FIXED_GIB, kv_bytes, reserve_bytes
+from eldr_serve.engine.backend import Step
 
 QWEN3_30B = Step(
     tokens=16384, sequences=64, hidden=2048, top_k=8, expert_width=768, vocabulary=151936, element=2

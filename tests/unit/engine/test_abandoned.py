@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from eldr_serve.engine.vllm.abandoned import REMEMBERED_S, AbandonedPrompts
+from eldr_serve.engine.abandoned import REMEMBERED_S, AbandonedPrompts
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["hold", "abandon", "hold another"])))

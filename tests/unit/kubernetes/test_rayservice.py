@@ -119,7 +119,7 @@ def deployments() -> dict[str, Deployment]:
 def case(request: Any, deployments: dict[str, Deployment]) -> tuple[Deployment, dict[str, Any]]:
     """A shipped deployment and its manifest, read again from its text."""
     deployment = deployments[request.param]
-    sizes = SIZES[deployment.engines[0].device]
+    sizes = SIZES[deployment.engines[0].spec.device]
     made = rayservice(deployment, Options(**(vars(PLAIN) | {"sizes": sizes})))
     return deployment, yaml.safe_load(text(made))
 
@@ -167,7 +167,7 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
     assert not placed.missing
     assert not placed.spread
     assert all(node.held for node in placed.nodes)
-    if deployment.engines[0].device == "gpu":
+    if deployment.engines[0].spec.device == "gpu":
         assert all(len(node.held) == 1 for node in placed.nodes)
         counts = {group["groupName"]: group for group in cluster_of(manifest)["workerGroupSpecs"]}
         for engines in deployment.engines:
@@ -176,7 +176,7 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
                 engines.least, engines.initial, engines.most,
             ]  # fmt: skip
             asked = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-            assert int(asked["nvidia.com/gpu"]) == engines.ranks == total(engines.bundles)["GPU"]
+            assert int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total(engines.bundles)["GPU"]
 
 
 def test_no_replica_comes_to_the_head(case: tuple[Deployment, dict[str, Any]]) -> None:
@@ -213,7 +213,8 @@ def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
     answering = [
         (name, container) for name, pod, container in pods(manifest) if not pod.get("readinessGates")
     ][1:]
-    assert [name for name, _ in answering] == ["ingress" if deployment.engines[0].device == "gpu" else "all"]
+    device = deployment.engines[0].spec.device
+    assert [name for name, _ in answering] == ["ingress" if device == "gpu" else "all"]
     for _, container in answering:
         assert container["readinessProbe"]["httpGet"] == {"path": "/eldr/ready", "port": port}
 
@@ -243,7 +244,7 @@ def test_keys_are_read_from_a_secret(case: tuple[Deployment, dict[str, Any]]) ->
 
 def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment, dict[str, Any]]) -> None:
     deployment, manifest = case
-    homes = {engines.environment.get("HF_HOME") for engines in deployment.engines} - {None}
+    homes = {engines.spec.environment.get("HF_HOME") for engines in deployment.engines} - {None}
     for _, pod, container in pods(manifest):
         environment = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert QUIET.items() <= environment.items()

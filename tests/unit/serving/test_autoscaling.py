@@ -8,7 +8,7 @@ import pytest
 from ray.serve._private.autoscaling_state import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from eldr_serve.serving.app import llm_config
+from eldr_serve.serving.app import engine_spec
 from eldr_serve.serving.autoscaling import IN_FLIGHT, by_requests_in_flight
 
 POLICY = "eldr_serve.serving.autoscaling:by_requests_in_flight"
@@ -78,5 +78,5 @@ def test_a_scaled_deployment_gets_the_policy_unless_it_names_one() -> None:
 
 
 def _policy(given: dict[str, Any]) -> Any:
-    config = llm_config(given, "decode", directory_name="d", kv_lease_s=30.0)
+    config = engine_spec(given, "decode", directory_name="d", kv_lease_s=30.0)
     return config.deployment_config["autoscaling_config"]["policy"]["policy_function"]

@@ -1,0 +1,88 @@
+"""A vLLM engine that is described and not made: what `eldr check` asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eldr_serve.engine.backend import Step
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.described import DescribedEngine
+from eldr_serve.errors import ConfigurationError
+
+# By table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others.
+_GPU_BLOCK = 16
+
+
+class VllmDescribed:
+    """See backend.Described; arguments as Backend.describe takes them."""
+
+    def __init__(
+        self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
+    ) -> None:
+        if capability is not None:
+            arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
+        with _refusing():
+            self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
+        self.max_model_len: int = self._engine.config.model_config.max_model_len
+        self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization
+
+    def weight_bytes(self) -> int:
+        """See Described."""
+        return self._engine.weight_bytes()
+
+    def kernels(self) -> set[tuple[str, bool]]:
+        """See Described."""
+        return self._engine.kernels()
+
+    def step(self) -> Step:
+        """See Described."""
+        config = self._engine.config
+        model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
+        text = model.hf_text_config
+        ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
+        return Step(
+            tokens=scheduler.max_num_batched_tokens,
+            sequences=scheduler.max_num_seqs,
+            hidden=model.get_hidden_size(),
+            top_k=next(
+                (
+                    int(value)
+                    for name in ("num_experts_per_tok", "top_k_experts")
+                    if (value := getattr(text, name, None))
+                ),
+                1,
+            ),
+            expert_width=getattr(text, "moe_intermediate_size", text.intermediate_size) // ranks,
+            vocabulary=model.get_vocab_size(),
+            element=model.dtype.itemsize,
+        )
+
+    def check(self) -> None:
+        """See Described."""
+        with _refusing():
+            self._engine.check()
+
+    def kv_cache(self, available: int) -> tuple[int, float]:
+        """See Described."""
+        return self._engine.kv_cache(available)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What our extension refuses is a fault of the configuration."""
+    try:
+        yield
+    except UnsupportedEngineError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:
+    """By table, vLLM 0.32.0: a step's tokens and sequences where nobody says, by the GPU's memory."""
+    if memory_gib >= 160:
+        return {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}
+    if memory_gib >= 70 and capability != (8, 0):
+        return {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
+    return {"max_num_batched_tokens": 2048, "max_num_seqs": 256}

@@ -1,0 +1,138 @@
+"""vLLM engines as a deployment describes them: Ray Serve LLM's configuration, with ours filled in."""
+
+from __future__ import annotations
+
+import eldr_serve.engine.vllm.imports  # noqa: F401
+
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.deployment import Application
+from ray.serve.llm import LLMConfig, build_llm_deployment
+
+from eldr_serve.engine.backend import Device, EngineRole
+from eldr_serve.engine.vllm.compat.serve_llm import (
+    LocalModel,
+    OneProcessLLMConfig,
+    engine_placement,
+    to_model_metadata,
+)
+from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
+from eldr_serve.home import model_folder
+
+# NIXL side channels; replicas add their rank
+_PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole": 22000}
+
+
+def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
+    """Ray's LLMConfig with the ELDR connector and scheduler filled in; see Backend.spec."""
+    loading = config.get("model_loading_config") or {}
+    source = loading.get("model_source")
+    if isinstance(source, str) and (folder := model_folder(source)):
+        loading["model_source"] = folder  # absolute: replicas run elsewhere
+        config.setdefault("callback_config", {"callback_class": LocalModel})
+    accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
+    config["engine_kwargs"] = engine_kwargs(
+        role, device=accelerator, kv_lease_s=kv_lease_s, **(config.get("engine_kwargs") or {})
+    )
+    # Serve LLM gathers streamed tokens for 50 ms by default; inter-token latency would hide in it.
+    experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
+    config["experimental_configs"] = experimental | (config.get("experimental_configs") or {})
+    kind = LLMConfig
+    environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
+    for variable, value in ENVIRONMENT.items():
+        environment.setdefault(variable, value)
+    if accelerator == "cpu" and _alone(config["engine_kwargs"]):
+        kind = OneProcessLLMConfig
+        environment.update(ONE_PROCESS | environment)
+    return kind.model_validate(config)
+
+
+def _alone(kwargs: dict[str, Any]) -> bool:
+    """Whether the engine has one rank, and nobody asked for an executor."""
+    ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
+    return bool(ranks == 1 and "distributed_executor_backend" not in kwargs)
+
+
+@dataclass(frozen=True)
+class VllmSpec:
+    """See backend.EngineSpec.
+
+    Attributes:
+        config: Ray Serve LLM's.
+    """
+
+    config: LLMConfig
+    fixed_port = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+    @property
+    def model_id(self) -> str:
+        """See EngineSpec."""
+        return str(self.config.model_id)
+
+    @property
+    def model_source(self) -> str:
+        """See EngineSpec."""
+        return str(self.config.model_loading_config.model_source or self.model_id)
+
+    @property
+    def tokenizer(self) -> str:
+        """See EngineSpec."""
+        return str(self.config.model_loading_config.tokenizer_source or self.model_source)
+
+    @property
+    def model_card(self) -> dict[str, Any]:
+        """See EngineSpec."""
+        card: dict[str, Any] = to_model_metadata(self.model_id, self.config).model_dump()
+        return card
+
+    @property
+    def deployment_config(self) -> dict[str, Any]:
+        """See EngineSpec."""
+        options: dict[str, Any] = self.config.deployment_config
+        return options
+
+    @property
+    def device(self) -> Device:
+        """See EngineSpec."""
+        return "cpu" if self.config.accelerator_config.kind == "cpu" else "gpu"
+
+    @property
+    def ranks(self) -> int:
+        """See EngineSpec."""
+        kwargs = self.config.engine_kwargs
+        return int(kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See EngineSpec."""
+        return dict((self.config.runtime_env or {}).get("env_vars") or {})
+
+    @property
+    def host_kv_gib(self) -> float | None:
+        """See EngineSpec; vLLM's own size is 4 GiB."""
+        said = self.environment.get("VLLM_CPU_KVCACHE_SPACE")
+        return None if said is None else float(said)
+
+    def ports(self, replicas: int) -> list[int]:
+        """See EngineSpec; at intervals of an engine's ranks."""
+        fixed = self.environment.get(self.fixed_port)
+        if fixed is not None:
+            return [int(fixed)] * replicas
+        base = int(self.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])
+        return [base + rank * self.ranks for rank in range(replicas)]
+
+    def placement(self) -> tuple[list[dict[str, float]], str]:
+        """See EngineSpec."""
+        return engine_placement(self.config)
+
+    def arguments(self) -> dict[str, Any]:
+        """See EngineSpec: AsyncEngineArgs's, without the model."""
+        kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
+        return kwargs
+
+    def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
+        """See EngineSpec."""
+        return build_llm_deployment(
+            self.config, name_prefix=name_prefix, deployment_cls=server, bind_kwargs=arguments
+        )
