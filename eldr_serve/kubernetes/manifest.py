@@ -86,7 +86,7 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
     pods = _Pods(deployment, options, port)
     replicas = [deployment.args.ingress_deployment_config]
     replicas += [engines.config.deployment_config for engines in deployment.engines]
-    drain_s = max(int(found_options["graceful_shutdown_timeout_s"]) for found_options in replicas)
+    drain_s = max(int(given["graceful_shutdown_timeout_s"]) for given in replicas)
     scaled = any(group.least < group.most for group in found)
     cluster = {
         "rayVersion": version("ray"),

@@ -116,7 +116,7 @@ def test_a_silent_engine_is_noticed_when_the_limit_is_over_and_not_a_tick_later(
 
     async def main() -> float:
         channel = Channel(SECRET, lambda: None)
-        channel.connection_made(Mock())
+        channel.connection_made(Mock(get_extra_info=lambda name: None))
         await asyncio.sleep(last_word_s)
         channel.data_received(frame(Kind.PING))
         spoke_s = loop.time()
@@ -133,7 +133,8 @@ async def test_an_engine_writes_once_a_turn_for_all_its_streams() -> None:
         written: list[int] = []
         transport: Any = connection._transport
         connection._transport = Mock(
-            wraps=transport, writelines=lambda parts: (written.append(len(parts)), transport.writelines(parts))
+            wraps=transport,
+            writelines=lambda parts: (written.append(len(parts)), transport.writelines(parts)),
         )
         calls = [channel.call("wait", {}) for _ in range(50)]
         for call in calls:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from ingress_app import running_app
+from shipped import ROOT
 
 from eldr_serve.check.findings import drain
 from eldr_serve.serving.app import llm_config
@@ -57,9 +59,6 @@ async def test_an_ingress_reports_what_it_has_in_flight() -> None:
 
 @pytest.mark.parametrize("name", ["cpu_demo", "qwen3_30b_8p16d"])
 def test_a_shipped_one_drains(name: str) -> None:
-    import yaml
-    from shipped import ROOT
-
     document = yaml.safe_load((ROOT / f"deployments/{name}.yaml").read_text())
     args = EldrArgs.model_validate(document["applications"][0]["args"])
     assert args.ingress_deployment_config["graceful_shutdown_timeout_s"] == 600
