@@ -58,6 +58,11 @@ class Frames:
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
+    @property
+    def cut(self) -> bool:
+        """A frame has begun and not ended."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
         """(kind, call, tokens, payload) of each frame that is complete; BrokenFrame if it is none."""
         buffer = self._buffer

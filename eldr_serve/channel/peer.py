@@ -28,9 +28,10 @@ class Peer(asyncio.Protocol, ABC):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] = []
-        self._heard_at = self._looked_at = self._loop.time()
+        self._heard_at = self._due = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.name = "?"
+        self.told = False  # the log has a line of why the connection is over
 
     # -- for the two ends ------------------------------------------------------------------------
 
@@ -63,9 +64,11 @@ class Peer(asyncio.Protocol, ABC):
             self.ended(reason)
 
     def broken(self, error: BaseException | None) -> None:
-        """End the connection for what its peer has sent."""
-        logger.warning("a channel with %s is closed: %s", self.name, error)
-        self.close(str(error))
+        """End the connection for what its peer has sent, or has not, with a line in the log."""
+        if self._transport is not None:
+            logger.warning("a channel with %s is closed: %s", self.name, error)
+            self.told = True
+            self.close(str(error))
 
     # -- asyncio's -------------------------------------------------------------------------------
 
@@ -73,7 +76,7 @@ class Peer(asyncio.Protocol, ABC):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
         address = transport.get_extra_info("peername")
         self.name = f"{address[0]}:{address[1]}" if address else "?"
-        self._timer = self._loop.call_later(PING_S, self._tick)
+        self._next_tick(PING_S)
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -85,7 +88,11 @@ class Peer(asyncio.Protocol, ABC):
             self.broken(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.close(f"the connection was lost: {error}" if error else "the other end has closed it")
+        reason = f"the connection was lost: {error}" if error else "the other end has closed it"
+        if self._frames.cut:
+            self.broken(BrokenFrame(f"{reason}, in the middle of a frame"))
+        else:
+            self.close(reason)
 
     def _flush(self) -> None:
         if self._transport is not None:
@@ -94,13 +101,15 @@ class Peer(asyncio.Protocol, ABC):
 
     def _tick(self) -> None:
         now = self._loop.time()
-        late_s = now - self._looked_at - PING_S
-        self._looked_at = now
-        if late_s > PING_S:  # it was we who did not listen
+        if now - self._due > PING_S:  # it was we who did not listen
             self._heard_at = now
-        if now - self._heard_at > self._silent_s:
-            logger.warning("a channel with %s is closed: it is silent", self.name)
-            self.close(f"silent for {self._silent_s:g} s")
+        if now - self._heard_at >= self._silent_s:
+            self.broken(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
         self.say(_PING)
-        self._timer = self._loop.call_later(PING_S, self._tick)
+        # Not a whole period beyond the moment at which silence is too long.
+        self._next_tick(min(PING_S, self._heard_at + self._silent_s - now))
+
+    def _next_tick(self, wait_s: float) -> None:
+        self._due = self._loop.time() + wait_s
+        self._timer = self._loop.call_at(self._due, self._tick)

@@ -197,7 +197,7 @@ class _Connection(Peer):
 
     def ended(self, reason: str) -> None:
         self._server.connections.discard(self)
-        if self._calls:
+        if self._calls and not self.told:
             logger.warning(
                 "%d calls of %s are cancelled, its channel is closed: %s",
                 len(self._calls), self.name, reason,
@@ -220,4 +220,4 @@ class _Connection(Peer):
 
     def _expect_hello(self) -> None:
         if not self._known:
-            self.close(f"no hello within {_HELLO_S:g} s")
+            self.broken(TimeoutError(f"no hello within {_HELLO_S:g} s"))

@@ -99,6 +99,7 @@ def _checked(case: _Case, answers: Sequence[Answer]) -> Checked:
         *findings.host_memory(deployment, placed, answers),
         *findings.network(deployment, placed),
         *(fault for e in deployment.engines for fault in findings.settings(e)),
+        *findings.drain("ingress", deployment.args.ingress_deployment_config),
     ]
     found.sort(key=lambda fault: fault.severity != "error")
     return Checked(case.path, deployment, placed, engines, found)

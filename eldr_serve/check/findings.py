@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.engines import Answer
@@ -167,18 +167,23 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
             f"{engines.role} would scale to no replica, and nothing brings the first one back: "
             "set min_replicas"
         )
-    drain = float(options.get("graceful_shutdown_timeout_s", 0))
-    if drain < _LEAST_DRAIN_S:
-        yield Finding(
-            "warning",
-            f"{engines.role} replicas are ended {drain:g} s after they were told to stop, streams or not: "
-            "raise graceful_shutdown_timeout_s",
-        )
+    yield from drain(engines.role, options)
     if engines.most > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
         yield Finding(
             "warning",
             f"{engines.most} {engines.role} replicas would download {source(engines)} to as many nodes: set "
             "HF_HOME in runtime_env's env_vars to a folder that all nodes share",
+        )
+
+
+def drain(name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """How long the replicas of a deployment have to end their streams, by its options."""
+    seconds = float(options.get("graceful_shutdown_timeout_s", 0))
+    if seconds < _LEAST_DRAIN_S:
+        yield Finding(
+            "warning",
+            f"{name} replicas are ended {seconds:g} s after they were told to stop, streams or not: "
+            "raise graceful_shutdown_timeout_s",
         )
 
 

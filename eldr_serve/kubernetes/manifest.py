@@ -84,9 +84,9 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
             "--node-selector KEY=VALUE"
         )
     pods = _Pods(deployment, options, port)
-    drain_s = max(
-        int(engines.spec.deployment_config["graceful_shutdown_timeout_s"]) for engines in deployment.engines
-    )
+    replicas = [deployment.args.ingress_deployment_config]
+    replicas += [engines.spec.deployment_config for engines in deployment.engines]
+    drain_s = max(int(given["graceful_shutdown_timeout_s"]) for given in replicas)
     scaled = any(group.least < group.most for group in found)
     cluster = {
         "rayVersion": version("ray"),

@@ -15,15 +15,13 @@ from eldr_serve.engine.backend import EngineRole, EngineSpec
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.serving.budget import SAMPLE_PERIOD_S
-from eldr_serve.serving.config import EldrArgs
+from eldr_serve.serving.config import DRAIN_S, SCALING, EldrArgs
 from eldr_serve.serving.decode_router import actor_name
 from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
 from eldr_serve.serving.llm_servers import LLMDecodeServer, LLMPrefillServer
 from eldr_serve.serving.openapi import openapi_document
 
 _ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
-_SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
-_DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 
 
@@ -103,9 +101,9 @@ def engine_spec(
     """Engines with what serving asks of their deployment filled in, the request router for one."""
     config = copy.deepcopy(given)
     deployment = config.setdefault("deployment_config", {})
-    deployment.setdefault("graceful_shutdown_timeout_s", _DRAIN_S)
+    deployment.setdefault("graceful_shutdown_timeout_s", DRAIN_S)
     if deployment.get("autoscaling_config"):
-        deployment["autoscaling_config"].setdefault("policy", {"policy_function": _SCALING})
+        deployment["autoscaling_config"].setdefault("policy", {"policy_function": SCALING})
     request_router = {"request_routing_stats_period_s": SAMPLE_PERIOD_S}
     deployment["request_router_config"] = (
         request_router

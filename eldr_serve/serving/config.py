@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from eldr_serve.renamed import renamed
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
+
+DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
+SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
 
 
 class PrefillRouterOptions(BaseModel):
@@ -51,8 +54,19 @@ class EldrArgs(BaseModel):
     path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")
     ingress: IngressOptions = Field(default_factory=IngressOptions)
     ingress_deployment_config: dict[str, Any] = Field(
-        default_factory=dict, description="Ray Serve deployment options of the ingress (num_replicas, ...)"
+        default_factory=dict,
+        validate_default=True,
+        description="Ray Serve deployment options of the ingress (num_replicas, ...)",
     )
     admin_key: SecretStr | None = Field(
         default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"
     )
+
+    @field_validator("ingress_deployment_config")
+    @classmethod
+    def _drained_and_scaled(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """With what Serve's defaults would get wrong, as the engines have it."""
+        options = {"graceful_shutdown_timeout_s": DRAIN_S} | given
+        if scaling := options.get("autoscaling_config"):
+            options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
+        return options

@@ -41,6 +41,7 @@ from eldr_serve.serving.admission import (
     refusal,
     refused_response,
 )
+from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.decode_router import actor_name, connect
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
@@ -180,6 +181,10 @@ class EldrIngress:
         while True:
             metrics.export(self._own())
             await asyncio.sleep(PERIOD_S)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what it cannot count itself, since it does not see what comes in at the own port."""
+        return {IN_FLIGHT: float(self.gate.in_flight)}
 
     async def __del__(self) -> None:
         """Serve's hook before it ends the replica: answers end first."""

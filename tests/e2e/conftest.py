@@ -71,6 +71,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
             "health_check_period_s": 1,  # Serve replaces a dead replica when it next asks for its health
             "graceful_shutdown_timeout_s": 3,  # at the end one is just starting, and hears nothing
         }
+    arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import uvicorn
 from ingress_app import running_app
 from router_talk import settled
+
+from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.http_server import HttpServer
 
 _KIB = b"data: " + b"x" * 1016 + b"\n\n"
 
@@ -33,11 +35,9 @@ async def once() -> AsyncIterator[bytes]:
 
 async def test_a_client_that_reads_nothing_is_cut_off_and_disturbs_nobody() -> None:
     async with running_app(decode=briefly) as app:
-        config = uvicorn.Config(app.http, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
-        await settled(lambda: server.started)
-        host, port = server.servers[0].sockets[0].getsockname()
+        server = HttpServer(app.http, IngressOptions(port=0))
+        await settled(lambda: server._server.started)
+        host, port = "127.0.0.1", server.port
         body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 99, "stream": True}).encode()
         deaf = socket.create_connection((host, port))
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -48,5 +48,4 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_disturbs_nobody() -> N
             assert (await client.post("/v1/completions", json=brief)).status_code == 200
         deaf.close()
         await settled(lambda: app.ingress.gate.in_flight == 0)
-        server.should_exit = True
-        await serving
+        await server.drain()

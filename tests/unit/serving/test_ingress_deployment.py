@@ -1,0 +1,64 @@
+"""What Serve is told of the ingress: time to drain, and what it scales by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from ingress_app import running_app
+from shipped import ROOT
+
+from eldr_serve.check.findings import drain
+from eldr_serve.serving.app import llm_config
+from eldr_serve.serving.config import EldrArgs
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return EldrArgs(decode_config={}, ingress_deployment_config=given).ingress_deployment_config
+
+
+def test_an_ingress_has_as_long_to_end_its_streams_as_an_engine() -> None:
+    engine = llm_config(
+        {"model_loading_config": {"model_id": "m"}}, "decode", directory_name="d", kv_lease_s=30.0
+    )
+    assert EldrArgs(decode_config={}).ingress_deployment_config == {
+        "graceful_shutdown_timeout_s": engine.deployment_config["graceful_shutdown_timeout_s"]
+    }
+    assert options(num_replicas=2)["graceful_shutdown_timeout_s"] == 600
+    assert not list(drain("ingress", options()))
+
+
+def test_the_yaml_may_say_less_and_eldr_check_warns() -> None:
+    short = options(graceful_shutdown_timeout_s=20)
+    assert short["graceful_shutdown_timeout_s"] == 20
+    (finding,) = drain("ingress", short)
+    assert finding.severity == "warning"
+    assert finding.sentence.startswith("ingress replicas are ended 20 s")
+
+
+def test_a_scaled_ingress_gets_our_policy_unless_it_names_one() -> None:
+    scaled = options(autoscaling_config={"max_replicas": 4})["autoscaling_config"]
+    assert scaled["policy"]["policy_function"].endswith(":by_requests_in_flight")
+    named = {"policy": {"policy_function": "my.module:mine"}}
+    assert options(autoscaling_config=named)["autoscaling_config"] == named
+
+
+async def test_an_ingress_reports_what_it_has_in_flight() -> None:
+    seen: list[Any] = []
+
+    async def looking(sent: Any) -> Any:
+        seen.append(await app.ingress.record_autoscaling_stats())
+        yield b"{}"
+
+    async with running_app(decode=looking) as app:
+        assert (await app.post("/v1/completions", {"model": "m", "prompt": "x"})).status_code == 200
+        assert seen == [{"in_flight": 1.0}]
+        assert await app.ingress.record_autoscaling_stats() == {"in_flight": 0.0}
+
+
+@pytest.mark.parametrize("name", ["cpu_demo", "qwen3_30b_8p16d"])
+def test_a_shipped_one_drains(name: str) -> None:
+    document = yaml.safe_load((ROOT / f"deployments/{name}.yaml").read_text())
+    args = EldrArgs.model_validate(document["applications"][0]["args"])
+    assert args.ingress_deployment_config["graceful_shutdown_timeout_s"] == 600

@@ -1,0 +1,21 @@
+"""Ray's settings where Ray is started."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from shipped import ROOT
+
+from eldr_serve.serving.ray_settings import QUIET
+
+
+@pytest.mark.parametrize("name", ["ray_cluster.yaml", "ray_cluster_local.yaml"])
+def test_a_cluster_file_starts_all_of_ray_with_exactly_those(name: str) -> None:
+    document = yaml.safe_load((ROOT / name).read_text())
+    commands = document["head_start_ray_commands"] + document["worker_start_ray_commands"]
+    starts = [command for command in commands if "ray start" in command]
+    assert starts
+    for command in starts:
+        assert dict(re.findall(r"\b(RAY_SERVE_\w+|RAY_[a-z]\w+)=(\S+)", command)) == QUIET
