@@ -61,11 +61,11 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
             [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
             env=os.environ | ENGINE_ENV | environment, check=False, cwd=ROOT,
         ).returncode  # fmt: skip
-        reports |= {name: _report(folder / f"{name}.json", ended) for name in names}
+        reports |= {name: report(folder / f"{name}.json", ended) for name in names}
     return reports
 
 
-def _report(path: Path, ended: int) -> dict[str, Any]:
+def report(path: Path, ended: int) -> dict[str, Any]:
     """What an engine wrote; of one whose process could not write, how that ended: the others stand."""
     if not path.exists():
         return {"error": f"the process of the engines ended with {ended} before this one"}

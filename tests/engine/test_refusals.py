@@ -100,10 +100,11 @@ def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_a_module_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str) -> None:
     package = "eldr_serve.engine.vllm"
-    for name, module in list(sys.modules.items()):
+    for name in list(sys.modules):
         if name.startswith(f"{package}.") and name not in (f"{package}.compat", f"{package}.compat.checked"):
             parent, _, child = name.rpartition(".")
-            monkeypatch.setattr(sys.modules[parent], child, module)  # importing it anew sets it: put it back
+            if parent in sys.modules:  # else it goes with its parent
+                monkeypatch.delattr(sys.modules[parent], child)
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, theirs, None)
     with pytest.raises(UnsupportedEngineError, match=rf"{theirs}.*pip install vllm==0\.32\.0"):
