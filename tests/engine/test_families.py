@@ -18,7 +18,7 @@ REFUSED = {
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
-NEAR_TIE = 0.02  # of the range of a router's scores
+NEAR_TIE = 0.05  # of the range of a router's scores, or of its groups': 0.030 is the widest measured
 Row = Callable[[str, str], dict[str, Any]]
 
 everything = pytest.mark.parametrize(
