@@ -6,7 +6,9 @@ Checkpoints are tiny and random, made by transformers on the spot. An engine of 
 shared prefixes twice over few KV blocks. Read prompts_exact and decodes_exact against requests: what the
 connector counted against what the engine's routers were seen to choose, token by token. differ_from_hf
 are the choices that are not those that enter the experts of Hugging Face's model for the same tokens, and
-tokens_near_ties were seen with several choices, as batches round differently.
+tokens_near_ties were seen with several choices, as batches round differently. differ_replayed are those that
+remain where Hugging Face's experts are made the engine's, so that no difference leads to others, and
+widest_gap is how far the furthest of them is from a tie, as a share of the range of the router's scores.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from benchmarks.harness import options
 from benchmarks.harness.cluster import ROOT
 from benchmarks.harness.engines import ENGINE_ENV
-from benchmarks.harness.families import FAMILIES, choices
+from benchmarks.harness.families import FAMILIES, Reference
 from benchmarks.harness.family_engine import CHUNK
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
@@ -55,12 +57,20 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         folder.mkdir()
         jobs = {name: FAMILIES[name].engine | {"model": str(checkpoints[name])} for name in names}
         (folder / "jobs.json").write_text(json.dumps(jobs))
-        subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
-            env=os.environ | ENGINE_ENV | environment, check=True, cwd=ROOT,
-        )  # fmt: skip
-        reports |= {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+            env=os.environ | ENGINE_ENV | environment, check=False, cwd=ROOT,
+        ).returncode  # fmt: skip
+        reports |= {name: report(folder / f"{name}.json", ended) for name in names}
     return reports
+
+
+def report(path: Path, ended: int) -> dict[str, Any]:
+    """What an engine wrote; of one whose process could not write, how that ended: the others stand."""
+    if not path.exists():
+        return {"error": f"the process of the engines ended with {ended} before this one"}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
@@ -70,20 +80,25 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
         return found | {"note": shorten(report["error"], 240)}
     records = report["records"]
     captured = [record for record in records if "eldr_prefill" in record]
-    reference = choices(checkpoint)
-    return found | {
-        "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
-        "requests": len(records),
-        "captured": len(captured),
-        "prompts_exact": sum(map(_prompt_exact, captured)),
-        "decodes_exact": sum(map(_decode_exact, captured)),
-        "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
-        "with_prefix_hit": sum(r["cached"] > 0 for r in records),
-        "preemptions": int(report["preemptions"]),
-        "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
-        "differ_from_hf": sum(_others(r, reference(r["prompt"] + r["output"][:-1])) for r in records),
-        "tokens_near_ties": sum(len(known) > 1 for r in records for known in r["seen"]),
-    }
+    reference = Reference(checkpoint)
+    given = {} if FAMILIES[family].exact else _replayed(records, reference)
+    return (
+        found
+        | {
+            "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
+            "requests": len(records),
+            "captured": len(captured),
+            "prompts_exact": sum(map(_prompt_exact, captured)),
+            "decodes_exact": sum(map(_decode_exact, captured)),
+            "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
+            "with_prefix_hit": sum(r["cached"] > 0 for r in records),
+            "preemptions": int(report["preemptions"]),
+            "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
+            "differ_from_hf": int(sum(_others(_first(r), reference.route(_fed(r))).sum() for r in records)),
+            "tokens_near_ties": sum(len(known) > 1 for r in records for known in r["seen"]),
+        }
+        | given
+    )
 
 
 def _prompt_exact(record: dict[str, Any]) -> bool:
@@ -118,10 +133,61 @@ def _histogram(chosen: Sequence[list[list[int]]], shape: tuple[int, ...]) -> NDA
     return counts
 
 
-def _others(record: dict[str, Any], theirs: NDArray[np.int64]) -> int:
-    """Choices that are not among theirs, [T,L,k], of the same token and layer."""
-    mine = np.array([known[0] for known in record["seen"]])
-    return int((mine[..., None] != theirs[..., None, :]).all(-1).sum())
+def _fed(record: dict[str, Any]) -> list[int]:
+    tokens: list[int] = record["prompt"] + record["output"][:-1]
+    return tokens
+
+
+def _first(record: dict[str, Any]) -> NDArray[np.int64]:
+    """[T,L,k], the choice that each token was first seen with."""
+    return np.array([known[0] for known in record["seen"]])
+
+
+def _others(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[T,L,k], choices that are not among theirs, [T,L,k], of the same token and layer."""
+    return (mine[..., None] != theirs[..., None, :]).all(-1)
+
+
+def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
+    """Where Hugging Face's model, whose experts are made the engine's, would have chosen others.
+
+    A choice that is another leads later layers and tokens to others; here each stands alone.
+    """
+    differ, widest = 0, 0.0
+    for record in records:
+        mine = _first(record)
+        theirs = reference.route(_fed(record), mine)
+        others = _others(mine, theirs)
+        differ += int(others.sum())
+        for at in map(tuple, np.argwhere(others.any(-1))):
+            widest = max(widest, gap(mine[at], theirs[at], reference.scores[at], reference.groups))
+    return {"differ_replayed": differ, "widest_gap": round(widest, 4)}
+
+
+def gap(
+    mine: NDArray[np.int64],
+    theirs: NDArray[np.int64],
+    score: NDArray[np.float32],
+    groups: tuple[int, int] = (1, 1),
+) -> float:
+    """How far from a tie two choices [k] of a token are: what theirs scores above mine, where they differ.
+
+    Args:
+        score: float[E], what a router chooses by.
+        groups: it first chooses the second number of so many groups, by the sum of each one's two best.
+
+    Returns:
+        A share of the range of the experts' scores or, where mine has another group, of the groups'.
+    """
+    many, taken = groups
+    if many > 1:
+        of_groups = np.sort(score.reshape(many, -1))[:, -2:].sum(1)
+        first = np.argsort(of_groups)[-taken:]
+        others = of_groups[np.setdiff1d(mine * many // len(score), first)]
+        if len(others):
+            return float((of_groups[first].min() - others.min()) / np.ptp(of_groups))
+    ours, other = np.setdiff1d(mine, theirs), np.setdiff1d(theirs, mine)
+    return float((score[other].max() - score[ours].min()) / np.ptp(score)) if len(ours) else 0.0
 
 
 def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:

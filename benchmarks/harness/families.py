@@ -203,28 +203,70 @@ FAMILIES = {
 
 def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
     """tokens -> int[T,L,k]: the ids that enter the experts of Hugging Face's model, with no cache."""
-    from transformers import AutoModelForCausalLM
+    reference = Reference(folder)
+    return lambda tokens: reference.route(tokens)
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    seen: list[torch.Tensor] = []
 
-    def experts(_: Any, arguments: tuple[Any, ...]) -> None:
-        seen.append(arguments[1])
+class Reference:
+    """Hugging Face's model of a checkpoint, in float32 and with no cache.
 
-    def router(module: Any, _: Any, output: Any) -> None:
-        seen.append(output[1].topk(module.top_k).indices)
+    Attributes:
+        scores: float[T,L,E] of the last `route`: what each of its routers chose by, where they show it.
+        groups: of how many groups of experts a router first chooses how many; (1, 1) where it does not.
+    """
 
-    for module in model.modules():
-        name = type(module).__name__
-        if name == "Llama4Router":
-            module.register_forward_hook(router)
-        elif name.endswith("Experts") and not name.startswith("Llama4"):
-            module.register_forward_pre_hook(experts)
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._seen: list[torch.Tensor] = []
+        self._scores: list[torch.Tensor] = []
+        self._forced: NDArray[np.int64] | None = None
+        self.scores = np.empty(0, np.float32)
+        self.groups = (1, 1)
+        for module in self._model.modules():
+            name = type(module).__name__
+            if name == "Llama4Router":
+                module.register_forward_hook(self._llama)
+            elif name.endswith(("TopKRouter", "TopkRouter")):
+                module.register_forward_hook(self._router)
+            if name.endswith("Experts") and not name.startswith("Llama4"):
+                module.register_forward_pre_hook(self._experts)
+
+    def _llama(self, module: Any, _: Any, output: Any) -> None:
+        self._seen.append(output[1].topk(module.top_k).indices)
+
+    def _router(self, module: Any, _: Any, output: Any) -> None:
+        bias = getattr(module, "e_score_correction_bias", None)
+        self._scores.append(output[0] if bias is None else output[0].sigmoid() + bias)
+        if bias is not None:
+            self.groups = module.num_group, module.topk_group
+
+    def _experts(self, _: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden, ids, weights, *others = arguments
+        self._seen.append(ids)
+        if self._forced is None:
+            return None
+        forced = torch.from_numpy(self._forced[:, len(self._seen) - 1]).to(ids)
+        # An expert that is chosen instead of another gets the other's weight: they are near a tie.
+        new = ~(forced[:, :, None] == ids[:, None]).any(-1)
+        gone = ~(ids[:, :, None] == forced[:, None]).any(-1)
+        ids = ids.clone()
+        ids[gone] = forced[new]
+        return hidden, ids, weights, *others
 
     @torch.no_grad()
-    def route(tokens: list[int]) -> NDArray[np.int64]:
-        seen.clear()
-        model(torch.tensor([tokens]), use_cache=False)
-        return torch.stack([ids.reshape(len(tokens), -1) for ids in seen], 1).numpy()
+    def route(self, tokens: list[int], forced: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """int[T,L,k]: the ids that its routers choose.
 
-    return route
+        Args:
+            forced: int[T,L,k], the experts that compute in their place, so that the choices of each layer
+                follow those and no difference leads to others.
+        """
+        self._seen.clear()
+        self._scores.clear()
+        self._forced = forced
+        self._model(torch.tensor([tokens]), use_cache=False)
+        if self._scores:
+            self.scores = torch.stack([s.reshape(len(tokens), -1) for s in self._scores], 1).numpy()
+        return torch.stack([ids.reshape(len(tokens), -1) for ids in self._seen], 1).numpy()

@@ -145,9 +145,12 @@ def main(jobs: Path) -> None:
 
     for name, arguments in json.loads(jobs.read_text()).items():
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        process = get_context("fork").Process(target=_serve, args=(arguments, jobs.with_name(f"{name}.json")))
+        report = jobs.with_name(f"{name}.json")
+        process = get_context("fork").Process(target=_serve, args=(arguments, report))
         process.start()
         process.join()
+        if not report.exists():
+            report.write_text(json.dumps({"error": f"the engine's process ended with {process.exitcode}"}))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import socket
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
+from pydantic import BaseModel, field_validator
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, clear_start
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup, counted_group
 from eldr_serve.engine.vllm.compat.moe import moe_routers
@@ -55,6 +60,74 @@ def config(
     )
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.4", "0.32.1.post1", "0.32.10+cu130"])
+def test_a_patch_of_the_checked_vllm_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    check_engine(config())
+
+
+@pytest.mark.parametrize(
+    "version", ["0.31.9", "0.33.0", "1.32.0", "0.320.0", "0.32.1rc1", "0.32.1.dev7", "dev"]
+)
+def test_another_vllm_is_refused_with_the_same_names(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(
+        UnsupportedEngineError, match=rf"vLLM {version} .*pip install vllm==0\.32\.0"
+    ) as refused:
+        check_engine(config())
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UnsupportedEngineError, match=version), clear_start():
+        pytest.fail("it was started")
+
+
+def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kv_cache_utils, "resolve_kv_cache_block_sizes")
+    with pytest.raises(
+        UnsupportedEngineError, match=r"no .*resolve_kv_cache_block_sizes.*pip install vllm=="
+    ):
+        check_engine(config())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("compat.engine", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector"),
+        ("compat.kv_cache", "vllm.forward_context"),
+        ("compat.moe", "vllm.model_executor.layers.fused_moe.router.cpu_router"),
+        ("compat.eplb", "vllm.distributed.eplb.eplb_state"),
+        ("worker", "vllm.distributed.kv_transfer.kv_connector.v1.nixl"),
+    ],
+)
+def test_a_module_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str) -> None:
+    package = "eldr_serve.engine.vllm"
+    for name in list(sys.modules):
+        if name.startswith(f"{package}.") and name not in (f"{package}.compat", f"{package}.compat.checked"):
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:  # else it goes with its parent
+                monkeypatch.delattr(sys.modules[parent], child)
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, theirs, None)
+    with pytest.raises(UnsupportedEngineError, match=rf"{theirs}.*pip install vllm==0\.32\.0"):
+        importlib.import_module(f"{package}.{ours}")
+
+
+def test_what_vllm_refuses_in_several_lines_is_one_sentence() -> None:
+    class Settings(BaseModel):
+        model: str
+
+        @field_validator("model")
+        @classmethod
+        def refused(cls, value: str) -> str:
+            raise ValueError(f"Model architectures ['{value}'] failed to be inspected.\nSee the logs.")
+
+    with (
+        pytest.raises(UnsupportedEngineError, match=r"inspected\. See the logs\..*torchvision") as found,
+        clear_start(),
+    ):
+        Settings(model="Qwen3_5MoeForCausalLM")
+    assert "\n" not in str(found.value)
+
+
 def test_a_plain_engine_is_accepted() -> None:
     check_engine(config())
 
@@ -67,7 +140,7 @@ def test_a_plain_engine_is_accepted() -> None:
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_dbo": True}, "overlap"),
-        ({"speculative": object()}, "speculative decoding in calibration"),
+        ({"speculative": object()}, "prefills and decodes.*leave speculative_config out"),
         ({"return_experts": True}, "enable_return_routed_experts"),
     ],
 )
@@ -159,9 +232,17 @@ def test_the_drafters_experts_are_not_counted(drafter: str) -> None:
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [
+        (
+            {f"model.layers.{n}.mlp.experts": layer(Router(2, 8 * n)) for n in (1, 2)},
+            "layer 2 chooses 2 of 16 experts and layer 1 2 of 8.*without locality",
+        ),
+        (
+            {"model.layers.0.mlp.experts": layer(CPURouter(2, 8, scoring_func="sigmoid"))},
+            "scores experts by sigmoid .*on GPUs",
+        ),
         ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "layer 0 .*moe_backend"),
         ({"model.layers.0.mlp.experts": layer(object())}, "shows no choices"),
-        ({"model.layers.0.self_attn.attn": SimpleNamespace()}, "no MoE layer"),
+        ({"model.layers.0.self_attn.attn": SimpleNamespace()}, "no MoE layer.*name a model with experts"),
     ],
 )
 def test_a_model_that_hides_its_choices_is_refused(layers: dict[str, Any], reason: str) -> None:

@@ -74,6 +74,8 @@ class ExpertCapture:
         routers: one a MoE layer, ascending by layer.
         max_tokens: tokens that a step can have, padding included.
         num_blocks, block_size: of the KV cache; None where no signature is asked for (decode).
+        reports: whether what is counted leaves the device; ranks of tensor parallelism choose alike, and
+            only the first reports.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ExpertCapture:
         device: torch.device | str,
         num_blocks: int | None,
         block_size: int,
+        reports: bool = True,
     ) -> None:
         first = routers[0]
         if any((r.top_k, r.global_num_experts) != (first.top_k, first.global_num_experts) for r in routers):
@@ -97,6 +100,7 @@ class ExpertCapture:
             else None
         )
         self._copies = HostCopies(device)
+        self._reports = reports
         self._layers: tuple[Tensor, ...] = ()  # of `_chosen`, as many tokens as the last batch has
         self._width = -1
         for layer, router in enumerate(routers):
@@ -123,6 +127,9 @@ class ExpertCapture:
         counts = StepCounts()
         if self.cache is not None:
             self.cache.record(slots, chosen, to_device(plan.begun, slots.device))
+        if not self._reports:
+            return counts, None
+        if self.cache is not None:
             for request, blocks in plan.finished_prompts.items():
                 total = self.cache.total(to_device(blocks, slots.device))
                 counts.prompts[request] = self._copies.start(total)

@@ -245,6 +245,7 @@ class EldrConnector(NixlPullConnector):
             # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
             num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
             block_size=self.counted.block_size,
+            reports=get_tensor_model_parallel_rank() == 0,
         )
         self._timer = StepTimer(device)
 

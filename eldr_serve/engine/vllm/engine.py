@@ -19,6 +19,7 @@ from eldr_serve.channel import CallFailed
 from eldr_serve.engine.keys import REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.vllm import kv_usage, signatures, steps
+from eldr_serve.engine.vllm.compat.checked import clear_start
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
 from eldr_serve.engine.vllm.compat.serve_llm import (
     ENDPOINT_REQUESTS,
@@ -66,11 +67,13 @@ class VllmEngine:
         """Start the engine of an LLMConfig (see serving.app).
 
         Raises:
+            UnsupportedEngineError: vLLM is another than the checked one, or refuses the model.
             RuntimeError: Ray has moved what is needed of it.
         """
         register_connector()
         server = QuietLLMServer.sync_init(config)
-        await server.start()
+        with clear_start():
+            await server.start()
         for method in ("chat", "completions"):
             openai_serving(server.engine, method)  # raises now rather than with the first request
         return cls(server, config.model_id)

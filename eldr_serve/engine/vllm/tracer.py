@@ -10,6 +10,7 @@ from vllm import LLM, SamplingParams
 
 from eldr_serve.engine.keys import CALIBRATE, ROUTES
 from eldr_serve.engine.protocol import Sampling
+from eldr_serve.engine.vllm.compat.checked import clear_start
 
 
 class VllmTracer:
@@ -18,11 +19,15 @@ class VllmTracer:
     Args:
         kwargs: of `engine_kwargs("calibrate", ...)`, and the model.
         port: of NIXL's side channel; the ranks of tensor parallelism take those that follow.
+
+    Raises:
+        UnsupportedEngineError: the engine cannot be had, or could not count exactly; one sentence.
     """
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-        self._llm = LLM(**kwargs)
+        with clear_start():
+            self._llm = LLM(**kwargs)
         self.max_model_len: int = self._llm.llm_engine.vllm_config.model_config.max_model_len
 
     @property

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group, has_kv_transfer_group
+from eldr_serve.engine.vllm.compat.checked import internal_imports
+
+with internal_imports():
+    from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group, has_kv_transfer_group
 
 
 class EldrWorkerExtension:

@@ -5,36 +5,56 @@ from __future__ import annotations
 import vllm
 from vllm.config import VllmConfig
 
-from eldr_serve.engine.vllm.compat import kv_cache, moe, nixl
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names
+from eldr_serve.engine.vllm.compat.checked import (
+    UnsupportedEngineError,
+    check_names,
+    check_version,
+    internal_imports,
+)
+
+with internal_imports():
+    from eldr_serve.engine.vllm.compat import kv_cache, moe, nixl
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
+    check_version()
     for part in (kv_cache, moe, nixl):
         part.check()
     check_names("the ELDR connector", (VllmConfig, "use_v2_model_runner"))
     parallel = vllm_config.parallel_config
     refusals = (
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: each stage sees only its own layers"),
-        (parallel.data_parallel_size > 1, "data parallelism inside an engine: run one engine a replica"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism, where a stage sees only its own layers: set pipeline_parallel_size to 1",
+        ),
+        (
+            parallel.data_parallel_size > 1,
+            "data parallelism inside an engine: set data_parallel_size to 1 and run more replicas",
+        ),
         (
             parallel.decode_context_parallel_size > 1,
-            "decode context parallelism: a block's tokens are spread",
+            "decode context parallelism, which spreads a block's tokens: "
+            "set decode_context_parallel_size to 1",
         ),
         (
             parallel.prefill_context_parallel_size > 1,
-            "prefill context parallelism: each rank sees a part of a prompt",
+            "prefill context parallelism, where a rank sees a part of a prompt: "
+            "set prefill_context_parallel_size to 1",
         ),
         (
             vllm_config.speculative_config is not None
             and vllm_config.kv_transfer_config.kv_role not in ("kv_consumer", "kv_producer"),
-            "speculative decoding in calibration: rejected tokens would be counted",
+            "speculative decoding in an engine that prefills and decodes, where rejected tokens would be "
+            "counted: leave speculative_config out",
         ),
-        (parallel.enable_dbo, "dual-batch overlap: a step's tokens pass the gates in two parts"),
+        (
+            parallel.enable_dbo,
+            "dual-batch overlap, where a step's tokens pass the gates in two parts: set enable_dbo to false",
+        ),
         (
             vllm_config.aux_output_config.enable_return_routed_experts,
-            "enable_return_routed_experts: vLLM's own capture would replace this one",
+            "enable_return_routed_experts, since vLLM's own capture would replace this one: leave it out",
         ),
     )
     for refused, reason in refusals:

@@ -9,19 +9,21 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed import get_ep_group
-from vllm.distributed.parallel_state import get_node_count
-from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.platforms import current_platform
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.start import started
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
 from eldr_serve.expert_placement import Topology
+
+with internal_imports():
+    from vllm.distributed import get_ep_group
+    from vllm.distributed.parallel_state import get_node_count
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
 
 
 def register_layers() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_ep_group
-from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
-from vllm.distributed.eplb.policy.abstract import AbstractEplbPolicy
-from vllm.distributed.parallel_state import get_node_count
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names, internal_imports
+
+with internal_imports():
+    from vllm.distributed import get_ep_group
+    from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
+    from vllm.distributed.eplb.policy.abstract import AbstractEplbPolicy
+    from vllm.distributed.parallel_state import get_node_count
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 __all__ = [
     "AbstractEplbPolicy",

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec, is_full_attention_spec
 
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names, internal_imports
+
+with internal_imports():
+    from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec, is_full_attention_spec
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,24 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
-from vllm.model_executor.layers.fused_moe.oracle import mxfp4
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, check_names
+from eldr_serve.engine.vllm.compat.checked import (
+    CHECKED,
+    UnsupportedEngineError,
+    check_names,
+    internal_imports,
+)
+
+with internal_imports():
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
+    from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.platforms import current_platform
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,8 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         found.append((index, layer))
     if not found:
         raise UnsupportedEngineError(
-            f"no MoE layer was found in the model (vLLM {vllm.__version__}; checked on {CHECKED})"
+            "no MoE layer was found in the model, so there are no experts to count: name a model with "
+            f"experts, or serve this one with vLLM alone (vLLM {vllm.__version__}; checked on {CHECKED})"
         )
     return sorted(found, key=lambda pair: pair[0])
 
@@ -75,22 +83,36 @@ def _check_router(name: str, router: BaseRouter) -> None:
             f"layer {name} has zero experts, which vLLM {vllm.__version__} renames to expert 0 before it "
             "shows the choices; serve this model with vLLM's own connector, without locality"
         )
-    if isinstance(router, CPURouter) and router.e_score_correction_bias is not None:
-        plain = not router.use_grouped_topk and router.custom_routing_function is None
-        if plain and router.scoring_func == "softmax":
-            raise UnsupportedEngineError(
-                f"layer {name} has a correction bias, which vLLM {vllm.__version__} leaves out on CPUs, so "
-                "that tokens go to other experts than the model's; serve this model on GPUs"
-            )
+    if not isinstance(router, CPURouter) or router.use_grouped_topk or router.custom_routing_function:
+        return
+    if router.scoring_func not in ("softmax", "sqrtsoftplus"):
+        raise UnsupportedEngineError(
+            f"layer {name} scores experts by {router.scoring_func} and without groups, which vLLM "
+            f"{vllm.__version__} cannot on CPUs; serve this model on GPUs"
+        )
+    if router.scoring_func == "softmax" and router.e_score_correction_bias is not None:
+        raise UnsupportedEngineError(
+            f"layer {name} has a correction bias, which vLLM {vllm.__version__} leaves out on CPUs, so "
+            "that tokens go to other experts than the model's; serve this model on GPUs"
+        )
 
 
 def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     """(layer index, what shows the layer's choices) of each MoE layer, ascending.
 
     That is its BaseRouter or, where the kernel routes inside, the kernel's own record of it.
-    UnsupportedEngineError where a layer's choices are hidden.
+    UnsupportedEngineError where a layer's choices are hidden, or layers differ in experts or top-k.
     """
-    return [(index, _shown(index, layer)) for index, layer in moe_layers(vllm_config)]
+    found = [(index, _shown(index, layer)) for index, layer in moe_layers(vllm_config)]
+    first, shown = found[0]
+    for index, other in found:
+        if (other.global_num_experts, other.top_k) != (shown.global_num_experts, shown.top_k):
+            raise UnsupportedEngineError(
+                f"MoE layer {index} chooses {other.top_k} of {other.global_num_experts} experts and layer "
+                f"{first} {shown.top_k} of {shown.global_num_experts}, which a signature needs equal; serve "
+                "this model with vLLM's own connector, without locality"
+            )
+    return found
 
 
 def _shown(index: int, layer: Any) -> Any:

@@ -15,6 +15,9 @@ import vllm
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from eldr_serve.engine.vllm.compat.checked import CHECKED, check_version
+
+check_version()
 _CHECKED = "2.60"
 try:
     from ray._common.usage.usage_lib import usage_stats_enabled
@@ -44,7 +47,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ray {ray.__version__} or vLLM {vllm.__version__} has moved what eldr-serve extends ({error}); "
-        f"it was checked on ray {_CHECKED} and vLLM 0.32.0"
+        f"it was checked on ray {_CHECKED} and vLLM {CHECKED}"
     ) from error
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.

@@ -1,0 +1,38 @@
+"""Real engines that are refused: the process ends with one sentence that says what to change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+from benchmarks.harness.families import FAMILIES, Family
+
+DENSE = Family("Qwen3", {})
+
+
+@pytest.mark.parametrize(
+    ("family", "version", "sentence"),
+    [
+        (
+            DENSE,
+            "",
+            "no MoE layer was found .*: name a model with experts, or serve this one with vLLM alone",
+        ),
+        (FAMILIES["ERNIE-4.5"], "", "has a correction bias, .*; serve this model on GPUs"),
+        (FAMILIES["Mixtral"], "0.33.0", r"vLLM 0\.33\.0 is not supported.*pip install vllm==0\.32\.0"),
+    ],
+    ids=["dense", "ERNIE-4.5", "another vLLM"],
+)
+def test_an_engine_that_cannot_count_does_not_start(
+    tmp_path: Path, family: Family, version: str, sentence: str
+) -> None:
+    model = family.make(tmp_path / "model")
+    with pytest.raises(AssertionError) as ended:
+        run_script("refused_script.py", model, 21891, version)
+    said = str(ended.value).strip().splitlines()
+    found = [line for line in said if "UnsupportedEngineError: " in line]
+    assert found, said[-5:]
+    assert re.search(sentence, found[-1])

@@ -1,0 +1,171 @@
+"""The comparison of the table of families finds counts that are wrong by one, and excuses only near ties."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks import model_families
+from benchmarks.harness.family_engine import Seen
+from benchmarks.model_families import gap, row
+from eldr_serve.engine.routes import pack_routes
+from eldr_serve.signature import pack_counts
+
+LAYERS, EXPERTS, K = 2, 8, 2
+PROMPT, OUTPUT, CHUNK, BLOCK = 20, 4, 6, 4
+RNG = np.random.default_rng(0)
+CHOSEN = np.sort(RNG.random((PROMPT + OUTPUT - 1, LAYERS, EXPERTS)).argsort(-1)[..., :K], axis=-1)
+OTHER = (CHOSEN + 1) % EXPERTS  # of no token what it chose
+
+Counts = NDArray[np.int64]
+
+
+def histogram(chosen: NDArray[np.int64]) -> Counts:
+    counts = np.zeros((LAYERS, EXPERTS), np.int64)
+    for token in chosen:
+        for layer, experts in enumerate(token):
+            counts[layer, experts] += 1
+    return counts
+
+
+def record(
+    prompt: Counts | None = None, decode: Counts | None = None, routes: NDArray[np.int64] | None = None
+) -> dict[str, Any]:
+    """A request as family_engine reports it, with these counts for the right ones."""
+    prompt = histogram(CHOSEN[:PROMPT]) if prompt is None else prompt
+    decode = histogram(CHOSEN[PROMPT:]) if decode is None else decode
+    return {
+        "prompt": list(range(PROMPT)),
+        "output": list(range(OUTPUT)),
+        "cached": 0,
+        "seen": [[token] for token in CHOSEN.tolist()],
+        "eldr_prefill": pack_counts(prompt),
+        "eldr_decode": pack_counts(decode),
+        "eldr_routes": pack_routes((CHOSEN[PROMPT:] if routes is None else routes).astype(np.int16)),
+    }
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Line of the table of an engine with one request; Hugging Face's model chooses what ours did."""
+    monkeypatch.setattr(
+        model_families, "Reference", lambda checkpoint: SimpleNamespace(route=lambda tokens: CHOSEN)
+    )
+
+    def made(one: dict[str, Any]) -> dict[str, Any]:
+        report = {"records": [one], "groups": [], "step_tokens": CHUNK, "preemptions": 0}
+        return row("Mixtral", "V1", None, report)  # type: ignore[arg-type]
+
+    return made
+
+
+def moved(counts: Counts) -> Counts:
+    """One token's choice is counted for another expert."""
+    wrong = counts.copy()
+    layer, expert = np.argwhere(wrong > 0)[0]
+    wrong[layer, expert] -= 1
+    wrong[layer, (expert + 1) % EXPERTS] += 1
+    return wrong
+
+
+def test_right_counts_are_exact(line: Callable[..., dict[str, Any]]) -> None:
+    found = line(record())
+    assert (found["prompts_exact"], found["decodes_exact"], found["differ_from_hf"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        moved(histogram(CHOSEN[:PROMPT])),
+        histogram(CHOSEN[CHUNK:PROMPT]),  # a chunk is skipped
+        histogram(CHOSEN[:PROMPT]) + histogram(CHOSEN[:BLOCK]),  # a block of a prefix hit counts twice
+        histogram(CHOSEN[: PROMPT - 1]),  # the prompt's last token
+        histogram(CHOSEN[: PROMPT + 1]),  # the first generated one
+        histogram(np.concatenate([OTHER[:1], CHOSEN[1:PROMPT]])),  # a block keeps what stood there before
+    ],
+    ids=["an id", "a chunk", "a block twice", "the last token", "a token more", "another's token"],
+)
+def test_a_prompt_that_is_counted_wrong_is_found(line: Callable[..., dict[str, Any]], wrong: Counts) -> None:
+    found = line(record(prompt=wrong))
+    assert (found["prompts_exact"], found["decodes_exact"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"decode": moved(histogram(CHOSEN[PROMPT:]))},
+        {"routes": np.concatenate([OTHER[:1], CHOSEN[PROMPT + 1 :]])},
+        {"routes": CHOSEN[PROMPT:][::-1]},  # right experts at wrong positions
+    ],
+    ids=["an id", "a route", "the order"],
+)
+def test_decoding_that_is_counted_wrong_is_found(
+    line: Callable[..., dict[str, Any]], wrong: dict[str, Any]
+) -> None:
+    found = line(record(**wrong))
+    assert (found["prompts_exact"], found["decodes_exact"]) == (1, 0)
+
+
+def test_a_token_that_was_seen_with_two_choices_excuses_those_two_alone(
+    line: Callable[..., dict[str, Any]],
+) -> None:
+    for first, exact in ((CHOSEN, 1), (OTHER, 1), ((CHOSEN + 2) % EXPERTS, 0)):
+        one = record(prompt=histogram(np.concatenate([first[:1], CHOSEN[1:PROMPT]])))
+        one["seen"][0].append(OTHER[0].tolist())
+        found = line(one)
+        assert (found["prompts_exact"], found["tokens_near_ties"]) == (exact, 1)
+    one = record(prompt=moved(histogram(CHOSEN[:PROMPT])))
+    one["seen"][0].append(OTHER[0].tolist())
+    assert line(one)["prompts_exact"] == 0
+
+
+def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
+    (tmp_path / "a.json").write_text('{"records": []}')
+    reports = [model_families.report(tmp_path / f"{name}.json", -11) for name in "ab"]
+    assert reports == [
+        {"records": []},
+        {"error": "the process of the engines ended with -11 before this one"},
+    ]
+
+
+def test_a_gap_is_what_theirs_scores_above_mine() -> None:
+    score = np.array([0.0, 10.0, 9.0, 8.9], np.float32)
+    assert gap(np.array([1, 3]), np.array([1, 2]), score) == pytest.approx(0.01, rel=1e-4)
+    assert gap(np.array([0, 1]), np.array([1, 2]), score) == pytest.approx(0.9, rel=1e-4)
+    assert gap(np.array([2, 1]), np.array([1, 2]), score) == 0
+
+
+def test_a_gap_of_groups_is_between_the_groups() -> None:
+    score = np.array([5.0, 4.0, 4.9, 4.0, 0.0, 1.0, 0.0, 0.0], np.float32)  # of groups: 9, 8.9, 1, 0
+    mine, theirs = np.array([2, 3]), np.array([0, 1])
+    assert gap(mine, theirs, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
+    assert gap(np.array([4, 5]), theirs, score, (4, 1)) == pytest.approx(8 / 9, rel=1e-4)
+    assert gap(np.array([0, 2]), np.array([0, 1]), score, (4, 2)) < 0  # theirs was not the best of its groups
+
+
+def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
+    """Chunks, requests side by side, and a token that is computed again."""
+    seen = object.__new__(Seen)
+    requests = {
+        "a": SimpleNamespace(all_token_ids=[1, 2, 3], num_computed_tokens=0),
+        "b": SimpleNamespace(all_token_ids=[1, 9], num_computed_tokens=0),
+    }
+    seen.__dict__ |= {"_choices": defaultdict(list), "_requests": requests, "_step": {}}
+
+    def step(order: list[str], tokens: dict[str, int], rows: list[int]) -> None:
+        for name, number in tokens.items():
+            requests[name].num_computed_tokens += number
+        for layer in range(LAYERS):
+            seen._chose(layer, np.array([[expert + layer] for expert in rows]))
+        seen._attribute(order, tokens)
+
+    step(["a"], {"a": 2}, [10, 20])
+    step(["b", "a"], {"a": 1, "b": 2}, [11, 90, 30])
+    assert seen.of([1, 2, 3]) == [[[[10], [11]], [[11], [12]]], [[[20], [21]]], [[[30], [31]]]]
+    assert seen.of([1, 9])[1] == [[[90], [91]]]
