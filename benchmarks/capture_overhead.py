@@ -230,13 +230,13 @@ def capture_overhead(
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
     rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    job: dict[str, Any] = {"model": str(model.resolve()), "block_size": 32, "max_tokens": engine_tokens}
     if requests:
-        job = {"model": str(model.resolve()), "block_size": 32, "max_tokens": engine_tokens}
         rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
-            job = {"model": str(_wide(Path(folder))), "block_size": 32, "max_tokens": engine_tokens,
-                   "arguments": {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}}  # fmt: skip
+            arguments = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
+            job |= {"model": str(_wide(Path(folder))), "arguments": arguments}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
         "capture_overhead", rows,
@@ -245,8 +245,8 @@ def capture_overhead(
                 "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": WIDE_LAYERS},
         seed=seed, out=out,
         notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
-        "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; wide engine: "
-        "the same with random weights, bfloat16",
+        "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
+        "wide engine: the same with random weights, bfloat16",
     )  # fmt: skip
 
 

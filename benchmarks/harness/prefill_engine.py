@@ -1,8 +1,8 @@
 """One prefill engine in a process of its own, driven by lines on standard input.
 
 Started with {"model", "block_size", "max_tokens"} and perhaps more "arguments" of the engine.
-Each line is [whether to capture, prompt (token ids)]; the answer is one line with its latency and the counting
-time that the engine reports, s.
+Each line is [whether to capture, prompt (token ids)]; the answer is one line with its latency and the
+counting time that the engine reports, s.
 """
 
 from __future__ import annotations
