@@ -124,6 +124,8 @@ class EldrConnector(NixlPullConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if isinstance(self.connector_scheduler, WithoutTransfers):
+            return  # nobody will ask
         check_side_channel(self.connector_scheduler)
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         self._handshake = metadata
