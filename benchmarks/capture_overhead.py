@@ -172,7 +172,7 @@ def _wide(folder: Path) -> Path:
 
     Qwen3MoeConfig(
         vocab_size=4096, hidden_size=2048, num_hidden_layers=WIDE_LAYERS, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, num_experts=E, num_experts_per_tok=TOP_K,
+        num_key_value_heads=4, **{"head_dim": 128}, num_experts=E, num_experts_per_tok=TOP_K,
         moe_intermediate_size=768, architectures=["Qwen3MoeForCausalLM"], max_position_embeddings=4096,
     ).save_pretrained(folder)  # fmt: skip
     return folder
