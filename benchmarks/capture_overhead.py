@@ -170,9 +170,10 @@ def _wide(folder: Path) -> Path:
     """A config alone, whose weights vLLM makes up: Qwen3-30B-A3B's layers at full width, two of its 48."""
     from transformers import Qwen3MoeConfig
 
+    head: dict[str, Any] = {"head_dim": 128}  # no parameter that is declared
     Qwen3MoeConfig(
         vocab_size=4096, hidden_size=2048, num_hidden_layers=WIDE_LAYERS, num_attention_heads=32,
-        num_key_value_heads=4, **{"head_dim": 128}, num_experts=E, num_experts_per_tok=TOP_K,
+        num_key_value_heads=4, **head, num_experts=E, num_experts_per_tok=TOP_K,
         moe_intermediate_size=768, architectures=["Qwen3MoeForCausalLM"], max_position_embeddings=4096,
     ).save_pretrained(folder)  # fmt: skip
     return folder
