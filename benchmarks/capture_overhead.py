@@ -1,14 +1,15 @@
 """What counting experts costs a request, part by part, and what it adds to a real prefill.
 
     python -m benchmarks.capture_overhead              (parts, and an engine with capture on and off)
-    python -m benchmarks.capture_overhead --requests 0 (parts alone: no engine)
+    python -m benchmarks.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
 
 Parts are our own code on tensors of Qwen3-30B-A3B's shape, as the paper's Table 1; the prompt is
 prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU the counting
 runs on the device; on a CPU one core does it, so `count scatter` is far larger here (see --device).
 The engine rows are the demo model's: one engine, whose connector and scheduler are ours or vLLM's own by
 a switch (benchmarks/harness/switched.py), for each pair of prompts in random order; the two differ in
-their first token, so neither is found in the prefix cache. Goal: below 0.5 % of TTFT.
+their first token, so neither is found in the prefix cache. The rows of the wide engine are the same on two
+layers of Qwen3-30B-A3B at full width, with random weights. Goal: below 0.5 % of TTFT.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from tools.stats import median_ci
 
 WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
+WIDE_LAYERS = 2
 _WARM_UP = 8  # prompts
 
 
@@ -131,8 +133,7 @@ def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[st
 class _Engine:
     """A prefill engine in a process of its own."""
 
-    def __init__(self, model: Path, port: int, max_tokens: int, stack: ExitStack) -> None:
-        job = {"model": str(model.resolve()), "block_size": 32, "max_tokens": max_tokens}
+    def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         env = {"PYTHONPATH": str(ROOT), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
@@ -165,13 +166,27 @@ class _Engine:
         return seconds, counting
 
 
+def _wide(folder: Path) -> Path:
+    """A config alone, whose weights vLLM makes up: Qwen3-30B-A3B's layers at full width, two of its 48."""
+    from transformers import Qwen3MoeConfig
+
+    head: dict[str, Any] = {"head_dim": 128}  # no parameter that is declared
+    Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=2048, num_hidden_layers=WIDE_LAYERS, num_attention_heads=32,
+        num_key_value_heads=4, **head, num_experts=E, num_experts_per_tok=TOP_K,
+        moe_intermediate_size=768, architectures=["Qwen3MoeForCausalLM"], max_position_embeddings=4096,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
 def _engine(
-    model: Path, requests: int, tokens: int, port: int, rng: np.random.Generator
+    level: str, job: dict[str, Any], requests: int, port: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
     """Pairs of prompts, one with capture and one without, in random order."""
+    tokens = job["max_tokens"]
     plain, captured, counting = ([], [], [])  # type: tuple[list[float], list[float], list[float]]
     with ExitStack() as stack:
-        engine = _Engine(model, port, tokens, stack)
+        engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):
             first, *rest = rng.integers(1, 4000, tokens).tolist()
             found = {}
@@ -184,10 +199,10 @@ def _engine(
     ttft_ms = 1000 * float(np.median(plain))
     added = [on - off for off, on in zip(plain, captured, strict=True)]
     return [
-        _row("engine", "TTFT without capture", plain, ttft_ms),
-        _row("engine", "TTFT with capture", captured, ttft_ms),
-        _row("engine", "added by capture, prompt by prompt", added, ttft_ms),
-        _row("engine", "counting, as the engine times it", counting, ttft_ms),
+        _row(level, "TTFT without capture", plain, ttft_ms),
+        _row(level, "TTFT with capture", captured, ttft_ms),
+        _row(level, "added by capture, prompt by prompt", added, ttft_ms),
+        _row(level, "counting, as the engine times it", counting, ttft_ms),
     ]
 
 
@@ -205,6 +220,9 @@ def capture_overhead(
         int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
     ] = 1800,
     engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
+    wide_requests: Annotated[
+        int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
+    ] = 100,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
@@ -213,16 +231,23 @@ def capture_overhead(
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
     rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    job: dict[str, Any] = {"model": str(model.resolve()), "block_size": 32, "max_tokens": engine_tokens}
     if requests:
-        rows += _engine(model, requests, engine_tokens, port, np.random.default_rng(seed))
+        rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
+    if wide_requests:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
+            job |= {"model": str(_wide(Path(folder))), "arguments": arguments}
+            rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
         "capture_overhead", rows,
         inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
                 "block_size": block_size, "calls": calls, "requests": requests,
-                "engine_tokens": engine_tokens},
+                "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": WIDE_LAYERS},
         seed=seed, out=out,
         notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
-        "capture on and off in one engine, pairs of prompts in random order, against its own TTFT",
+        "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
+        "wide engine: the same with random weights, bfloat16",
     )  # fmt: skip
 
 

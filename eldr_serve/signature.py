@@ -99,6 +99,8 @@ def cells_of(counts: NDArray[Any], element: Element) -> NDArray[np.float32]:
 _HEADER = struct.Struct("<4sBHH")  # magic, bytes a cell, L, E
 _MAGIC = b"ELD1"
 _MAX_CELLS = 1 << 20
+_STORED_BYTES = 4096  # at most 65535
+_ZLIB = b"\x78\x01\x01"  # header, and the one, last block, as it is
 
 
 def pack_counts(counts: ArrayLike) -> str:
@@ -115,8 +117,15 @@ def pack_counts(counts: ArrayLike) -> str:
     if array.dtype.kind not in "ui" or array.min() < 0 or (most := int(array.max())) > 0xFFFFFFFF:
         raise ValueError("counts must be integers from 0 to 2**32 - 1")
     width = next(w for w in (1, 2, 4) if most < 1 << 8 * w)
-    body = zlib.compress(array.astype(f"<u{width}").tobytes(), level=1)
+    cells = array.astype(f"<u{width}").tobytes()
+    body = _stored(cells) if len(cells) <= _STORED_BYTES else zlib.compress(cells, level=1)
     return base64.b64encode(_HEADER.pack(_MAGIC, width, *array.shape) + body).decode()
+
+
+def _stored(data: bytes) -> bytes:
+    """As zlib's stream, uncompressed: to set up a compressor takes longer than a few cells are worth."""
+    size = len(data)
+    return _ZLIB + struct.pack("<HH", size, 0xFFFF ^ size) + data + struct.pack(">I", zlib.adler32(data))
 
 
 def unpack_counts(text: str) -> NDArray[np.uint32]:

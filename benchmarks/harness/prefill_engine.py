@@ -1,7 +1,8 @@
 """One prefill engine in a process of its own, driven by lines on standard input.
 
-Started with {"model", "block_size", "max_tokens"} as its argument. Each line is [whether to capture, prompt
-(token ids)]; the answer is one line with its latency and the counting time that the engine reports, s.
+Started with {"model", "block_size", "max_tokens"} and perhaps more "arguments" of the engine.
+Each line is [whether to capture, prompt (token ids)]; the answer is one line with its latency and the
+counting time that the engine reports, s.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def main(job: dict[str, Any], answer: Any) -> None:
         },
     )  # fmt: skip
     llm = LLM(
-        model=job["model"], dtype="float32", max_model_len=2048, max_num_seqs=8,
+        model=job["model"], max_model_len=2048, max_num_seqs=8,
         max_num_batched_tokens=job["max_tokens"], disable_log_stats=False,
-        **kwargs,
+        **({"dtype": "float32"} | job.get("arguments", {})), **kwargs,
     )  # fmt: skip
     params = SamplingParams(
         max_tokens=1,
         temperature=0.0,
+        detokenize=False,
         extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
     )
     counted = 0.0

@@ -35,7 +35,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [found[i] for i in order]
 
 
-def noted() -> Operators:
+def noted(on_host: bool) -> Operators:
     """Notes what our part of the worker calls in a step, but for the copies to the host."""
     from eldr_serve.engine.vllm.capture import ExpertCapture, StepTimer
     from eldr_serve.engine.vllm.connector import EldrConnector
@@ -50,11 +50,14 @@ def noted() -> Operators:
     for owner, names in ours.items():
         for name in names:
             setattr(owner, name, operators.around(getattr(owner, name)))
+    made = ExpertCapture.__init__
+    if not on_host:  # as on a GPU, where counts stay on the device
+        ExpertCapture.__init__ = lambda *a, **k: made(*a, **k | {"on_host": False})  # type: ignore[method-assign]
     HostCopies.start = operators.outside(HostCopies.start)  # type: ignore[method-assign]
     return operators
 
 
-def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
+def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -> None:
     from prometheus_client import REGISTRY
     from vllm import EngineArgs, SamplingParams
     from vllm.usage.usage_lib import UsageContext
@@ -76,7 +79,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
 
         def log_engine_initialized(self) -> None: ...
 
-    operators = noted()
+    operators = noted(on_host)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -143,4 +146,4 @@ def main(model: str, out: str, asynchronous: bool, short: bool) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "async", sys.argv[4] == "short")
+    main(sys.argv[1], sys.argv[2], sys.argv[3] == "async", sys.argv[4] == "short", sys.argv[5] == "host")

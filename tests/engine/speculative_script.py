@@ -57,7 +57,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
 
     engine.engine_core.engine_core.scheduler.make_stats = make_stats
     params = SamplingParams(
-        max_tokens=1 if role == "prefill" else TOKENS,
+        max_tokens=TOKENS,
         temperature=0.0,
         ignore_eos=True,
         extra_args={"kv_transfer_params": {"do_remote_decode": True}} if role == "prefill" else None,

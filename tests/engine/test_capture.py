@@ -42,10 +42,14 @@ class Router:
         self.show = capture_fn
 
 
-def step(device: str = "cpu") -> tuple[Any, Any, Tensor]:
+def step(device: str = "cpu", on_host: bool = False) -> tuple[Any, Any, Tensor]:
     """One step, and what its tokens chose int32[T,L,K]."""
     routers = [Router() for _ in range(LAYERS)]
-    capture = ExpertCapture(routers, max_tokens=16, device=device, num_blocks=6, block_size=SIZE)
+    capture = ExpertCapture(
+        routers, max_tokens=16, device=device, num_blocks=6, block_size=SIZE, on_host=on_host
+    )
+    assert capture.cache is not None
+    capture.cache.rows += 1  # of blocks that were here before
     chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS, device=device).topk(K).indices.int()
     for layer, router in enumerate(routers):
         router.show(chosen[:, layer])
@@ -53,8 +57,9 @@ def step(device: str = "cpu") -> tuple[Any, Any, Tensor]:
     return counts, active, chosen
 
 
-def test_a_step_counts_what_its_tokens_chose() -> None:
-    counts, active, shown = step()
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_step_counts_what_its_tokens_chose(on_host: bool) -> None:
+    counts, active, shown = step(on_host=on_host)
     chosen = shown.numpy()
     for request, tokens in {"a": chosen[:3], "b": chosen[3:8]}.items():
         expected = np.zeros((LAYERS, EXPERTS), int)
@@ -76,15 +81,16 @@ def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     assert active.shape == (LAYERS,)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 def test_shared_experts_that_a_kernel_runs_with_the_others_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
     """vLLM's own router, as on AMD with AITER: it shows two shared experts after the chosen ones."""
     monkeypatch.setattr(fused_topk_bias_router.rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
     router = fused_topk_bias_router.FusedTopKBiasRouter(
         K, EXPERTS, torch.zeros(EXPERTS), scoring_func="softmax", num_fused_shared_experts=2
     )
-    capture = ExpertCapture([router], max_tokens=8, device="cpu", num_blocks=2, block_size=8)
+    capture = ExpertCapture([router], max_tokens=8, device="cpu", num_blocks=2, block_size=8, on_host=on_host)
     logits = torch.rand(8, EXPERTS)
     _, shown = router._select_experts(logits, logits)
     assert shown.shape == (8, K + 2)

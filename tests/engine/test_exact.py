@@ -18,10 +18,10 @@ from scripts import run_script
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 
-RUNS = {  # name -> scheduler, batches, port of NIXL
-    "async": ("async", "all", "21871"),
-    "sync": ("sync", "all", "21872"),
-    "v2": ("async", "short", "21873"),
+RUNS = {  # name -> scheduler, batches, where is counted, port of NIXL
+    "async": ("async", "all", "host", "21871"),
+    "sync": ("sync", "all", "device", "21872"),
+    "v2": ("async", "short", "device", "21873"),
 }
 RUNNERS = {"async": "cpu_model_runner", "sync": "cpu_model_runner", "v2": "cpu.model_runner"}
 
@@ -33,9 +33,9 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     @cache
     def report(name: str) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("engine") / "report.json"
-        scheduler, batches, port = RUNS[name]
+        scheduler, batches, where, port = RUNS[name]
         run_script(
-            "engine_script.py", model, out, scheduler, batches,
+            "engine_script.py", model, out, scheduler, batches, where,
             v2=name == "v2", VLLM_NIXL_SIDE_CHANNEL_PORT=port,
         )  # fmt: skip
         found: dict[str, Any] = json.loads(out.read_text())
@@ -120,7 +120,9 @@ def test_v2_counts_as_v1_does(run: Callable[[str], dict[str, Any]]) -> None:
     assert timeless[1] == timeless[0][: len(v2["steps"])]
 
 
-def test_no_step_waits_for_the_device(report: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "device" in run])
+def test_no_step_waits_for_the_device(run: Callable[[str], dict[str, Any]], name: str) -> None:
+    report = run(name)
     assert {"copy_", "index_put_", "scatter_add_", "searchsorted"} <= set(report["operators"])  # it was noted
     assert not set(report["operators"]) & WAITING
 

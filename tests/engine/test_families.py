@@ -11,10 +11,9 @@ from benchmarks.harness.families import FAMILIES
 from benchmarks.model_families import RUNNERS, rows
 
 ALWAYS = {("GPT-OSS", "V1"), ("Qwen3-Next", "V1")}  # sliding windows, and recurrent states
-GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "Qwen3.5-MoE": 4}
+GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE": 4, "Qwen3.5-MoE": 4}
 REFUSED = {
     "ERNIE-4.5": "correction bias",
-    "LFM2-MoE": "NIXL cannot transfer",
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish

@@ -81,6 +81,7 @@ class Runner:
             "counted": CountedGroup(1, 32, "model.layers.1.attn"),
             "_capture": self.capture,
             "_timer": self.timer,
+            "_is_whole": False,
             "_slots": None,
             "_abandoned": AbandonedPrompts(),
             "_counts": StepCounts(),

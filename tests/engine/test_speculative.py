@@ -83,6 +83,7 @@ def test_a_prefill_engine_with_a_drafter_counts_its_prompts_alone(
 ) -> None:
     report = run("prefill")
     assert report["drafting"]
+    assert [len(output) for output in report["outputs"]] == [1] * len(PROMPTS)  # more were asked for
     for prompt, signature in zip(PROMPTS, report["signatures"], strict=True):
         expected = np.zeros((tiny_model.LAYERS, tiny_model.EXPERTS), int)
         for token in choices(prompt):

@@ -76,6 +76,8 @@ class ExpertCapture:
         num_blocks, block_size: of the KV cache; None where no signature is asked for (decode).
         reports: whether what is counted leaves the device; ranks of tensor parallelism choose alike, and
             only the first reports.
+        on_host: the device is the host, and nothing writes to a router's tensor after it was shown, as where
+            models are not compiled: choices are not copied, and are counted without torch.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class ExpertCapture:
         num_blocks: int | None,
         block_size: int,
         reports: bool = True,
+        on_host: bool = False,
     ) -> None:
         first = routers[0]
         if any((r.top_k, r.global_num_experts) != (first.top_k, first.global_num_experts) for r in routers):
             raise ValueError("the MoE layers differ in experts or top-k, a signature needs them equal")
         self.num_layers, self.num_experts, self.top_k = len(routers), first.global_num_experts, first.top_k
-        shape = (self.num_layers, max_tokens, self.top_k)
+        self._shown: list[Tensor] = [torch.zeros((0, self.top_k), dtype=torch.int32)] * self.num_layers
+        shape = (self.num_layers, 0 if on_host else max_tokens, self.top_k)
         self._chosen = torch.zeros(shape, dtype=torch.int16, device=device)
         self.cache = (
             SignatureCache(num_blocks, block_size, self.num_layers, self.num_experts, device)
@@ -103,8 +107,14 @@ class ExpertCapture:
         self._reports = reports
         self._layers: tuple[Tensor, ...] = ()  # of `_chosen`, as many tokens as the last batch has
         self._width = -1
+        self._on_host = on_host
+        if on_host and self.cache is not None:  # compiles the loop now rather than with the first prompt
+            self.cache.record_on_host(torch.zeros(0, dtype=torch.int64), self._shown, self.top_k, [])
         for layer, router in enumerate(routers):
-            router.set_capture_fn(partial(self._keep, layer))
+            router.set_capture_fn(partial(self._hold if on_host else self._keep, layer))
+
+    def _hold(self, layer: int, experts: Tensor) -> None:
+        self._shown[layer] = experts
 
     def _keep(self, layer: int, experts: Tensor) -> None:
         if len(experts) != self._width:
@@ -123,16 +133,26 @@ class ExpertCapture:
         Returns:
             What was asked for, and the active experts int64[L] if it was a pure decode step.
         """
-        slots, chosen = slots[: plan.tokens], self._chosen[:, : plan.tokens]
-        counts = StepCounts()
-        if self.cache is not None:
-            self.cache.record(slots, chosen, to_device(plan.begun, slots.device))
+        slots, counts = slots[: plan.tokens], StepCounts()
+        if self.cache is not None and self._on_host:
+            self.cache.record_on_host(slots, self._shown, self.top_k, plan.begun)
+        elif self.cache is not None:
+            self.cache.record(slots, self._chosen[:, : plan.tokens], to_device(plan.begun, slots.device))
         if not self._reports:
             return counts, None
-        if self.cache is not None:
+        if self.cache is not None and self._on_host:
+            for request, blocks in plan.finished_prompts.items():
+                counts.prompts[request] = HostCopy(self.cache.total_on_host(blocks))
+        elif self.cache is not None:
             for request, blocks in plan.finished_prompts.items():
                 total = self.cache.total(to_device(blocks, slots.device))
                 counts.prompts[request] = self._copies.start(total)
+        if not plan.traced and not plan.is_decode:
+            return counts, None
+        chosen = self._chosen[:, : plan.tokens]
+        if self._on_host:
+            shown = [experts[: plan.tokens, : self.top_k] for experts in self._shown]
+            chosen = torch.stack(shown).to(torch.int16)
         if plan.traced:
             counts.routes = self._routes(slots, chosen, plan.traced)
         if not plan.is_decode:

@@ -2,7 +2,7 @@
 
 Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.connector"`
 (see eldr_serve.engine.vllm.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both
-(calibration, and whole engines, which prefill and decode).
+(calibration, and whole engines, which prefill and decode); there NIXL is left out, as nothing is transferred.
 
 A step goes so: the scheduler's half says which prompts end in it and where their blocks lie
 (`build_connector_meta`); the worker's half counts after the forward (`get_transfer_results`) and sends the
@@ -40,6 +40,7 @@ from eldr_serve.engine.vllm.compat.moe import moe_routers
 from eldr_serve.engine.vllm.compat.nixl import (
     NixlConnectorMetadata,
     NixlPullConnector,
+    WithoutTransfers,
     check_side_channel,
     clear_refusal,
     expire_send_leases,
@@ -90,11 +91,20 @@ class EldrConnector(NixlPullConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_engine(vllm_config)
         self.counted = counted_group(vllm_config, kv_cache_config)
-        with clear_refusal(), polled_nixl(), kept_affinity():
-            super().__init__(vllm_config, role, kv_cache_config)
         self._vllm_config = vllm_config
         self._is_consumer_only = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+        self._is_producer_only = vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._is_whole = vllm_config.kv_transfer_config.kv_role == "kv_both"
+        if self._is_whole:
+            super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
+            half: Any = WithoutTransfers()
+            self.connector_scheduler = half if role == KVConnectorRole.SCHEDULER else None
+            self.connector_worker = half if role == KVConnectorRole.WORKER else None
+        else:
+            with clear_refusal(), polled_nixl(), kept_affinity():
+                super().__init__(vllm_config, role, kv_cache_config)
+        self._drafts = vllm_config.speculative_config is not None
+        self._said_cut = False
         # scheduler half
         self._tracked: dict[str, _Tracked] = {}
         self._requests: dict[str, Any] = {}
@@ -114,6 +124,8 @@ class EldrConnector(NixlPullConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if isinstance(self.connector_scheduler, WithoutTransfers):
+            return  # nobody will ask
         check_side_channel(self.connector_scheduler)
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         self._handshake = metadata
@@ -133,11 +145,24 @@ class EldrConnector(NixlPullConnector):
             # NIXL shortens prompts of recurrent models in place; in one process the answer names that list.
             request.prompt_token_ids = list(request.prompt_token_ids)
         super().on_new_request(request)
+        self._cut_to_one(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
         calibrate = bool(params.get(CALIBRATE))
         if calibrate or params.get("do_remote_decode") or REQUEST in params:
             self._tracked[request.request_id] = _Tracked(request, calibrate, bool(params.get(ROUTES)))
+
+    def _cut_to_one(self, request: Any) -> None:
+        """On a prefill engine with a drafter, answers end before a draft could be rejected, and counted."""
+        if not self._drafts or not self._is_producer_only or request.max_tokens <= 1:
+            return
+        if not self._said_cut:
+            self._said_cut = True
+            logger.warning(
+                "this prefill engine has a drafter, whose rejected tokens would be counted: answers are cut "
+                "to one token"
+            )
+        request.max_tokens = 1
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = EldrMetadata()
@@ -246,6 +271,7 @@ class EldrConnector(NixlPullConnector):
             num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
             block_size=self.counted.block_size,
             reports=get_tensor_model_parallel_rank() == 0,
+            on_host=device.type == "cpu" and self._vllm_config.model_config.enforce_eager,
         )
         self._timer = StepTimer(device)
 
@@ -258,7 +284,8 @@ class EldrConnector(NixlPullConnector):
             self._timer.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
+        if not self._is_whole:
+            super().start_load_kv(forward_context, **kwargs)
         if self._slots is None:
             self._slots = graph_slots(kwargs, self.counted.layer)
 

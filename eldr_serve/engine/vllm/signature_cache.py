@@ -5,7 +5,13 @@ Array sizes: B KV blocks, L MoE layers, E experts a layer, k experts a token, T 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -62,9 +68,46 @@ class SignatureCache:
         cells = experts.to(torch.int64, copy=True).add_(first[..., None]).flatten()
         self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=self.rows.dtype))
 
+    def record_on_host(
+        self, slots: Tensor, experts: Sequence[Tensor], top_k: int, begun: Sequence[int]
+    ) -> None:
+        """The same, where all lies in the host's memory: one loop in place of a dozen of torch's operations.
+
+        Args:
+            slots: int64[T].
+            experts: for each layer, int[T,k] or larger.
+            top_k: k.
+            begun: the blocks that some of the slots are the first of.
+        """
+        rows, where = self.rows.numpy(), slots.numpy()
+        for block in begun:
+            rows[block] = 0
+        count = _counting_loop()
+        for layer, chosen in enumerate(experts):
+            count(rows, where, chosen.numpy(), layer, top_k, self._block_size)
+
+    def total_on_host(self, blocks: Sequence[int]) -> NDArray[np.int32]:
+        """As `total`, likewise."""
+        found: NDArray[np.int32] = self.rows.numpy()[blocks].sum(0, dtype=np.int32)
+        return found
+
     def total(self, blocks: Tensor) -> Tensor:
         """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""
         return self.rows.index_select(0, blocks).sum(dim=0, dtype=torch.int32)
+
+
+@cache
+def _counting_loop() -> Any:
+    """Compiled on first use, by a package that vLLM brings along."""
+    from numba import njit
+
+    def count(rows: Any, slots: Any, experts: Any, layer: int, top_k: int, size: int) -> None:
+        for token in range(len(slots)):
+            block = slots[token] // size
+            for place in range(top_k):
+                rows[block, layer, experts[token, place]] += 1
+
+    return njit(boundscheck=True)(count)
 
 
 def active_experts(experts: Tensor, num_experts: int) -> Tensor:

@@ -34,7 +34,10 @@ def test_help_says_units_and_defaults(name: str) -> None:
     assert f"python -m benchmarks.{MODULES[name]}" in (module.__doc__ or "")
 
 
-@pytest.mark.parametrize("arguments", ["cache_memory", "capture_overhead --requests 0 --calls 3 --tokens 64"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["cache_memory", "capture_overhead --requests 0 --wide-requests 0 --calls 3 --tokens 64"],
+)
 def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = python("-m", *f"benchmarks.{arguments} --out {out}".split())

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
@@ -24,6 +25,7 @@ __all__ = [
     "NixlKVConnectorStats",
     "NixlPromMetrics",
     "NixlPullConnector",
+    "WithoutTransfers",
     "check",
     "check_side_channel",
     "clear_refusal",
@@ -94,9 +96,62 @@ def clear_refusal() -> Iterator[None]:
         yield
     except NotImplementedError as error:
         raise UnsupportedEngineError(
-            f"NIXL cannot transfer this model's KV cache ({error}); serve it by engines that both prefill "
-            "and decode, without locality"
+            f"NIXL cannot transfer this model's KV cache ({error}); leave prefill_config out, so that whole "
+            "replicas serve it, which transfer nothing"
         ) from error
+
+
+class WithoutTransfers:
+    """In place of NIXL's scheduler and worker halves, in an engine whose KV never leaves it."""
+
+    use_host_buffer = False
+    copy_blocks = xfer_handshake_metadata = None
+    pcp_rank = 0
+
+    def __init__(self) -> None:
+        self._reqs_to_send: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _UNMOVED:
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def build_connector_meta(self, scheduler_output: Any) -> NixlConnectorMetadata:
+        """Nothing to send or to read."""
+        return NixlConnectorMetadata()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """No KV is anywhere else."""
+        return 0, False
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are free at once; the answer has room for a signature if a hand-over was asked for."""
+        asked = (request.kv_transfer_params or {}).get("do_remote_decode")
+        return False, {} if asked else None
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """None."""
+        return KVConnectorTransferResults()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """None."""
+        return set()
+
+    def has_pending_push_work(self) -> bool:
+        """Never."""
+        return False
+
+
+_UNMOVED = {
+    "get_kv_connector_stats",
+    "on_new_request",
+    "register_kv_caches",
+    "set_host_xfer_buffer_ops",
+    "shutdown",
+    "start_load_kv",
+    "update_connector_output",
+    "update_state_after_alloc",
+}
 
 
 @contextmanager
