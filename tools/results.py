@@ -109,11 +109,15 @@ def p50_p99_us(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50_us": 1e6 * p50, "p99_us": 1e6 * p99}
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+def _commit(folder: Path = Path(__file__).parents[1]) -> str:
+    """Of the checkout; with a + where files differ from it, other than results and pages."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 def _machine() -> dict[str, Any]:

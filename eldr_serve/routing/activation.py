@@ -49,7 +49,7 @@ class ExpectedActivation:
         idle: float32[W, L*E], probability that a step of the worker does not activate the expert.
         union: float64[W], experts that a step is expected to activate.
         held: worker and levels of each request.
-        mean: float32[L*E], p of recent requests; None before the first.
+        mean: float32[L*E], p of recent requests, each once, as it was told last; None before the first.
         layers: int64[L], the order of layers in a row.
         coarse_cells: cells of every eighth layer, which come first.
     """
@@ -63,7 +63,8 @@ class ExpectedActivation:
         self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
         self._shape: tuple[int, ...] = ()
         self.mean: NDArray[np.float32] | None = None
-        self._learned = 0  # requests in the mean, _MEMORY at most
+        self._learned = 0  # requests that the mean was made of
+        self._number: dict[str, int] = {}  # of each request that is held, among them
 
     def levels(self, request: PlacementRequest) -> Levels | None:
         """uint8[L*E]; the recent mean's where the request has no usable counts; None without either."""
@@ -94,22 +95,28 @@ class ExpectedActivation:
 
     def on_assigned(self, request: PlacementRequest, worker: int, levels: Levels | None) -> None:
         """The request runs on `worker` from now on; `levels` are those that it had."""
-        self.on_finished(request.request_id)
+        before = self._leave(request.request_id)
         if levels is None:
+            self._number.pop(request.request_id, None)
             return
         self.grow(worker + 1)
         self.held[request.request_id] = (worker, levels)
         self.depth[worker] += _SQUARES[levels]
         self._refresh(worker)
         if self.usable(request):
-            self._learn(probability(levels))
+            self._learn(request.request_id, probability(levels), before)
 
     def on_finished(self, request_id: str) -> None:
         """The request no longer runs; unknown ones are ignored."""
+        self._leave(request_id)
+        self._number.pop(request_id, None)
+
+    def _leave(self, request_id: str) -> Levels | None:
         worker, levels = self.held.pop(request_id, (-1, None))
         if levels is not None:
             self.depth[worker] -= _SQUARES[levels]
             self._refresh(worker)
+        return levels
 
     def grow(self, workers: int) -> None:
         """There are at least so many workers."""
@@ -119,12 +126,23 @@ class ExpectedActivation:
             self.idle = grown(self.idle, workers, cells, fill=1)
             self.union = grown(self.union, workers)
 
-    def _learn(self, p: NDArray[np.float32]) -> None:
-        self._learned = min(self._learned + 1, _MEMORY)
+    def _learn(self, request_id: str, p: NDArray[np.float32], before: Levels | None) -> None:
+        number = self._number.get(request_id)
+        if number is not None and before is not None and self.mean is not None:  # it is told anew
+            self.mean += (p - probability(before)) * np.float32(self._share(number))
+            np.maximum(self.mean, 0, out=self.mean)
+            return
+        self._learned += 1
+        self._number[request_id] = self._learned
         if self.mean is None:
             self.mean = p.copy()
         else:
-            self.mean += (p - self.mean) / np.float32(self._learned)
+            self.mean += (p - self.mean) / np.float32(min(self._learned, _MEMORY))
+
+    def _share(self, number: int) -> float:
+        """Of the mean, that the request learnt as this one has by now."""
+        full = min(self._learned, _MEMORY)
+        return (1 - 1 / _MEMORY) ** (self._learned - max(number, full)) / full
 
     def _refresh(self, worker: int) -> None:
         np.exp(-UNIT * self.depth[worker], out=self.idle[worker], casting="same_kind")

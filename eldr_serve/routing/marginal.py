@@ -76,6 +76,7 @@ class MarginalCost(Policy):
         self.cost = self.parameters.cost or StepCost()
         self.active = ExpectedActivation()
         self.profiles = AffinityProfiles()
+        self._learnt: dict[str, tuple[int, int]] = {}  # running request -> worker, number in its profile
         self._generated: dict[str, int] = {}  # tokens of each running request
         self._answer_tokens = _USUAL_ANSWER
         self._answers = 0  # in that mean, _ANSWERS at most
@@ -163,9 +164,20 @@ class MarginalCost(Policy):
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         learnt = decision.learnt if decision is not None else None
         known: Known | None = learnt if learnt is not None else self._known(request)
-        if known is not None and known.deviation is not None and request.request_id not in self.active.held:
-            self.profiles.learn(worker, known.deviation)
+        if known is not None and known.deviation is not None:
+            self._learn(request.request_id, worker, known.deviation)
         self.active.on_assigned(request, worker, known.levels if known is not None else None)
+
+    def _learn(self, request_id: str, worker: int, deviation: NDArray[np.float32]) -> None:
+        """Each request once; one whose true counts take the place of predicted ones is corrected."""
+        if request_id not in self._learnt:
+            self._learnt[request_id] = (worker, self.profiles.learn(worker, deviation))
+            return
+        _, levels = self.active.held[request_id]
+        assert self.active.mean is not None
+        before = deviation_of(probability(levels), self.active.mean)
+        if before is not None:
+            self.profiles.correct(*self._learnt[request_id], deviation - before)
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         held = self.active.held
@@ -173,6 +185,7 @@ class MarginalCost(Policy):
 
     def on_finished(self, request_id: str) -> None:
         self.active.on_finished(request_id)
+        self._learnt.pop(request_id, None)
         tokens = self._generated.pop(request_id, 0)
         if tokens:
             self._answers = min(self._answers + 1, _ANSWERS)

@@ -23,18 +23,30 @@ class AffinityProfiles:
     def __init__(self) -> None:
         self.profile = np.zeros((0, 0), np.float32)
         self._length = np.zeros(0, np.float32)
+        self._learnt = np.zeros(0, np.int64)  # requests
 
     def grow(self, workers: int, cells: int) -> None:
         """There are at least so many workers."""
         if workers > len(self.profile):
             self.profile = grown(self.profile, workers, cells)
             self._length = grown(self._length, workers)
+            self._learnt = grown(self._learnt, workers)
 
-    def learn(self, worker: int, deviation: NDArray[np.float32]) -> None:
-        """A request of that activation deviation, float32[C], was placed there."""
+    def learn(self, worker: int, deviation: NDArray[np.float32]) -> int:
+        """A request of that activation deviation, float32[C], was placed there; its number there."""
         self.grow(worker + 1, len(deviation))
+        self._add(worker, (deviation - self.profile[worker]) / np.float32(_MEMORY))
+        self._learnt[worker] += 1
+        return int(self._learnt[worker])
+
+    def correct(self, worker: int, number: int, more: NDArray[np.float32]) -> None:
+        """The deviation that was learnt there as this number lacked `more`, float32[C]."""
+        share = (1 - 1 / _MEMORY) ** int(self._learnt[worker] - number) / _MEMORY
+        self._add(worker, more * np.float32(share))
+
+    def _add(self, worker: int, more: NDArray[np.float32]) -> None:
         profile = self.profile[worker]
-        profile += (deviation - profile) / np.float32(_MEMORY)
+        profile += more
         self._length[worker] = np.linalg.norm(profile)
 
     def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:

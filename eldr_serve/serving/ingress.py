@@ -116,12 +116,13 @@ class EldrIngress:
         self._prefill.directory.budget.max_usage = max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
         calls = RouterCalls(lambda: connect(actor_name(application), router))
-        self._client = RouterClient(calls, self._decode)
+        self._client = RouterClient(calls, self._decode, on_predictor=self._tokenise)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
         engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
         self._tokens = PromptTokens(tokenizer)
-        self._tokenises = engines.whole or router.predictor is not None
+        self._whole = engines.whole
+        self._tokenising: asyncio.Task[None] | None = None
         self._path = RequestPath(
             engines=engines, client=self._client, options=path_options, tokens=self._tokens
         )
@@ -146,11 +147,10 @@ class EldrIngress:
     async def _start(self) -> None:
         self._prefill.start()
         self._decode.start()
-        if self._tokenises:
-            try:
-                self._client.tokenizer = await self._tokens.fingerprint()
-            except ValueError as error:
-                logger.warning("prompts are placed without a prediction: %s", error)
+        if self._whole or self._router.predictor is not None:
+            self._tokenise()
+            assert self._tokenising is not None
+            await self._tokenising
         try:
             await self._client.call("configure", self._router)
         except AWAY as error:
@@ -165,6 +165,18 @@ class EldrIngress:
             tenants.watch(),
             tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
         )
+
+    def _tokenise(self) -> None:
+        """Load the tokenizer, once: whoever swapped a predictor in may have told another ingress."""
+        failed = self._tokenising is not None and self._tokenising.done() and self._client.tokenizer is None
+        if self._tokenising is None or failed:
+            self._tokenising = asyncio.get_running_loop().create_task(self._load_tokenizer())
+
+    async def _load_tokenizer(self) -> None:
+        try:
+            self._client.tokenised_by(await self._tokens.fingerprint())
+        except ValueError as error:
+            logger.warning("prompts are placed without a prediction: %s", error)
 
     async def _listen(self) -> None:
         """Answer at the port of its own. Where a decode replica is known soon, not before: other ingresses of
@@ -196,6 +208,8 @@ class EldrIngress:
         """End the background work and all channels."""
         if self._started is not None:
             self._started.cancel()
+        if self._tokenising is not None:
+            self._tokenising.cancel()
         await self._log.stop()
         await self._client.stop()
         await self._prefill.stop()

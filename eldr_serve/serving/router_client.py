@@ -19,7 +19,7 @@ import itertools
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ class RouterClient:
     Args:
         router, replicas, timeout_s: see RouterLink; a placement that takes the actor longer is made by own
             load.
+        on_predictor: called as a predictor comes, which needs prompts' token ids.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RouterClient:
         replicas: Replicas,
         *,
         timeout_s: float = 1.0,
+        on_predictor: Callable[[], None] = lambda: None,
     ) -> None:
         self._id = uuid.uuid4().hex
         self.link = RouterLink(self._id, router, replicas, self, timeout_s=timeout_s)
@@ -63,6 +65,7 @@ class RouterClient:
         self._scorings = itertools.count()
         self._table: RoutingTable | None = None
         self._table_file: bytes | None = None  # that it was read from
+        self.on_predictor = on_predictor
         self.predictor: OnlinePredictor | None = None
         self._predictor_file: bytes | None = None
         self.tokenizer: str | None = None  # fingerprint of the served one; None while it is not known
@@ -75,7 +78,7 @@ class RouterClient:
         self._held: set[str] = set()
         self._counted: set[str] = set()
         self._events: Counter[str] = Counter()
-        self._signature_shape: tuple[int, ...] | None = None
+        self._signature_shape: tuple[int, int] | None = None
         self._finished: list[Answered] = []
         self.start, self.stop = self.link.start, self.link.stop
 
@@ -95,7 +98,8 @@ class RouterClient:
         An actor that has started again knows no shape of signatures, and is told it before it takes a table.
         """
         if method == "expect_signatures":
-            self._signature_shape = args
+            layers, experts = args
+            self._signature_shape = (layers, experts)
         elif method in ("swap_table", "swap_predictor") and self._signature_shape is not None:
             await self.link.call("expect_signatures", *self._signature_shape)
         return await self.link.call(method, *args)
@@ -365,6 +369,8 @@ class RouterClient:
         if settings.predictor != self._predictor_file:
             self._predictor_file = settings.predictor
             self.predictor = self._made(settings.predictor)
+            if self.predictor is not None:
+                self.on_predictor()
         for placement in list(self._queued()):
             self._ask(placement)
 
@@ -373,11 +379,17 @@ class RouterClient:
             return None
         made = SignaturePredictor.from_bytes(predictor)
         try:
-            made.require_fit(model=made.model, tokenizer=self.tokenizer)
+            made.require_fit(model=made.model, tokenizer=self.tokenizer, shape=self._signature_shape)
         except ArtifactError as error:
             logger.error("nothing is predicted: %s", error)
             return None
         return OnlinePredictor(made)
+
+    def tokenised_by(self, fingerprint: str) -> None:
+        """The served tokenizer is this one; a predictor of another is given up."""
+        self.tokenizer = fingerprint
+        if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
+            self.predictor = self._made(self._predictor_file)
 
     @property
     def has_news(self) -> bool:

@@ -6,6 +6,7 @@ in the actor's event loop: a swap falls between two placements, never inside one
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter, deque
@@ -19,6 +20,7 @@ from eldr_serve.artifacts import ArtifactError, RoutingTable
 from eldr_serve.errors import SwapRefused
 from eldr_serve.routing import (
     Placement,
+    PlacementRequest,
     Placer,
     Policy,
     PolicyError,
@@ -33,6 +35,8 @@ from eldr_serve.serving.live_view import LiveView
 from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
 from eldr_serve.serving.outbox import Outbox
 from eldr_serve.signature_predictor import SignaturePredictor
+
+logger = logging.getLogger(__name__)
 
 _COST_HALF_LIFE_S = 600.0  # of a decode step's weight in the fitted cost
 _RECENT = 1024
@@ -144,14 +148,41 @@ class RouterState:
             tokenizer: fingerprint of the served one.
         """
         self._check_predictor(predictor, tokenizer)
-        version = self._settings.predictor_version + 1
-        self._adopt(replace(self._next(), predictor=predictor, predictor_version=version))
+        self._predict_by(predictor)
         self.counters["predictor_swaps"] += 1
         return self._settings
 
     def expect_signatures(self, num_layers: int, num_experts: int) -> None:
-        """Tell the shape that engines really report; a table or predictor of another is refused."""
+        """Tell the shape that engines really report; a table or predictor of another is refused.
+
+        The predictor that is live is given up where it is of another, and what it predicted with it.
+        """
         self._signature_shape = (num_layers, num_experts)
+        if self._settings.predictor is None:
+            return
+        try:
+            self._check_predictor(self._settings.predictor)
+        except SwapRefused as error:
+            logger.error("nothing is predicted: %s", error)
+            self._predict_by(None)
+            for placement in (*self.placer.running.values(), *self.placer.queue.values()):
+                placement.request = self._of_shape(placement.request)
+            self._adopt(self._settings)  # the policy has taken its shape for the engines'
+
+    def _of_shape(self, request: PlacementRequest) -> PlacementRequest:
+        """Without a prediction of another shape than the engines'."""
+        counts, shape = request.signature, self._signature_shape
+        if not request.predicted or counts is None or shape is None or counts.shape == shape:
+            return request
+        return replace(request, signature=None, signature_missing=True, predicted=False)
+
+    def _predict_by(self, predictor: bytes | None) -> None:
+        """The policy goes on with what it has learnt."""
+        version = self._settings.predictor_version + 1
+        settings = replace(self._next(), predictor=predictor, predictor_version=version)
+        self._checked(settings)
+        self._predictions.clear()
+        self._settings = settings
 
     def supersede(self, deployed: str, older: Settings | None) -> None:
         """These settings are of the deployment with this fingerprint.
@@ -273,6 +304,7 @@ class RouterState:
             if known.client == message.client and known.request_id not in held:
                 self.placer.finish(known.request_id)
         for lease in message.leases:
+            lease = replace(lease, request=self._of_shape(lease.request))
             running = self.placer.running.get(lease.request_id)
             if running is None or (running.replica, running.policy) != (lease.replica, lease.policy):
                 self.placer.hold(replace(lease, client=message.client))
@@ -317,7 +349,7 @@ class RouterState:
         self.counters["signatures_returned"] += len(message.counted)
         if message.prediction is not None:
             self._predictions[message.client] = message.prediction
-        asked = [Placement(request, State.SENT, message.client) for request in message.placements]
+        asked = [Placement(self._of_shape(r), State.SENT, message.client) for r in message.placements]
         true = (r.signature for r in (*message.placements, *message.counted) if not r.predicted)
         self.recent.extend(counts for counts in true if counts is not None)
         queued = {r.request_id for r in message.placements if r.request_id in self.placer.queue}

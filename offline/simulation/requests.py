@@ -64,6 +64,8 @@ class Experts:
             the other.
         offset: int64[S+1], where each one's steps begin. A longer simulated request begins again.
         domains: S names.
+        predicted: [S,L,E], expert counts foretold of the prompts, which placement before prefill is told;
+            None: their counts.
     """
 
     counts: NDArray[Any]
@@ -71,6 +73,7 @@ class Experts:
     bits: NDArray[np.uint64]
     offset: NDArray[np.int64]
     domains: list[str]
+    predicted: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         if (np.diff(self.offset) < 1).any():
@@ -78,11 +81,18 @@ class Experts:
 
     def signature(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
         """Counts of a prompt of that length: [L,E]."""
+        return self._scaled(self.counts[kind], kind, prompt_tokens)
+
+    def foretold(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
+        """The same, as a prediction has it."""
+        assert self.predicted is not None
+        return self._scaled(self.predicted[kind], kind, prompt_tokens)
+
+    def _scaled(self, counts: NDArray[Any], kind: int, prompt_tokens: int) -> NDArray[Any]:
         tokens = int(self.count_tokens[kind])
         if tokens == prompt_tokens:
-            counts: NDArray[Any] = self.counts[kind]
             return counts
-        scaled: NDArray[np.uint32] = np.rint(self.counts[kind] * (prompt_tokens / tokens)).astype(np.uint32)
+        scaled: NDArray[np.uint32] = np.rint(counts * (prompt_tokens / tokens)).astype(np.uint32)
         return scaled
 
     @classmethod

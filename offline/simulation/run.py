@@ -10,7 +10,7 @@ import heapq
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -273,12 +273,24 @@ class _Simulation:
         table = policy.table
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
-        counts = self._experts.signature(kind, prompt) if policy.reads_counts else None
+        predicted = whole is not None and self._experts.predicted is not None
+        known = self._experts.foretold if predicted else self._experts.signature
+        counts = known(kind, prompt) if policy.reads_counts else None
         domain = self._experts.domains[kind]
         similarity = self._similarity.get(kind)
         return PlacementRequest(
-            str(j), counts, prompt, output, domain, similarity, key, blocks=blocks, may_wait=True
-        )
+            str(j), counts, prompt, output, domain, similarity, key,
+            predicted=predicted, blocks=blocks, may_wait=True,
+        )  # fmt: skip
+
+    def _count_prompt(self, j: int) -> None:
+        """A whole worker has prefilled it: the policy hears of its true counts."""
+        running = self._placer.running.get(str(j))
+        if running is None or not running.request.predicted or running.request.signature is None:
+            return
+        assert self._experts is not None
+        counts = self._experts.signature(self._kind[j], self._prompt[j])
+        self._placer.counted(replace(running.request, signature=counts, predicted=False))
 
     def _full_blocks(self, j: int) -> tuple[int, ...]:
         """Of the prompt, those that a whole worker's cache can spare it: the last token is computed."""
@@ -462,6 +474,7 @@ class _Simulation:
         for j in worker.prefill.ended() if worker.prefill is not None else ():
             self._begin_answer(worker, j)
             self._prefilled_s[j] = now
+            self._count_prompt(j)
             self._placer.progress({str(j): 1})
         if not worker.jobs:
             return 0

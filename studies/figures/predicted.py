@@ -34,6 +34,7 @@ from studies.figures.eldr import BALANCERS, COST, TASKS
 from studies.signature_methods import Prompts, chi_square_ridge, methods_for
 from tools.cli import BadInput
 from tools.signature_quality import inverse_document_frequency
+from tools.stats import paired_change_percent
 from tools.trace import CalibrationTrace
 
 GROUPS = ("all", "language", "task")
@@ -385,10 +386,21 @@ def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows
                     for key in (name, "true prefill")
                 )
                 row |= _over_seeds(f"p{q}_change_pct", mine)
-                row[f"p{q}_share_of_gain_pct"] = 100 * sum(mine) / sum(true) if np.mean(true) < -1 else None
+                row |= _share(f"p{q}_share_of_gain_pct", mine, true)
             extra = [key for key in found[0][name] if key.endswith("cosine")]
             rows.append(row | {key: float(np.mean([seed[name][key] for seed in found])) for key in extra})
     return rows
+
+
+def _share(key: str, mine: Sequence[float], true: Sequence[float]) -> dict[str, float | None]:
+    """Of the true signature's mean gain, %, with the interval of seeds drawn together."""
+    if not np.mean(true) < -1:
+        return {key: None}
+    if len(mine) < 2:
+        return {key: 100 * mine[0] / true[0]}
+    # A change of -100 % would be no gain at all.
+    value, low, high = (100 + end for end in paired_change_percent(np.array(mine), np.array(true), np.mean))
+    return {key: value, f"{key}_ci_low": low, f"{key}_ci_high": high}
 
 
 def _best(found: dict[str, dict[str, float]], q: int) -> float:

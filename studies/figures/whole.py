@@ -1,8 +1,10 @@
 """Whole replicas, whose steps compute prompts too: requests placed by load, prefix, experts or all three.
 
 Every policy meets the same requests on workers with prefix caches. Requests use the experts of observed ones
-(a calibration trace with routes), and policies know their true prefill counts, which a service would
-predict. Three workloads:
+(a calibration trace with routes and token ids). `marginal-cost` is told what a predictor, fitted on
+CALIBRATION prompts that none of them runs, says of a request's tokens, and the true counts once its prompt is
+prefilled. A prompt that is longer than the observed one begins with other prompts of its domain, the same for
+all of a session or an application, so that its counts say less of what its answer will use. Three workloads:
 
 - many domains: prompts of all domains, which share nothing; Poisson arrivals;
 - sessions: Mooncake's conversation trace with its arrivals and prefix blocks, prompts divided by SHRINK, so
@@ -15,9 +17,10 @@ the simulated caches hold, since nothing but their size makes them forget.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing import Policy, StepCost, make_policy
+from eldr_serve.signature_predictor import SignaturePredictor
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
+from offline.predictor import fit_signature_predictor
 from offline.scenario import observed, routes_of
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, mean
-from studies.figures.eldr import COST, PREFILL
+from studies.figures.eldr import BALANCERS, COST, PREFILL
 from studies.prefix_policies import LongestPrefix, SessionHash
 from tools.cli import BadInput
 from tools.trace import CalibrationTrace
@@ -40,6 +45,7 @@ WORKERS = (8, 16)
 BATCH = 16  # requests a worker that arrivals aim at, were nothing cached
 LOAD = 0.9  # of that
 PER_WORKER = 200  # requests
+CALIBRATION = 300  # prompts that the predictor is fitted on
 SHRINK = 16  # of a trace's prompts
 SHRINK_ANSWERS = 4
 BLOCK = BLOCK_TOKENS // SHRINK  # tokens, as in the deployments on CPU
@@ -49,12 +55,13 @@ OUR_COST = replace(COST, per_prompt_token_s=PREFILL.per_token_s)
 METRICS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
 
 BASELINES: dict[str, Callable[[], Policy]] = {
-    "round-robin": lambda: make_policy("round-robin"),
-    "shortest-queue": lambda: make_policy("shortest-queue"),
+    **{name: partial(make_policy, name) for name in BALANCERS},
     "session-hash": SessionHash,
     "longest-prefix": LongestPrefix,
 }
-DECODE_ALONE, OURS = "marginal-cost, of decode alone", "marginal-cost"
+OURS = "marginal-cost"
+DECODE_ALONE, TOLD_TRUTH = f"{OURS}, of decode alone", f"{OURS}, told true counts"
+Index = NDArray[np.int64]
 
 
 def policies(options: Options) -> Rows:
@@ -63,6 +70,10 @@ def policies(options: Options) -> Rows:
     trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
     if not all(record.hash_ids for record in records):
         raise BadInput(f"{trace_path} names no prefix blocks; give Mooncake's conversation trace")
+    if trace.token_ids is None:
+        raise BadInput(f"{routes_path} has no token ids; make it with offline.calibrate --routes")
+    if len(trace.ids) <= 2 * CALIBRATION:
+        raise BadInput(f"{routes_path} has {len(trace.ids)} prompts; give more than {2 * CALIBRATION}")
     experts, cost = Experts.replayed(trace), options.cost or OUR_COST
     if not cost.per_prompt_token_s:
         raise BadInput("the step cost says nothing of prompt tokens; fit it to whole engines")
@@ -71,26 +82,32 @@ def policies(options: Options) -> Rows:
         name, workers = case
         rng = np.random.default_rng([seed, workers])
         number = options.requests or PER_WORKER * workers
+        fit, members = np.split(np.random.default_rng(seed).permutation(len(trace.ids)), [CALIBRATION])
+        predictor, _ = fit_signature_predictor(trace.subset(fit))
         requests = {
-            "many domains": lambda: _many_domains(trace, number, rng),
-            "sessions": lambda: _sessions(trace, records, number, rng),
-            "system prompts": lambda: _system_prompts(trace, number, rng),
+            "many domains": lambda: _many_domains(trace, members, number, rng),
+            "sessions": lambda: _sessions(trace, members, records, number, rng),
+            "system prompts": lambda: _system_prompts(trace, members, number, rng),
         }[name]()
         requests = _at_load(requests, experts, cost, workers)
+        own = _own_experts(trace, experts, requests, members, predictor, seed)
+        requests = replace(requests, kind=np.arange(number))
         whole = Whole(cache_blocks=CACHE_BLOCKS, block_tokens=BLOCK)
         cluster = Cluster(decode=Decode(workers=workers, cost=cost, whole=whole))
 
-        def outcome(policy: Policy, known: StepCost) -> dict[str, Any]:
+        def outcome(policy: Policy, known: StepCost, told: Experts = own) -> dict[str, Any]:
             policy.update_cost_model(known)
-            found = simulate(requests, policy, cluster, experts=experts, seed=seed)
+            found = simulate(requests, policy, cluster, experts=told, seed=seed)
             summary = found.summary()
             cached = 100 * float(found.hit_tokens.sum() / requests.prompt_tokens.sum())
             keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
-            return {key: summary[key] for key in keys} | {"cached_pct": cached}
+            per_s = number / float(np.nanmax(found.last_s) - requests.arrival_s[0])
+            return {key: summary[key] for key in keys} | {"cached_pct": cached, "requests_per_s": per_s}
 
         found = {name: outcome(make(), cost) for name, make in BASELINES.items()}
         found[DECODE_ALONE] = outcome(make_policy(OURS), replace(cost, per_prompt_token_s=0.0))
         found[OURS] = outcome(make_policy(OURS), cost)
+        found[TOLD_TRUTH] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
         return found
 
     rows: Rows = []
@@ -113,6 +130,54 @@ def _changes(metric: str, values: list[float], best: list[float]) -> dict[str, f
     return found | {f"{key}_lowest": min(changes), f"{key}_highest": max(changes)}
 
 
+# -- signatures ------------------------------------------------------------------------------------
+
+
+def _own_experts(
+    trace: CalibrationTrace,
+    experts: Experts,
+    requests: Requests,
+    members: Index,
+    predictor: SignaturePredictor,
+    seed: int,
+) -> Experts:
+    """Each request's own: counts of all of its prompt and what is foretold of them; routes of its kind."""
+    domains, rng = np.array(trace.domains), np.random.default_rng(seed)
+    before: dict[str, Index] = {}  # of a session or an application: prompts that its own begin with
+    counts = np.zeros((len(requests), *trace.prefill_counts.shape[1:]), np.float32)
+    predicted = np.zeros_like(counts)
+    prompts = trace.prompts
+    for j, (kind, tokens) in enumerate(zip(requests.kind, requests.prompt_tokens.tolist(), strict=True)):
+        key = requests.keys[j] if requests.keys else str(j)
+        if key not in before:
+            alike = np.setdiff1d(members[domains[members] == domains[kind]], [kind])
+            before[key] = rng.permutation(alike if len(alike) else members)
+        parts = _parts(trace.prompt_tokens, int(kind), before[key], tokens)
+        for part, taken in parts:
+            counts[j] += trace.prefill_counts[part] * np.float32(taken / trace.prompt_tokens[part])
+        predicted[j] = predictor.predict(np.concatenate([prompts[part][:taken] for part, taken in parts]))
+    steps = np.diff(experts.offset)[requests.kind]
+    offset = np.concatenate([[0], np.cumsum(steps)])
+    rows = np.arange(offset[-1]) + np.repeat(experts.offset[requests.kind] - offset[:-1], steps)
+    names = domains[requests.kind].tolist()
+    return Experts(counts, requests.prompt_tokens, experts.bits[rows], offset, names, predicted)
+
+
+def _parts(
+    lengths: NDArray[Any], kind: int, before: Sequence[int] | Index, tokens: int
+) -> list[tuple[int, int]]:
+    """Prompts and how many tokens of each make one of that length: `before` in turn, then that of `kind`."""
+    own = min(int(lengths[kind]), tokens)
+    lacking, parts = tokens - own, []
+    for part in cycle(before):
+        if not lacking:
+            break
+        taken = min(lacking, int(lengths[part]))
+        parts.append((int(part), taken))
+        lacking -= taken
+    return [*parts, (kind, own)]
+
+
 # -- workloads --------------------------------------------------------------------------------------
 
 
@@ -129,12 +194,16 @@ def _poisson(
     )
 
 
-def _many_domains(trace: CalibrationTrace, number: int, rng: np.random.Generator) -> Requests:
-    return _poisson(rng.integers(len(trace.ids), size=number), trace, rng)
+def _many_domains(trace: CalibrationTrace, members: Index, number: int, rng: np.random.Generator) -> Requests:
+    return _poisson(rng.choice(members, number), trace, rng)
 
 
 def _sessions(
-    trace: CalibrationTrace, records: list[TraceRequest], number: int, rng: np.random.Generator
+    trace: CalibrationTrace,
+    members: Index,
+    records: list[TraceRequest],
+    number: int,
+    rng: np.random.Generator,
 ) -> Requests:
     """A stretch of the trace; the first block, which all share, says nothing of the session."""
     if number > len(records):
@@ -142,7 +211,7 @@ def _sessions(
     start = int(rng.integers(len(records) - number + 1))
     played = records[start : start + number]
     sessions = [str(r.hash_ids[:2]) for r in played]
-    kind = dict(zip(dict.fromkeys(sessions), rng.integers(len(trace.ids), size=number), strict=False))
+    kind = dict(zip(dict.fromkeys(sessions), rng.choice(members, number), strict=False))
     prompt, output = (np.array([getattr(r, f"{n}_tokens") for r in played]) for n in ("prompt", "output"))
     return Requests(
         np.array([r.due_s - played[0].due_s for r in played]),
@@ -154,12 +223,14 @@ def _sessions(
     )
 
 
-def _system_prompts(trace: CalibrationTrace, number: int, rng: np.random.Generator) -> Requests:
+def _system_prompts(
+    trace: CalibrationTrace, members: Index, number: int, rng: np.random.Generator
+) -> Requests:
     popularity = 1 / np.arange(1, APPLICATIONS + 1)
     application = rng.choice(APPLICATIONS, number, p=popularity / popularity.sum())
-    domains = np.array(trace.domains)
+    domains = np.array(trace.domains)[members]
     of_application = domains[rng.integers(len(domains), size=APPLICATIONS)]
-    kinds = np.array([rng.choice(np.flatnonzero(domains == of_application[a])) for a in application])
+    kinds = np.array([rng.choice(members[domains == of_application[a]]) for a in application])
     # The system prompt's blocks, then such as nobody else has.
     own = APPLICATIONS * SYSTEM_BLOCKS + np.cumsum(trace.prompt_tokens[kinds] // BLOCK + 1)
     blocks = tuple(

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,20 @@ def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
     assert predictor["cosine"] > 0.2
     assert status["leases"] == 0
     assert {worker["in_flight"] for worker in status["workers"]} == {0}
+
+
+def test_greedy_answers_of_many_at_once_equal_a_single_engine_with_a_predictor(
+    whole: Service, reference: dict[str, list[str]], prompts: list[str]
+) -> None:
+    """By the predictor of the test before, which has learnt."""
+    before: dict[str, Any] = whole.status()["counters"]
+    assert whole.status()["predictor"]["on"] == 1
+
+    def answer(prompt: str) -> str:
+        asked = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        return str(whole.client.completions.create(**asked).choices[0].text)  # type: ignore[call-overload]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(answer, prompts)) == reference["completions"]
+    after = whole.status()["counters"]
+    assert after["signature_predicted"] - before["signature_predicted"] == len(prompts)

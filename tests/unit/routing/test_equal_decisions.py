@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests/unit python tests/unit/routing/test_equal_decisions.py            records it anew
 
-The record is that of commit 2458aa0: what is built since decides as that did.
+The record is that of commit 2458aa0: what is built since decides as that did. But where a policy is told of
+a request again, marginal-cost and balance-band learn it once, and were recorded since.
 """
 
 from __future__ import annotations

@@ -216,6 +216,27 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     assert np.array_equal(policy.profiles.profile, learnt)
 
 
+def test_true_counts_take_the_place_of_predicted_ones_in_all_that_is_learnt() -> None:
+    """As if the truth had been told at first, whatever came in between."""
+    learnt = []
+    for predicts in (False, True):
+        policy: Any = make_policy("marginal-cost")
+        there, waiting = [request_like(f"r{i}", i % 7) for i in range(150)], []
+        for i, true in enumerate(there):
+            told = request_like(true.request_id, 100 + i % 7)
+            told = replace(told, predicted=True) if predicts and i % 3 else true
+            policy.on_assigned(told, i % 3)
+            waiting.append((true, i % 3))
+            if len(waiting) > 5 or i == len(there) - 1:
+                for late in waiting[-1:] + waiting[:-1]:
+                    policy.on_assigned(*late)
+                waiting = []
+        learnt.append((policy.active.mean, policy.profiles.profile))
+    assert learnt[1][0] == pytest.approx(learnt[0][0], abs=1e-5)
+    # A deviation is from the mean of its time, of which predictions were part.
+    assert learnt[1][1] == pytest.approx(learnt[0][1], abs=0.02)
+
+
 @pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
 def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float, most: float) -> None:
     """Four kinds of request on four workers, one kind a worker at best; then the kinds change."""

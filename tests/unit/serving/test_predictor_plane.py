@@ -137,6 +137,64 @@ def test_status_says_how_well_clients_predict_until_they_are_gone() -> None:
     }  # fmt: skip
 
 
+def narrow() -> bytes:
+    """A predictor file of half as many experts."""
+    return predictor(
+        mean=np.full((L, E // 2), 2 * K / E, np.float32), experts=np.zeros((0, L, E // 2), np.float32),
+        tokens=np.zeros((V, 0), np.float32),
+    ).to_bytes()  # fmt: skip
+
+
+def test_a_first_predictor_of_another_shape_is_given_up_and_true_counts_are_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = make(table=None, policy="marginal-cost", predictor=narrow())
+    wrong = np.full((L, E // 2), 1.0, np.float16)
+    say(state, request("a", 3, signature=wrong, predicted=True))
+    state.expect_signatures(L, E)
+    assert state.settings.predictor is None
+    assert caplog.messages == [
+        f"nothing is predicted: the signature predictor is for layers and experts {(L, E // 2)}, not {(L, E)}"
+    ]
+    # Of a client that has not heard of it yet.
+    say(state, request("b", 3, signature=wrong, predicted=True))
+    assert state.counters["signature_missing"] == 1
+    say(state, request("c", 3, signature=counts(5)))
+    policy = state.placer.policy
+    assert isinstance(policy, MarginalCost)
+    true = levels_of((counts(5).reshape(-1) / 3).astype(np.float32))
+    np.testing.assert_array_equal(policy.active.held["c"][1], true)
+    say(state, released=("a", "b", "c"))
+    assert set(loads(state).values()) == {(0, 0)}
+
+
+async def test_a_client_that_knows_the_engines_shape_predicts_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    actor = FakeActor(policy="marginal-cost", table=None)
+    async with connected(actor, "r0") as client:
+        await client.call("expect_signatures", L, E)
+        actor.state._signature_shape = None  # one that has started again
+        actor.state.swap_predictor(narrow(), "t")
+        await client.place(request("a", 3), None, token_ids=IDS)
+        assert client.predictor is None
+        assert "layers and experts" in caplog.text
+        client.release("a")
+        await all_is_over(client, actor)
+
+
+def test_a_policy_keeps_what_it_has_learnt_when_the_predictor_alone_is_swapped() -> None:
+    state = make(table=None, policy="marginal-cost")
+    state.expect_signatures(L, E)
+    for name, token in (("a", 1), ("b", 5)):
+        say(state, request(name, 3, signature=counts(token)))
+    policy = state.placer.policy
+    state.swap_predictor(FILE, "t")
+    assert state.placer.policy is policy
+    assert isinstance(policy, MarginalCost)
+    assert policy.profiles.profile.any()
+
+
 # -- its client ------------------------------------------------------------------------------------
 
 
@@ -369,6 +427,30 @@ async def test_the_engines_end_answers_whoever_asked_first_and_forgets_the_rest(
     await asyncio.to_thread(signatures.put, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unasked")})
     assert await asking == (9, "packed")
     assert not signatures._waiting
+
+
+async def test_an_ingress_that_hears_of_a_predictor_reads_prompts_by_the_models_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another one was told of it."""
+
+    async def fingerprint(self: PromptTokens) -> str:
+        return "t"
+
+    monkeypatch.setattr(PromptTokens, "fingerprint", fingerprint)
+    actor = FakeActor(policy="marginal-cost", table=None)
+    async with running_app(actor=actor) as app:
+        client = app.ingress._client
+        assert client.tokenizer is None
+        actor.state.swap_predictor(FILE, "t")
+        body = {"model": "m", "prompt": "hello", "max_tokens": 2}
+        assert (await app.post("/v1/completions", body)).status_code == 200
+        await settled(lambda: client.tokenizer == "t")
+        client.predictor = OnlinePredictor(predictor())
+        client.tokenised_by("t")
+        assert client.predictor is not None
+        client.tokenised_by("another")
+        assert client.predictor is None
 
 
 # -- HTTP --------------------------------------------------------------------------------------------

@@ -71,6 +71,17 @@ def test_placement_gains_by_predicted_signatures(small: Options) -> None:
     assert {row["p50_share_of_gain_pct"] for row in true} == {100}
 
 
+def test_a_share_of_the_gain_is_paired_by_seed() -> None:
+    true = [-10.0, -20.0, -40.0]
+    same = predicted._share("s", [-9.0, -18.0, -36.0], true)
+    assert list(same) == ["s", "s_ci_low", "s_ci_high"]
+    assert list(same.values()) == pytest.approx([90, 90, 90])  # however seeds differ
+    other = predicted._share("s", [-10.0, -10.0, -40.0], true)
+    assert other == pytest.approx({"s": 600 / 7, "s_ci_low": 50, "s_ci_high": 100})
+    assert predicted._share("s", [-1.0], [-2.0]) == {"s": 50}
+    assert predicted._share("s", [-1.0, 1.0], [-0.5, 0.5]) == {"s": None}
+
+
 def test_learning_online_follows_a_shift_that_a_frozen_fit_does_not(small: Options) -> None:
     rows = [row for row in predicted.shift(small) if row["workload"] == "task"]
     cosine = {row["signature"]: row["first_100_cosine"] for row in rows}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from in_process import command, sentence
 from tables import request
-from traces import favourites_trace, saved
+from traces import favourites_trace, observed_experts, random_routes, saved
 
-from eldr_serve.routing import Loads, StepCost, check_policy
+from eldr_serve.routing import Loads, MarginalCost, StepCost, check_policy
 from loadgen.traces import read_trace
+from offline.predictor import fit_signature_predictor
 from offline.scenario import observed as read
 from offline.scenario import routes_of
 from offline.simulation.calibration import FittedCost
+from offline.simulation.cluster import Cluster, Decode, Whole
+from offline.simulation.requests import Experts, Requests
+from offline.simulation.run import simulate
 from studies.figures import whole
 from studies.prefix_policies import LongestPrefix, SessionHash
 from studies.reproduce import reproduce
@@ -46,7 +52,9 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conversations: Path) -> None:
     records = read_trace(conversations)
-    requests = whole._sessions(read(routes_of(observed)), records, 1200, np.random.default_rng(0))
+    requests = whole._sessions(
+        read(routes_of(observed)), np.arange(360), records, 1200, np.random.default_rng(0)
+    )
     kinds: dict[str, set[int]] = {}
     for key, kind, blocks in zip(requests.keys, requests.kind.tolist(), requests.blocks, strict=True):
         kinds.setdefault(key, set()).add(kind)
@@ -60,7 +68,7 @@ def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conve
 
 def test_an_applications_requests_share_its_system_prompt_and_no_more(observed: Path) -> None:
     trace = read(routes_of(observed))
-    requests = whole._system_prompts(trace, 400, np.random.default_rng(0))
+    requests = whole._system_prompts(trace, np.arange(360), 400, np.random.default_rng(0))
     system = {
         key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)
     }
@@ -74,17 +82,55 @@ def test_an_applications_requests_share_its_system_prompt_and_no_more(observed: 
     assert all(trace.domains[k] == domain[key] for key, k in zip(requests.keys, requests.kind, strict=True))
 
 
+def test_a_long_prompt_begins_with_what_its_session_begins_with_and_is_predicted_by_all_its_tokens(
+    observed: Path,
+) -> None:
+    trace = read(routes_of(observed))  # prompts of 20 tokens
+    members, kind = np.arange(360), np.array([3, 3, 70])
+    lengths = np.array([20, 47, 47])
+    requests = Requests(np.arange(3.0), lengths, np.full(3, 5), kind, keys=("a", "a", "b"))
+    predictor, _ = fit_signature_predictor(trace)
+    own = whole._own_experts(trace, Experts.replayed(trace), requests, members, predictor, 0)
+    np.testing.assert_allclose(own.counts.sum(axis=(1, 2)), 2 * 3 * lengths)
+    np.testing.assert_array_equal(own.counts[0], trace.prefill_counts[3])
+    assert own.predicted is not None
+    np.testing.assert_array_equal(own.predicted[0], predictor.predict(trace.prompts[3]))
+    assert own.predicted[1].sum() == pytest.approx(2 * 3 * 47, rel=1e-3)
+    assert own.domains == ["code", "code", "math"]
+    assert whole._parts(np.full(9, 20), 3, [5, 6], 47) == [(5, 20), (6, 7), (3, 20)]
+    assert whole._parts(np.full(9, 20), 3, [5, 6], 12) == [(3, 12)]
+
+
+def test_policies_of_whole_workers_hear_the_prediction_first_and_then_the_truth() -> None:
+    told: list[tuple[str, bool, float]] = []
+
+    class Listening(MarginalCost):
+        def on_assigned(self, request: Any, worker: int, decision: Any = None) -> None:
+            told.append((request.request_id, request.predicted, float(request.signature[0, 0])))
+            super().on_assigned(request, worker, decision)
+
+    experts = observed_experts(
+        np.full((1, 1, 4), 10), np.array([20]), random_routes(RNG, 1, (3, 4), layers=1, experts=4, top_k=2),
+        ["d"],
+    )  # fmt: skip
+    experts = replace(experts, predicted=np.full((1, 1, 4), 5.0))
+    requests = Requests(np.zeros(1), np.array([20]), np.array([3]), np.zeros(1, np.int64))
+    cluster = Cluster(decode=Decode(workers=2, cost=StepCost(), whole=Whole()))
+    simulate(requests, Listening(), cluster, experts=experts)
+    assert told == [("0", True, 5.0), ("0", False, 10.0)]
+
+
 def test_prefixes_experts_and_load_are_weighed_together(
     observed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"WORKERS": (4,), "APPLICATIONS": 24, "CACHE_BLOCKS": 500}.items():
+    for name, value in {"WORKERS": (4,), "APPLICATIONS": 24, "CACHE_BLOCKS": 500, "CALIBRATION": 60}.items():
         monkeypatch.setattr(whole, name, value)
     out = tmp_path / "policies.json"
     assert command(reproduce, "whole", "policies", trace=observed, requests=10).exit_code == 2
     reproduce("whole", "policies", trace=[observed, conversations], requests=800, seeds=2, out=out)
     assert out.with_suffix(".png").exists()
     rows = {(r["workload"], r["policy"]): r for r in json.loads(out.read_text())["rows"]}
-    assert len(rows) == 3 * 6
+    assert len(rows) == 3 * 10
     for workload in whole.WORKLOADS:
         ours, alone = rows[workload, whole.OURS], rows[workload, whole.DECODE_ALONE]
         assert ours["active_experts"] < rows[workload, "shortest-queue"]["active_experts"]
@@ -101,8 +147,12 @@ def test_prefixes_experts_and_load_are_weighed_together(
 
 
 def test_what_it_cannot_be_run_on_is_refused_in_one_sentence(
-    observed: Path, conversations: Path, tmp_path: Path
+    observed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given = [f"--trace={trace}" for trace in (observed, conversations)]
+    few = command(reproduce, "whole", "policies", *given, out=tmp_path / "x.json")
+    assert "more than 600" in sentence(few)
+    monkeypatch.setattr(whole, "CALIBRATION", 60)
     azure, cost = tmp_path / "trace.csv", tmp_path / "cost.json"
     azure.write_text("timestamp_s,prompt_tokens,output_tokens\n0,5,5\n")
     fitted = FittedCost(
