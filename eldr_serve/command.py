@@ -280,13 +280,15 @@ def _show(found: dict[str, Any]) -> None:
         "table",
         "predictor",
         "leases",
-        "pool",
+        "decode_queue",
         "step_cost",
         "decode_totals",
     )
     for name in names:
         if found.get(name) is not None:
-            grid.add_row(name, _line(found[name] if name != "policy" else _policy(found)))
+            grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
+    if now := (found.get("comparison") or {}).get("now"):
+        grid.add_row("shadow", _saving(now))
     grid.add_row("ingress", _line(found.get("ingress", {})))
     grid.add_row("counters", _line(found.get("counters", {})))
     workers = Table("worker", "replica", "requests in flight", "KV tokens", "cluster's domain")
@@ -300,6 +302,18 @@ def _show(found: dict[str, Any]) -> None:
 
 def _policy(found: dict[str, Any]) -> str:
     return f"{found['policy']} ({_line(found.get('parameters', {}))})"
+
+
+def _saving(now: dict[str, Any]) -> str:
+    """What the live policy saves against its shadow, decode step time a token."""
+    shadow = f"{now['shadow']['name']} ({_line(now['shadow']['parameters'])})".removesuffix(" ()")
+    if now.get("tokens") is None:
+        return f"{shadow}: no token has been priced yet"
+    interval = "" if now["low_pct"] is None else f" [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}]"
+    return (
+        f"{shadow}: the live policy's decode step time a token is {now['change_pct']:+.1f} %{interval} of it, "
+        f"over {now['tokens']} tokens"
+    )
 
 
 def _line(value: Any) -> str:

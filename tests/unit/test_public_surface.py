@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from busy_router import busy_actor
 from fake_service import KEY, FakeService, fake_service
 from in_process import python, sentence
 from typer.testing import CliRunner
@@ -90,6 +91,19 @@ def test_a_service_is_shown_and_changed() -> None:
         assert changed.exit_code == 0, changed.stderr
         assert service.policy == {"name": "random", "parameters": {"seed": 3}}
         assert '"policy": "random"' in eldr("policy", *at).stdout
+
+
+def test_the_status_shows_the_decode_queue_and_what_the_live_policy_saves() -> None:
+    with fake_service() as service:
+        state = busy_actor().state
+        service.more_status = state.status()
+        said = " ".join(eldr("status", "--url", service.url).stdout.split())
+        now = service.more_status["comparison"]["now"]
+        assert "decode queue size 0, oldest_wait_s 0.0" in said
+        assert f"{now['change_pct']:+.1f} % [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}] of it" in said
+        assert f"over {now['tokens']} tokens" in said
+        now["tokens"] = None
+        assert "no token has been priced yet" in " ".join(eldr("status", "--url", service.url).stdout.split())
 
 
 @pytest.mark.parametrize(
