@@ -107,7 +107,7 @@ def compare(
     console = Console(soft_wrap=True)
     if left := [step for step in steps if step.key not in journal.known]:
         if rate is None and in_flight is None:
-            console.print(f"closed loop of {most} requests in flight; --in-flight or --rate sets another load")
+            console.print(f"closed loop of {most} requests in flight; --in-flight or --rate sets another")
         try:
             with _policy_restored(service, journal, names):
                 if burn_in_seconds:

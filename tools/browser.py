@@ -67,7 +67,9 @@ class Page:
         """As if the user had chosen it in a file input."""
         root = (await self._call("DOM.getDocument"))["root"]["nodeId"]
         node = await self._call("DOM.querySelector", nodeId=root, selector=selector)
-        await self._call("DOM.setFileInputFiles", nodeId=node["nodeId"], files=[str(file.resolve(strict=True))])
+        await self._call(
+            "DOM.setFileInputFiles", nodeId=node["nodeId"], files=[str(file.resolve(strict=True))]
+        )
 
     async def look(self, *, width: int, dark: bool = False) -> None:
         """Be so many pixels wide, in this colour scheme."""

@@ -70,7 +70,9 @@ async def of_report(report: Path) -> bytes:
 def _small(png: bytes, most_px: int | None = None) -> bytes:
     content = io.BytesIO()
     picture = Image.open(io.BytesIO(png)).convert("RGB")
-    picture.crop((0, 0, picture.width, min(picture.height, most_px or picture.height))).quantize(_COLOURS).save(content, "png", optimize=True)
+    if most_px is not None:
+        picture = picture.crop((0, 0, picture.width, min(picture.height, most_px)))
+    picture.quantize(_COLOURS).save(content, "png", optimize=True)
     return content.getvalue()
 
 

@@ -164,7 +164,8 @@ async def test_a_late_refusal_of_a_key_that_was_changed_since_says_nothing(tmp_p
     async with opened(busy_actor(), tmp_path) as (_, page):
         await page.evaluate(
             """{const real = fetch; window.held = [];
-            window.fetch = (path, options) => options.headers.authorization !== 'Bearer old' ? real(path, options)
+            window.fetch = (path, options) => options.headers.authorization !== 'Bearer old'
+                ? real(path, options)
                 : new Promise(answer => held.push(() => answer(real(path, options))))}"""
         )
         await page.evaluate("adminKey = 'old'; window.late = look().then(() => window.came = true); 0")
