@@ -97,7 +97,8 @@ def locust_help() -> str:
     """Options of locust with our load: ours, then its own; in a process, since locust patches its own."""
     code = (
         "import sys; from argparse import ArgumentParser; from loadgen.locustfile import add_options; "
-        "from locust.argument_parser import get_parser; ours = ArgumentParser(prog='locust', add_help=False); "
+        "from locust.argument_parser import get_parser; "
+        "ours = ArgumentParser(prog='locust', add_help=False); "
         "add_options(ours); print(ours.format_help()); print(get_parser().format_help())"
     )
     done = subprocess.run(
