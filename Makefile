@@ -83,7 +83,7 @@ tables: setup ## rewrite docs/tables, docs/plots and the README's table from ben
 	$(BIN)/python -m benchmarks.harness.plots
 
 docs: setup ## build the documentation site into out/site, without network
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo 'open out/site/index.html'
 
 package: setup ## build sdist and wheel into out/dist

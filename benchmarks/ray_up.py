@@ -32,6 +32,7 @@ _TRACE = "/tmp/eldr-serve-trace.safetensors"  # a job's working directory goes w
 _JOB = f"ray job submit --address {_DASHBOARD} --working-dir . --"
 _DEPLOYMENT = "deployments/cpu_demo.yaml"
 UP, DOWN = f"ray up -y {_CLUSTER}", f"ray down -y {_CLUSTER}"
+STOP = f"ray exec {_CLUSTER} '~/eldr-serve-cluster/.venv/bin/ray stop'"  # `ray down` does not find `ray`
 
 
 def steps(requests: int, run_time_s: int) -> dict[str, str]:
@@ -85,18 +86,22 @@ def ray_up(
     """Start a cluster of this machine, deploy, calibrate, refit, load, and stop it; nothing may be left."""
     between = steps(requests, run_time_s)
     if dry_run:
-        typer.echo("\n".join(filter(None, [UP, *between.values(), DOWN])))
+        typer.echo("\n".join(filter(None, [UP, *between.values(), STOP, DOWN])))
         return
     unwind_on_sigterm()
-    (folder,) = map(Path, yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"])
+    (mount,) = yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"]
+    folder = Path(mount).expanduser()
     if running := left_behind(folder):
-        raise BadInput(f"a cluster runs in {folder} already; stop it by `{DOWN}`: {running[0][:80]}")
+        raise BadInput(f"a cluster runs in {folder} already; stop it by `{STOP}`: {running[0][:80]}")
     installed = (folder / ".venv").exists()
     rows = []
     try:
         rows += [_execute("ray up", UP), *(_execute(name, command) for name, command in between.items())]
     finally:
-        rows.append(_execute("ray down", DOWN))
+        try:
+            rows.append(_execute("ray stop", STOP))
+        finally:
+            rows.append(_execute("ray down", DOWN))
         left = left_behind(folder)
         for command in left:
             typer.echo(f"still running: {command[:160]}", err=True)

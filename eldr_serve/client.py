@@ -35,19 +35,31 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """GET /eldr/status."""
-        return self._ask("GET", "status")
+        return self._ask("GET", "/eldr/status")
+
+    def model(self) -> str:
+        """Id of the first model of GET /v1/models."""
+        try:
+            return str(self._ask("GET", "/v1/models")["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise ServiceError(f"{self.url} names no model under /v1/models") from None
+
+    def num_workers(self) -> int:
+        """Decode workers, of any status: that without the admin key tells their number alone."""
+        status = self.status()
+        return len(status["workers"]) if "workers" in status else int(status.get("decode_replicas", 0))
 
     def set_policy(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
         """Change the policy; returns the settings that are live then."""
-        return self._ask("PUT", "policy", json={"name": name, "parameters": parameters or {}})
+        return self._ask("PUT", "/eldr/policy", json={"name": name, "parameters": parameters or {}})
 
     def swap_table(self, table: bytes) -> dict[str, Any]:
         """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
-        return self._ask("PUT", "table", content=table)
+        return self._ask("PUT", "/eldr/table", content=table)
 
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
         """Swap the predictor, given as a SignaturePredictor file's content; returns the live settings."""
-        return self._ask("PUT", "predictor", content=predictor)
+        return self._ask("PUT", "/eldr/predictor", content=predictor)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
         """Until no request holds a lease."""
@@ -83,7 +95,7 @@ class Client:
         return totals
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        url = f"{self.url}/eldr/{path}"
+        url = f"{self.url}{path}"
         try:
             answer = self._http.request(method, url, **kwargs)
         except (httpx.HTTPError, httpx.InvalidURL) as error:

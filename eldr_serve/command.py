@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from eldr_serve.home import BUNDLE
+from eldr_serve.home import BUNDLE, ROOT
 
 _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
@@ -191,6 +191,28 @@ def predictor(
     )
 
 
+@app.command(rich_help_panel=_DEPLOYMENT)
+def deployments(
+    name: Annotated[str | None, typer.Argument(help="File to show; none lists all.")] = None,
+    copy: Annotated[Path | None, typer.Option(help="Write it to this new file instead.")] = None,
+) -> None:
+    """List the deployment files that come along, show one, or copy it to be changed."""
+    files = {path.name: path for path in sorted((ROOT / "deployments").glob("*.yaml"))}
+    if name is None:
+        if copy is not None:
+            raise ValueError("--copy goes with the name of a file")
+        typer.echo("\n".join(files))
+        return
+    if name not in files:
+        raise ValueError(f"there is no {name!r}: {', '.join(files)}")
+    content = files[name].read_text()
+    if copy is None:
+        typer.echo(content, nl=False)
+        return
+    with copy.open("x") as file:  # never over somebody's work
+        file.write(content)
+
+
 keys = typer.Typer(no_args_is_help=True)
 app.add_typer(keys, name="keys", help="The file of inference keys and tenants.", rich_help_panel=_DEPLOYMENT)
 KeysFile = Annotated[Path, typer.Option("--file", help="The deployment's ingress.keys_file.")]
@@ -280,13 +302,15 @@ def _show(found: dict[str, Any]) -> None:
         "table",
         "predictor",
         "leases",
-        "pool",
+        "decode_queue",
         "step_cost",
         "decode_totals",
     )
     for name in names:
         if found.get(name) is not None:
-            grid.add_row(name, _line(found[name] if name != "policy" else _policy(found)))
+            grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
+    if now := (found.get("comparison") or {}).get("now"):
+        grid.add_row("shadow", _saving(now))
     grid.add_row("ingress", _line(found.get("ingress", {})))
     grid.add_row("counters", _line(found.get("counters", {})))
     workers = Table("worker", "replica", "requests in flight", "KV tokens", "cluster's domain")
@@ -300,6 +324,18 @@ def _show(found: dict[str, Any]) -> None:
 
 def _policy(found: dict[str, Any]) -> str:
     return f"{found['policy']} ({_line(found.get('parameters', {}))})"
+
+
+def _saving(now: dict[str, Any]) -> str:
+    """What the live policy saves against its shadow."""
+    shadow = f"{now['shadow']['name']} ({_line(now['shadow']['parameters'])})".removesuffix(" ()")
+    if now.get("tokens") is None:
+        return f"{shadow}: no token has been priced yet"
+    interval = "" if now["low_pct"] is None else f" [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}]"
+    return (
+        f"{shadow}: against it the live policy changes decode step time a token by "
+        f"{now['change_pct']:+.1f} %{interval}, over {now['tokens']} tokens"
+    )
 
 
 def _line(value: Any) -> str:

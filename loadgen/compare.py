@@ -7,7 +7,8 @@ Policies take turns in trials of load, in an order drawn for each round. All pol
 same requests at the same times, so that a difference is theirs. A run that was stopped goes on where it
 was when it is called again with the same settings. The server gets its own policy back at the end.
 With `--in-flight` instead of `--rate` the load is a closed loop: where engines share cores, and slow each
-other down, an open loop makes of each difference a longer queue, a closed one keeps batches alike.
+other down, an open loop makes of each difference a longer queue, a closed one keeps batches alike. With
+neither it is a closed loop of so many requests a decode worker that batches form.
 """
 
 from __future__ import annotations
@@ -43,12 +44,19 @@ from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
 _SCHEMA = "eldr-compare/5"  # of trials in the journal
+_A_WORKER = 8  # requests in flight, where no loop is asked for
 
 
 def compare(
     policies: Annotated[str, typer.Option(help="Names by commas; name:parameter=value for parameters.")],
     rate: Annotated[float | None, typer.Option(help="Open loop: requests/s, Poisson arrivals.")] = None,
-    in_flight: Annotated[int | None, typer.Option(help="Closed loop: requests in flight, always.")] = None,
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            help="Closed loop: requests in flight, always.",
+            show_default=f"{_A_WORKER} a decode worker, if --rate is not given",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
     prompts: Annotated[
         Path,
@@ -70,7 +78,9 @@ def compare(
         typer.Option(help="Draw each request's output tokens from these to --max-tokens; 0: all have those."),
     ] = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
-    model: Annotated[str, typer.Option(help="Model id to ask for.")] = "eldr-demo",
+    model: Annotated[
+        str | None, typer.Option(help="Model id to ask for.", show_default="the first one served")
+    ] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 100.0,
     admin_key_env: Annotated[str, typer.Option(help="Environment variable with the admin key.")] = (
@@ -83,18 +93,21 @@ def compare(
 ) -> None:
     """Compare policies under the same load; resume with the same settings."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    per_s, most = _loop(rate, in_flight, users)
-    shape = Shape(
-        str(prompts), model, per_s, trial_seconds, warm_up_seconds, most, max_tokens, temperature, min_tokens
-    )
-    settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
     service = Client(host, os.environ.get(admin_key_env, ""))
+    per_s, most = _loop(rate, in_flight, users, service)
+    shape = Shape(
+        str(prompts), model or service.model(), per_s, trial_seconds, warm_up_seconds, most, max_tokens,
+        temperature, min_tokens,
+    )  # fmt: skip
+    settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
     if out.exists() and any(out.iterdir()) and not (out / JOURNAL).exists():
         raise BadInput(f"{out} is not empty and holds no comparison of this version: give another --out")
     journal = Journal(out / JOURNAL, settings)
     steps = order(names, rounds, seed)
     console = Console(soft_wrap=True)
     if left := [step for step in steps if step.key not in journal.known]:
+        if rate is None and in_flight is None:
+            console.print(f"closed loop of {most} requests in flight; --in-flight or --rate sets another")
         try:
             with _policy_restored(service, journal, names):
                 if burn_in_seconds:
@@ -112,10 +125,12 @@ def compare(
         raise typer.Exit(1)
 
 
-def _loop(rate: float | None, in_flight: int | None, users: int) -> tuple[float, int]:
+def _loop(rate: float | None, in_flight: int | None, users: int, service: Client) -> tuple[float, int]:
     """Requests/s and users of either loop."""
-    if (rate is None) == (in_flight is None):
+    if rate is not None and in_flight is not None:
         raise BadInput("give either --rate, for an open loop, or --in-flight, for a closed one")
+    if rate is None and in_flight is None:
+        return 0.0, _A_WORKER * max(1, service.num_workers())
     if in_flight is not None:
         if in_flight < 1:
             raise BadInput(f"--in-flight is {in_flight}, it must be at least 1")

@@ -27,7 +27,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from eldr_serve.client import ServiceError
+from eldr_serve.client import Client, ServiceError
 from loadgen.hostile_cases import Case, by_hand, from_openapi, known, mutations
 from loadgen.hostile_connections import occupied, slow_request
 from loadgen.remains import settle
@@ -168,7 +168,7 @@ def hostile(
     if address.scheme != "http" or not address.hostname:
         raise BadInput(f"{url} is no http URL")
     try:
-        served = model or httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+        served = model or Client(url, timeout_s=30).model()
         with Console(stderr=True).status(f"making {cases} requests: minutes where they are thousands"):
             todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
         where = address.hostname, address.port or 80

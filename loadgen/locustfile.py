@@ -59,7 +59,8 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
 
 
 @events.init_command_line_parser.add_listener
-def _arguments(parser: LocustArgumentParser) -> None:
+def add_options(parser: LocustArgumentParser) -> None:
+    """Options beside locust's own."""
     group = parser.add_argument_group("eldr workload")
     for name, default, text in _OPTIONS:
         group.add_argument(f"--{name}", type=type(default), default=default, help=text)

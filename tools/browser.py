@@ -63,6 +63,14 @@ class Page:
             while not await self.evaluate(f"Boolean({condition})"):
                 await asyncio.sleep(0.05)
 
+    async def choose_file(self, selector: str, file: Path) -> None:
+        """As if the user had chosen it in a file input."""
+        root = (await self._call("DOM.getDocument"))["root"]["nodeId"]
+        node = await self._call("DOM.querySelector", nodeId=root, selector=selector)
+        await self._call(
+            "DOM.setFileInputFiles", nodeId=node["nodeId"], files=[str(file.resolve(strict=True))]
+        )
+
     async def look(self, *, width: int, dark: bool = False) -> None:
         """Be so many pixels wide, in this colour scheme."""
         await self._call(

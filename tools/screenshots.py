@@ -16,7 +16,9 @@ from PIL import Image
 
 from eldr_serve.files import write_whole
 from tools.browser import browser
+from tools.cli import run
 
+_REPORT_PX = 1500  # of its height: answers, figures and the first plots
 _COLOURS = 128  # of a palette: a page has few, and the file is a third as large
 VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}
 
@@ -31,6 +33,7 @@ def screenshots(
     pictures = asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key))
     if report is not None:
         pictures["report"] = asyncio.run(of_report(report))
+    out.mkdir(parents=True, exist_ok=True)
     for name, content in pictures.items():
         write_whole(out / f"{name}.png", content)
 
@@ -54,21 +57,24 @@ async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
 
 
 async def of_report(report: Path) -> bytes:
-    """The page of a comparison, PNG; FileNotFoundError if there is none."""
+    """The page of a comparison from its top, PNG; FileNotFoundError if there is none."""
     address = report.resolve(strict=True).as_uri()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         async with browser(Path(scratch)) as page:
             await page.open(address)
             await page.until(f"document.readyState === 'complete' && location.href === {address!r}")
             await page.look(width=1100)
-            return _small(await page.screenshot())
+            return _small(await page.screenshot(), _REPORT_PX)
 
 
-def _small(png: bytes) -> bytes:
+def _small(png: bytes, most_px: int | None = None) -> bytes:
     content = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS).save(content, "png", optimize=True)
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    if most_px is not None:
+        picture = picture.crop((0, 0, picture.width, min(picture.height, most_px)))
+    picture.quantize(_COLOURS).save(content, "png", optimize=True)
     return content.getvalue()
 
 
 if __name__ == "__main__":
-    typer.run(screenshots)
+    run(screenshots)

@@ -54,14 +54,16 @@ def _claims(name: str) -> str:
     """A line a claim; a cell with fields repeats for each row of the result that the claim is about."""
     lines = []
     for claim in CLAIMS[name]["lines"]:
-        rows = [row for row in read_rows(claim["result"]) if selected(row, claim)]
-        lines.append(
-            [
-                "; ".join(cell.format(**row) for row in rows) if "{" in cell else cell
-                for cell in claim["cells"]
-            ]
-        )
+        rows = read_rows(claim["result"])
+        lines.append([_cell(cell, [row for row in rows if selected(row, claim)]) for cell in claim["cells"]])
     return _markdown(CLAIMS[name]["columns"], lines)
+
+
+def _cell(cell: str | dict[str, Any], rows: Rows) -> str:
+    if isinstance(cell, dict):
+        (row,) = (row for row in rows if selected(row, cell))
+        return str(cell["text"].format(**row))
+    return "; ".join(cell.format(**row) for row in rows) if "{" in cell else cell
 
 
 def selected(row: dict[str, Any], claim: dict[str, Any]) -> bool:

@@ -26,12 +26,17 @@ async function ask(method, path, body) {
   throw new Error(said.error?.message ?? `HTTP ${answer.status}`);
 }
 
+// Whether it was accepted; if not, the page says why.
 async function change(method, path, body, done) {
   try {
     await ask(method, path, body);
-    say(done);
-    await look();
-  } catch (error) { say(error.message, true); }
+  } catch (error) {
+    say(error.message, true);
+    return false;
+  }
+  say(done);
+  await look();
+  return true;
 }
 
 function say(text, bad = false) {
@@ -260,7 +265,7 @@ $("shadow-form").onsubmit = event => {
 $("shadow-off").onclick = () => change("DELETE", "shadow", undefined, "No policy is compared any more.");
 $("swap").onclick = async () => {
   const {live: before, shadow} = live.comparison.now;
-  await change("PUT", "policy", JSON.stringify(shadow), `${shadow.name} is live.`);
+  if (!await change("PUT", "policy", JSON.stringify(shadow), `${shadow.name} is live.`)) return;
   await change("PUT", "shadow", JSON.stringify(before), `${shadow.name} is live, ${before.name} is its shadow.`);
 };
 $("policy-form").onsubmit = event => {

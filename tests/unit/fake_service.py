@@ -28,12 +28,15 @@ class FakeService:
         first_s, gap_s: delay of the first token and of each further one.
         fail_every: each so-manieth request gets a 503; 0: none.
         reports_steps: whether its engines' steps are in the status.
+        more_status: what else is in it, or in place of what is.
     """
 
     def __init__(self) -> None:
         self.url = ""
+        self.model = "org/fake-moe"
         self.first_s, self.gap_s, self.fail_every = 0.05, 0.01, 0
         self.reports_steps = False
+        self.more_status: dict[str, Any] = {}
         self.policy: dict[str, Any] = {"name": "locality-band", "parameters": {"band": 0.2}}
         self.policies_set: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -51,7 +54,10 @@ class FakeService:
             "leases": self.in_flight, "counters": {"placed": len(self.bodies)},
             "decode_totals": totals if self.reports_steps else None,
         }  # fmt: skip
-        return web.json_response(status)
+        return web.json_response(status | self.more_status)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model}]})
 
     async def change(self, request: web.Request) -> web.Response:
         change = await request.json()
@@ -98,6 +104,7 @@ def fake_service() -> Iterator[FakeService]:
     """Runs until the end of the block."""
     service, app, loop = FakeService(), web.Application(), asyncio.new_event_loop()
     app.router.add_get("/eldr/status", service.status)
+    app.router.add_get("/v1/models", service.models)
     app.router.add_put("/{path:.*}", service.change)
     app.router.add_post("/{path:.*}", service.answer)
     runner = web.AppRunner(app, shutdown_timeout=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from typer.main import get_command
 
 from eldr_serve.command import app, loaded
 from eldr_serve.routing import make_policy
+from tools.docs.reference import MODULES, locust_help, module_app
 
 _FETCHED = {"img": "src", "link": "href", "script": "src", "source": "src", "iframe": "src"}
 _FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -39,10 +41,47 @@ class _Fetched(HTMLParser):
             self.addresses.append(address)
 
 
+def _build(*options: str) -> subprocess.CompletedProcess[str]:
+    """As `make docs` does, with further options."""
+    (words,) = re.findall(
+        r"^\t.*\$\(BIN\)/python (-m mkdocs build.*)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    return subprocess.run(
+        [sys.executable, *words.split(), *options], capture_output=True, text=True, cwd=ROOT, timeout=600,
+        check=False, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("[on](index.md#heading)", None),
+        ("[on](nowhere.md)", "nowhere.md"),
+        ("[on](index.md#nowhere)", "nowhere"),
+        (None, "orphan.md"),
+    ],
+)
+def test_a_page_in_no_menu_and_a_link_to_nowhere_fail_the_build(
+    page: str | None, said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text(f"# Heading\n\n{page or ''}\n")
+    if page is None:
+        (tmp_path / "docs/orphan.md").write_text("# Nobody's\n")
+    own = tmp_path / "mkdocs.yml"
+    own.write_text(
+        f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nsite_dir: site\nhooks: []\nplugins: []\n"
+        "not_in_nav: ''\nnav: [index.md]\n"
+    )
+    done = _build("--config-file", str(own))
+    assert (done.returncode == 0) == (said is None), done.stderr
+    assert (said or "") in done.stderr
+
+
 @pytest.mark.slow
 def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    done = _build("--site-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr  # a link or an anchor that leads nowhere, a page in no menu
     pages = sorted(tmp_path.rglob("*.html"))
     assert {"index.html", "reference/commands.html"} <= {str(p.relative_to(tmp_path)) for p in pages}
@@ -57,6 +96,7 @@ def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Pat
     assert str(ROOT) not in "".join(page.read_text() for page in pages)
     reference = (tmp_path / "reference/commands.html").read_text()
     assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]  # type: ignore[attr-defined]
+    assert not [name for name in (*MODULES, "locust") if name not in reference]
 
 
 def _shown_commands() -> Iterator[tuple[str, list[str]]]:
@@ -67,8 +107,17 @@ def _shown_commands() -> Iterator[tuple[str, list[str]]]:
         for line in [*lines, *_INLINE.findall(text)]:
             for part in re.split(r"&&|\s--\s|^\$ ", line):
                 words = part.partition("#")[0].split()
-                if words[:1] in (["eldr"], ["make"]) or words[:2] == ["python", "-m"]:
+                if words[:1] in (["eldr"], ["make"], ["locust"]) or words[:2] == ["python", "-m"]:
                     yield page.name, words
+
+
+def _options_of(words: list[str]) -> set[str]:
+    """Of `python -m MODULE [COMMAND]`, or of locust with our load's."""
+    if words[0] == "locust":
+        return set(re.findall(r"--[a-z][a-z-]*", locust_help()))
+    command = get_command(module_app(words[2]))
+    command = getattr(command, "commands", {}).get(words[3] if words[3:] else "", command)
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
 
 
 @pytest.mark.slow
@@ -81,6 +130,8 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
         options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
         if words[0] == "make":
             ok = all(word in targets for word in words[1:] if re.fullmatch("[a-z-]+", word))
+        elif words[0] == "locust" or set(words[2:3]) & MODULES.keys():
+            ok = options <= _options_of(words)
         elif words[0] == "python":
             path = ROOT / words[2].replace(".", "/")
             ok = "NAME" in words[2] or path.with_suffix(".py").exists() or path.is_dir()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from busy_router import busy_actor
 from fake_service import KEY, FakeService, fake_service
 from in_process import python, sentence
+from shipped import ROOT
 from typer.testing import CliRunner
 
 import eldr_serve
@@ -92,6 +95,19 @@ def test_a_service_is_shown_and_changed() -> None:
         assert '"policy": "random"' in eldr("policy", *at).stdout
 
 
+def test_the_status_shows_the_decode_queue_and_what_the_live_policy_saves() -> None:
+    with fake_service() as service:
+        state = busy_actor().state
+        service.more_status = state.status()
+        said = " ".join(eldr("status", "--url", service.url).stdout.split())
+        now = service.more_status["comparison"]["now"]
+        assert "decode queue size 0, oldest_wait_s 0.0" in said
+        assert f"{now['change_pct']:+.1f} % [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}], over" in said
+        assert f"over {now['tokens']} tokens" in said
+        now["tokens"] = None
+        assert "no token has been priced yet" in " ".join(eldr("status", "--url", service.url).stdout.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -104,6 +120,19 @@ def test_a_service_is_shown_and_changed() -> None:
 )
 def test_refusals_are_one_sentence(arguments: list[str], said: str, service: FakeService) -> None:
     assert said in sentence(eldr(*arguments, "--url", service.url))
+
+
+def test_deployments_are_listed_shown_and_copied_over_no_file(tmp_path: Path) -> None:
+    assert "cpu_demo.yaml" in eldr("deployments").stdout.split()
+    own = tmp_path / "own.yaml"
+    assert eldr("deployments", "cpu_demo.yaml", "--copy", own).exit_code == 0
+    shipped = (ROOT / "deployments/cpu_demo.yaml").read_text()
+    assert own.read_text() == shipped == eldr("deployments", "cpu_demo.yaml").stdout
+    own.write_text("mine")
+    assert "own.yaml" in sentence(eldr("deployments", "cpu_demo.yaml", "--copy", own))
+    assert own.read_text() == "mine"
+    assert "cpu_demo.yaml" in sentence(eldr("deployments", "nosuch.yaml"))
+    assert "--copy" in sentence(eldr("deployments", "--copy", own))
 
 
 @pytest.fixture(scope="module")

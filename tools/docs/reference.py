@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +17,21 @@ from typer.main import get_command
 
 from eldr_serve.command import app, loaded
 from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.home import ROOT
 from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 from eldr_serve.serving.config import EldrArgs
 from eldr_serve.serving.ingress import application
 from eldr_serve.serving.openapi import openapi_document
+from tools.cli import app_of
 
+# Modules that are commands beside `eldr`, and their functions
+MODULES = {
+    "loadgen.faults": ("simulate", "mutate", "chaos"),
+    "loadgen.hostile": ("hostile",),
+    "tools.crd": ("crd",),
+    "tools.monitoring": ("monitoring",),
+    "tools.screenshots": ("screenshots",),
+}
 _KINDS = {
     "boolean": "true or false",
     "integer": "a whole number",
@@ -53,7 +66,7 @@ def yaml_page() -> str:
 
 
 def commands_page() -> str:
-    """Arguments and options of every subcommand of `eldr`, as `--help` says them."""
+    """Arguments and options of `eldr`, of the modules that are commands, and of locust, as `--help` says."""
     group = get_command(app)
     context = typer.Context(group, info_name="eldr")
     parts = ["# Commands\n"]
@@ -64,7 +77,35 @@ def commands_page() -> str:
                 obj=command, ctx=typer.Context(command, parent=context), indent=1, name=f"eldr {name}"
             )
         )
+    for name in MODULES:
+        command = get_command(module_app(name))
+        parts.append(
+            get_docs_for_click(obj=command, ctx=typer.Context(command), indent=1, name=f"python -m {name}")
+        )
+    parts.append(f"## `locust -f loadgen/locustfile.py`\n\n```text\n{locust_help()}```\n")
     return "\n".join(parts)
+
+
+def module_app(name: str) -> typer.Typer:
+    """The command of one of MODULES, as `python -m` runs it."""
+    package = (ROOT / name.replace(".", "/")).is_dir()
+    module = importlib.import_module(f"{name}.__main__" if package else name)
+    return app_of(*(getattr(module, command) for command in MODULES[name]))
+
+
+def locust_help() -> str:
+    """Options of locust with our load: ours, then its own; in a process, since locust patches its own."""
+    code = (
+        "import sys; from argparse import ArgumentParser; from loadgen.locustfile import add_options; "
+        "from locust.argument_parser import get_parser; "
+        "ours = ArgumentParser(prog='locust', add_help=False); "
+        "add_options(ours); print(ours.format_help()); print(get_parser().format_help())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, cwd=ROOT, check=True, env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    return done.stdout
 
 
 def http_page() -> str:

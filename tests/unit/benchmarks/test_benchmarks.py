@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import command, python, sentence
@@ -119,11 +120,17 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
         assert tables.filled(text) == text, f"run python -m benchmarks.harness.tables: {page.name} is older"
 
 
-@pytest.mark.parametrize("name", tables.CLAIMS)
+def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether the row is in one of the claim's cells."""
+    own = [cell for cell in claim["cells"] if isinstance(cell, dict)]
+    return tables.selected(row, claim) and (not own or any(tables.selected(row, cell) for cell in own))
+
+
+@pytest.mark.parametrize("name", ["readme_simulated", "summary"])
 def test_claims_hide_no_policy_that_beats_one_that_they_show(name: str) -> None:
     claims = [claim for claim in tables.CLAIMS[name]["lines"] if claim["result"] == "together_policies"]
     rows = tables.read_rows("together_policies")
-    shown = [row for row in rows if any(tables.selected(row, claim) for claim in claims)]
+    shown = [row for row in rows if any(_in(claim, row) for claim in claims)]
     assert shown
     beaten = [
         (worse["policy"], better["policy"])

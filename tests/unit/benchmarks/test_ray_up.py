@@ -10,19 +10,19 @@ import pytest
 import yaml
 
 from benchmarks.harness.cluster import ROOT
-from benchmarks.ray_up import DOWN, UP, left_behind, ray_up, steps
+from benchmarks.ray_up import DOWN, STOP, UP, left_behind, ray_up, steps
 
 
 def test_a_dry_run_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ray_up(requests=20, run_time_s=5, dry_run=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [UP, *(command for command in steps(20, 5).values() if command), DOWN]
+    assert lines == [UP, *(command for command in steps(20, 5).values() if command), STOP, DOWN]
     assert any(line.startswith("serve deploy") for line in lines)
     assert sum(line.startswith("ray job submit") for line in lines) == 2
 
 
 def test_files_that_the_commands_name_are_there() -> None:
-    for command in [UP, *steps(20, 5).values(), DOWN]:
+    for command in [UP, *steps(20, 5).values(), STOP, DOWN]:
         for word in command.split():
             if word.endswith((".yaml", ".py")):
                 assert (ROOT / word).exists(), command
@@ -32,6 +32,15 @@ def test_jobs_and_replicas_run_where_the_cluster_file_copies_to() -> None:
     cluster = yaml.safe_load((ROOT / "ray_cluster_local.yaml").read_text())
     (folder,) = cluster["file_mounts"]
     assert all(folder in command for command in cluster["head_start_ray_commands"])
+    assert f"{folder}/.venv/bin/ray stop" in STOP
+    assert 'PATH="$PWD/.venv/bin:$PATH"' in cluster["head_start_ray_commands"][-1]
+
+
+def test_the_cluster_changes_no_shells_start_and_runs_nothing_from_a_folder_that_all_may_write() -> None:
+    text = (ROOT / "ray_cluster_local.yaml").read_text()
+    assert "bashrc" not in text
+    assert "profile" not in text
+    assert "/tmp" not in text
 
 
 def test_a_process_in_the_folder_is_left_behind(tmp_path: Path) -> None:

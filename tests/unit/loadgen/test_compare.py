@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from fake_service import KEY, FakeService, fake_service
+from in_process import command
 from shipped import ROOT
 
 from eldr_serve import client
@@ -162,6 +164,23 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
 
 
 @pytest.mark.slow
+def test_the_readmes_line_needs_no_load_and_no_model(service: FakeService, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "domain": "d", "prompt": "Hello"}\n')
+    words = re.search(r"^eldr compare (.*?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert words is not None
+    asked = words[1].replace("my_prompts/", str(prompts)).replace("marginal-cost", "random").split()
+    asked[asked.index("--out") + 1] = str(tmp_path / "out")
+    beside = ["--host", service.url, "--rounds", "1", "--trial-seconds", "1", "--warm-up-seconds", "0"]
+    done = command("loadgen.compare", *asked, *beside, "--max-tokens", "4")
+    assert done.exit_code == 0, done.output
+    assert "closed loop of 16 requests in flight" in done.stdout  # 8 on each of 2 decode workers
+    assert {body["model"] for body in service.bodies} == {service.model}
+    settings = json.loads((tmp_path / "out/compare.json").read_text())["inputs"]
+    assert (settings["rate"], settings["users"], settings["model"]) == (0.0, 16, service.model)
+
+
+@pytest.mark.slow
 def test_failed_requests_are_in_the_first_line_and_the_status(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +225,7 @@ def test_an_interrupted_run_sets_the_policy_back(
         ({"rate": 0.0}, "--rate"),
         ({"rate": -2.0}, "--rate"),
         ({"rate": float("nan")}, "--rate"),
-        ({"rate": None}, "either --rate, .* or --in-flight"),
+        ({"rate": None, "host": "http://127.0.0.1:9"}, "cannot be reached"),
         ({"in_flight": 4}, "either --rate, .* or --in-flight"),
         ({"rate": None, "in_flight": 0}, "--in-flight is 0"),
         ({"rounds": 0}, "--rounds"),

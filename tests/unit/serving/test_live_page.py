@@ -11,55 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from busy_router import E, L, busy_actor
 from fake_fleet import answering
 from ingress_app import KEY, App, running_app
 from PIL import Image
-from router_talk import FakeActor, say
-from tables import request
+from router_talk import FakeActor
+from tables import unit_table
 
 from eldr_serve.pages import live_page
-from eldr_serve.routing import StepCost, StepSums
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.http_server import HttpServer
-from eldr_serve.serving.messages import Answered, NamedPolicy, Restore
+from eldr_serve.serving.messages import NamedPolicy
 from tools.browser import Page, browser
 from tools.screenshots import VIEWS, taken
 
-L, E = 4, 16
-DOMAINS = ("code", "prose", "<b>law</b>")
 streams = answering(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', b"data: [DONE]\n\n")
-
-
-def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
-    """A router after 9 minutes: two workers, requests of three domains, engine reports and a shadow."""
-    rng = np.random.default_rng(seed)
-    now = [0.0]
-    actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
-    state = actor.state
-    state.expect_signatures(L, E)
-    state.restore(Restore("c", ("r0", "r1"), None, ()))
-    state.set_shadow(NamedPolicy("shortest-queue"))
-    favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
-    for number in range(90):
-        now[0] += 6
-        kind = int(rng.integers(3))
-        counts = rng.integers(0, 3, (L, E)).astype(np.uint32)
-        counts[:, favourites[kind]] += 20
-        say(state, request(f"request{number}", 40, 60, signature=counts, domain=DOMAINS[kind]))
-        running = list(state.placer.running)
-        say(
-            state,
-            progress={name: int(rng.integers(1, 60)) for name in running},
-            released=tuple(running[:-12]),
-            answered=(Answered(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003))),),
-        )
-        batch = rng.integers(3, 9, 6)
-        experts = rng.integers(20, 40, 6)
-        for replica in ("r0", "r1"):
-            times = StepCost(2e-3, 1e-4, 0.0, 9e-5).seconds(batch, 0, experts)
-            state.observe_steps(StepSums.of(batch, 100 * batch, experts, times), replica)
-        state.comparison.catch_up()
-    return actor
 
 
 @asynccontextmanager
@@ -151,6 +117,47 @@ async def test_an_operator_asks_compares_switches_and_sees_both_sides(tmp_path: 
         await page.evaluate("document.getElementById('shadow-off').click()")
         await page.until("document.getElementById('saving').innerText.includes('No policy is compared')")
         assert actor.state.settings.shadow is None
+
+
+async def test_a_switch_that_is_refused_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    actor = busy_actor()
+    async with opened(actor, tmp_path) as (_, page):
+        await page.evaluate(f"adminKey = {KEY!r}")
+        await shown(page)
+        await page.evaluate(
+            """{const real = fetch; window.puts = [];
+            window.fetch = (path, options) => {
+                if (options.method === 'PUT') puts.push(path);
+                return path !== 'policy' ? real(path, options) : Promise.resolve(
+                    new Response('{"error": {"message": "not this one"}}', {status: 400}));
+            }}"""
+        )
+        await page.evaluate("document.getElementById('swap').onclick()")  # a promise: all that it does
+        assert await page.evaluate("document.getElementById('said').textContent") == "not this one"
+        assert await page.evaluate("puts") == ["policy"]
+        assert actor.state.settings.policy == "marginal-cost"
+        assert actor.state.settings.shadow == NamedPolicy("shortest-queue")
+
+
+async def test_a_table_is_swapped_in_from_the_page(tmp_path: Path) -> None:
+    actor = busy_actor()
+    good, bad = tmp_path / "table.safetensors", tmp_path / "notes.safetensors"
+    unit_table(2, num_layers=L, num_experts=E).save(good)
+    bad.write_text("no table")
+    async with opened(actor, tmp_path) as (_, page):
+        await page.evaluate(f"adminKey = {KEY!r}")
+        assert "No routing table" in await shown(page)
+        await pressed(page, "table-form")
+        await page.until("document.getElementById('said').textContent === 'Choose a table\\'s file first.'")
+        await page.choose_file("#table-file", bad)
+        await pressed(page, "table-form")
+        await page.until("document.getElementById('said').className === 'bad'")
+        await page.until("!document.getElementById('said').textContent.includes('Choose')")
+        assert actor.state.settings.table_version == 0
+        await page.choose_file("#table-file", good)
+        await pressed(page, "table-form")
+        await page.until("document.getElementById('settings').innerText.includes('Table version')")
+        assert actor.state.settings.table_version == 1
 
 
 async def test_a_late_refusal_of_a_key_that_was_changed_since_says_nothing(tmp_path: Path) -> None:

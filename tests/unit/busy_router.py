@@ -1,0 +1,45 @@
+"""A router that has worked for some minutes, for what shows one."""
+
+from __future__ import annotations
+
+import numpy as np
+from router_talk import FakeActor, say
+from tables import request
+
+from eldr_serve.routing import StepCost, StepSums
+from eldr_serve.serving.messages import Answered, NamedPolicy, Restore
+
+L, E = 4, 16
+DOMAINS = ("code", "prose", "<b>law</b>")
+
+
+def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
+    """A router after 9 minutes: two workers, requests of three domains, engine reports and a shadow."""
+    rng = np.random.default_rng(seed)
+    now = [0.0]
+    actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
+    state = actor.state
+    state.expect_signatures(L, E)
+    state.restore(Restore("c", ("r0", "r1"), None, ()))
+    state.set_shadow(NamedPolicy("shortest-queue"))
+    favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
+    for number in range(90):
+        now[0] += 6
+        kind = int(rng.integers(3))
+        counts = rng.integers(0, 3, (L, E)).astype(np.uint32)
+        counts[:, favourites[kind]] += 20
+        say(state, request(f"request{number}", 40, 60, signature=counts, domain=DOMAINS[kind]))
+        running = list(state.placer.running)
+        say(
+            state,
+            progress={name: int(rng.integers(1, 60)) for name in running},
+            released=tuple(running[:-12]),
+            answered=(Answered(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003))),),
+        )
+        batch = rng.integers(3, 9, 6)
+        experts = rng.integers(20, 40, 6)
+        for replica in ("r0", "r1"):
+            times = StepCost(2e-3, 1e-4, 0.0, 9e-5).seconds(batch, 0, experts)
+            state.observe_steps(StepSums.of(batch, 100 * batch, experts, times), replica)
+        state.comparison.catch_up()
+    return actor

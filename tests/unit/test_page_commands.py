@@ -1,0 +1,284 @@
+"""Every command that a page shows is run here, by a test that is named here, or left out for a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from busy_router import E, L, busy_actor
+from ingress_app import KEY
+from serving.test_live_page import served
+from shipped import ROOT
+from tables import unit_table
+from test_pages import PAGES
+from traces import synthetic_trace
+from typer.testing import CliRunner
+
+from eldr_serve.command import app
+from eldr_serve.routing import StepCost
+from eldr_serve.serving.messages import NamedPolicy
+
+_FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_PROGRAMS = ("eldr", "make", "python", "curl", "locust", "serve", "ray", "kubectl", "helm", "pip", "git")
+
+# Beginning of a command line -> the test that runs the command.
+BY_A_TEST = {
+    "curl -N": (
+        "tests/e2e/test_serving.py",
+        "test_every_answer_names_its_worker_and_band",
+    ),
+    "eldr calibrate": (
+        "tests/e2e/test_serving.py",
+        "test_trace_from_a_ray_job_is_whole",
+    ),
+    "eldr check": (
+        "tests/unit/test_package.py",
+        "test_the_wheel_runs_in_an_empty_folder",
+    ),
+    "eldr check deployments/": (
+        "tests/unit/check/test_check.py",
+        "test_the_command_says_it_and_exits_with_1",
+    ),
+    "eldr compare": (
+        "tests/unit/loadgen/test_compare.py",
+        "test_the_readmes_line_needs_no_load_and_no_model",
+    ),
+    "eldr demo": (
+        "tests/e2e/test_demo.py",
+        "test_the_demo_writes_its_figures",
+    ),
+    "eldr fit-predictor": (
+        "tests/unit/offline/test_predictor.py",
+        "test_the_command_writes_predictor_and_report",
+    ),
+    "eldr place --trace trace.safetensors --method director": (
+        "tests/unit/offline/test_place_command.py",
+        "test_a_placement_is_written_with_its_report",
+    ),
+    "eldr predictor": (
+        "tests/e2e/test_whole_replicas.py",
+        "test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays",
+    ),
+    "eldr refit": (
+        "tests/e2e/test_serving.py",
+        "test_refit_swaps_a_table_for_the_live_replicas",
+    ),
+    "eldr reproduce": (
+        "tests/unit/studies/test_reproduce.py",
+        "test_without_arguments_it_lists_its_figures",
+    ),
+    "eldr simulate --calibrate-from http": (
+        "tests/unit/offline/test_simulate_command.py",
+        "test_a_running_service_says_what_its_steps_cost",
+    ),
+    "eldr simulate --config scenario.yaml --cost": (
+        "tests/e2e/test_foreign_application.py",
+        "test_simulations_run_in_parallel_as_they_do_one_by_one",
+    ),
+    "locust": (
+        "tests/unit/loadgen/test_locust.py",
+        "test_an_open_loop_sends_by_the_clock_and_records_every_request",
+    ),
+    "make docs": (
+        "tests/unit/test_docs_site.py",
+        "test_the_site_is_built_strictly_and_fetches_from_no_other_host",
+    ),
+    "make package": (
+        "tests/unit/test_package.py",
+        "test_the_sdist_builds_the_same_wheel",
+    ),
+    "python -m benchmarks.ep_layer": (
+        "tests/unit/studies/test_parallel_layer.py",
+        "",
+    ),
+    "python -m demo_model.": (
+        "tests/unit/demo_model/test_demo_model.py",
+        "",
+    ),
+    "python -m loadgen.faults chaos": (
+        "tests/e2e/test_faults.py",
+        "test_processes_die_in_turn_and_nothing_is_lost",
+    ),
+    "python -m loadgen.faults mutate": (
+        "tests/unit/loadgen/test_faults.py",
+        "test_every_mutation_of_the_code_is_found",
+    ),
+    "python -m loadgen.faults simulate": (
+        "tests/unit/loadgen/test_faults.py",
+        "test_nothing_is_lost_whatever_fails",
+    ),
+    "python -m loadgen.hostile": (
+        "tests/e2e/test_hostile_requests.py",
+        "test_hostile_requests_break_nothing",
+    ),
+    "python -m offline.refit": (
+        "tests/e2e/test_serving.py",
+        "test_refit_swaps_a_table_for_the_live_replicas",
+    ),
+    "python -m tools.crd": (
+        "tests/unit/tools/test_crd.py",
+        "test_the_command_says_which_file_is_wrong",
+    ),
+    "python -m tools.monitoring": (
+        "tests/unit/tools/test_monitoring.py",
+        "test_the_repository_has_what_the_command_writes",
+    ),
+    "python -m tools.screenshots": (
+        "tests/unit/serving/test_live_page.py",
+        "test_screenshots_are_small_and_fit_each_width",
+    ),
+    "ray job submit": (
+        "tests/e2e/test_serving.py",
+        "test_trace_from_a_ray_job_is_whole",
+    ),
+}
+BY_NONE = {
+    "make setup": "it is what installs the tests' environment",
+    "make demo": "make's targets call what is tested: here `eldr demo`",
+    "make test": "that is the suite",
+    "make lint": "that is the CI's",
+    "pip install": "a download",
+    "serve run": "Ray's own command; tests/e2e builds each file's application",
+    "kubectl": "needs a cluster",
+    "helm": "needs a cluster",
+    "git": "another repository",
+    "ray get-auth-token": "Ray's own command",
+    "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
+    "python -m offline.live_refit": "a job without an end; its decisions are in test_live_refit.py",
+    "eldr place --help": "`--help` of every command is on the reference page",
+}
+HERE = (
+    "eldr deployments",
+    "eldr kubernetes",
+    "eldr keys",
+    "eldr fit ",
+    "eldr place",
+    "eldr simulate",
+)
+FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
+ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
+
+
+def shown() -> Iterator[str]:
+    """Each command line of a page's blocks."""
+    for page in PAGES:
+        for block in _FENCED.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                for part in re.split(r"&&|\s--\s|^\$ |(?<=\s)#\s", line.removeprefix("$ ")):
+                    words = part.split()
+                    if words and words[0] in _PROGRAMS and (words[0] != "python" or "-m" in words[:2]):
+                        yield " ".join(words)
+
+
+def where(line: str) -> str | None:
+    """The longest beginning of the registry that the line has."""
+    known = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE)
+    return max((k for k in known if line.startswith(k)), key=len, default=None)
+
+
+def of(*beginnings: str) -> list[str]:
+    return sorted({line for line in shown() if where(line) in beginnings})
+
+
+def eldr(line: str, *beside: str, **environment: str) -> Any:
+    words = [os.path.expandvars(word) for word in line.split()[1:]]
+    return CliRunner().invoke(app, [*words, *beside], prog_name="eldr", env=environment)
+
+
+def test_every_command_of_a_page_is_in_the_registry_and_the_registry_is_of_pages() -> None:
+    lines = set(shown())
+    assert len(lines) > 60
+    assert not [line for line in lines if where(line) is None]
+    used = {where(line) for line in lines}
+    assert not {*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE} - used
+    assert where("eldr nosuch") is None
+
+
+@pytest.mark.parametrize(("file", "test"), sorted(set(BY_A_TEST.values())))
+def test_a_test_that_the_registry_names_is_there(file: str, test: str) -> None:
+    assert f"def {test}" in (ROOT / file).read_text()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the pages' lines read."""
+    trace = synthetic_trace(n=60, num_layers=L, num_experts=E)
+    trace.save(tmp_path / "trace.safetensors")
+    unit_table(2, num_layers=L, num_experts=E).save(tmp_path / "table.safetensors")
+    shutil.copytree(ROOT / "deployments", tmp_path / "deployments")
+    for name in ("ray_cluster.yaml", "demo_model"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my_deployment.yaml").write_text((ROOT / "deployments/cpu_demo.yaml").read_text())
+    scenario = {
+        "cluster": {"decode": {"workers": 2}},
+        "arrivals": {"kind": "poisson", "rate_per_s": 20, "requests": 40, "prompt_tokens": 50},
+        "policies": [{"name": "shortest-queue"}],
+    }
+    (tmp_path / "scenario.yaml").write_text(yaml.safe_dump(scenario))
+    rng, cost = np.random.default_rng(0), StepCost(0.004, 1e-4, 2e-7, 5e-5)
+    rows = [
+        [int(rng.integers(1, 40)), int(rng.integers(10, 9000)), int(rng.integers(4, 380))] for _ in range(99)
+    ]
+    steps = [
+        dict(zip(("requests", "kv_tokens", "experts"), row, strict=True))
+        | {"seconds": float(cost.seconds(*row))}
+        for row in rows
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_commands_of_the_pages_that_need_no_service_run_as_they_stand(folder: Path) -> None:
+    lines = of(*HERE)
+    assert len(lines) > 12
+    for beginning in HERE:
+        for line in (line for line in lines if where(line) == beginning):
+            if beginning == "eldr keys":
+                continue  # below, in the order of their use
+            if "--copy" in line:
+                (folder / "my_deployment.yaml").unlink()
+            if "--cluster-of" in line:
+                assert eldr(FIT).exit_code == 0
+            done = eldr(line)
+            assert done.exit_code == 0, f"{line}: {done.output}"
+    keys = {line.split()[2]: line.replace("/mnt/eldr/", "") for line in of("eldr keys")}
+    assert keys.keys() == {"add", "list", "revoke"}
+    assert eldr(keys["add"]).exit_code == 0
+    listed = json.loads(eldr(keys["list"]).stdout)
+    (sha256,) = listed["search"]["keys"]
+    assert eldr(keys["revoke"].replace("9f2c41", sha256)).exit_code == 0
+
+
+@pytest.mark.slow
+async def test_commands_of_the_pages_that_operate_a_service_run_as_they_stand(folder: Path) -> None:
+    actor = busy_actor()
+    async with served(actor) as (_, url):
+        root = url.removesuffix("/eldr/")
+        for line in of("eldr status", "eldr policy", "eldr table"):
+            if "my_package" in line:
+                continue  # somebody's own
+            done = await asyncio.to_thread(eldr, line, "--url", root, ELDR_ADMIN_KEY=KEY)
+            assert done.exit_code == 0, f"{line}: {done.output}"
+        assert actor.state.settings.table_version == 1
+        assert actor.state.settings.policy in ("shortest-queue", "locality-band")
+        for line in sorted(of("curl -X"), reverse=True):  # PUT, then DELETE
+            environment = os.environ | {"ELDR_ADMIN_KEY": KEY}
+            command = line.replace("localhost:8000", root) + " --fail --silent --show-error"
+            curl = await asyncio.create_subprocess_shell(
+                command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
+            )
+            said, _ = await curl.communicate()
+            assert curl.returncode == 0, said
+            wanted = NamedPolicy("shortest-queue") if "PUT" in line else None
+            assert actor.state.settings.shadow == wanted
