@@ -15,6 +15,8 @@ One system runs at a time, for idle engines with NIXL's progress thread would sl
 in random order within each round, engines are started anew in each. Rows are medians over rounds.
 `--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
 can be made in several short runs. `_cpu_ms` columns are CPU time a request of those that serve.
+`_over_SYSTEM_pct` columns are paired over rounds, with their 95 % intervals: how much more (less, if
+negative) than the n-th trial of SYSTEM the n-th trial took; `ttft_beyond_...` likewise, in ms.
 
 The whole product against the whole peer, engines that spend their time on experts:
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import tempfile
 import time
 import uuid
@@ -63,7 +66,7 @@ from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.results import publish
-from tools.stats import median_ci
+from tools.stats import Interval, median_ci
 
 RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
@@ -195,8 +198,34 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 row[f"{part}_cpu_ms"] = float(np.median([m["cpu_ms"].get(part, 0.0) for m in measured]))
             for name in ("ttft_p50_ms", "tpot_p50_ms", "requests_per_s"):
                 _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in measured])
-            rows.append(row)
+            rows.append(row | _paired(trials, system, in_flight))
     return sorted(rows, key=lambda row: (row["in_flight"], row["system"]))
+
+
+def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
+    """What `system` does beside vllm-router and the client alone, trial by trial in the order of rounds."""
+
+    def of(name: str, column: str) -> list[float]:
+        loads = [trial["loads"] for trial in trials if trial["system"] == name]
+        return [found[load][column] for found in loads if load in found]
+
+    found: dict[str, Interval] = {}
+    for other in dict.fromkeys(trial["system"] for trial in trials):
+        if other == system:
+            continue
+        name = re.sub(r"\W", "_", other)
+        if other.startswith("vllm-router"):
+            for column, short in (("requests_per_s", "requests_per_s"), ("tpot_p50_ms", "tpot")):
+                pairs = list(zip(of(system, column), of(other, column), strict=False))
+                found[f"{short}_over_{name}_pct"] = median_ci([100 * (a / b - 1) for a, b in pairs])
+        elif other.startswith("no-router"):
+            pairs = list(zip(of(system, "ttft_p50_ms"), of(other, "ttft_p50_ms"), strict=False))
+            found[f"ttft_beyond_{name}_ms"] = median_ci([a - b for a, b in pairs])
+    return {
+        f"{name}{suffix}": value
+        for name, interval in found.items()
+        for suffix, value in zip(("", "_low", "_high"), interval, strict=True)
+    }
 
 
 def peers(

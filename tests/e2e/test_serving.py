@@ -296,8 +296,10 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
     service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0)
     for name in ("eldr_active_experts_count", "eldr_decode_steps_total", "eldr_decode_step_experts_total",
                  "eldr_decode_seconds_total", "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
-                 "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version"):  # fmt: skip
+                 "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version",
+                 "vllm_generation_tokens_total", "vllm_inter_token_latency_seconds_count"):  # fmt: skip
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
+    assert "ray_vllm_num_requests_waiting{" in service.metrics()
 
 
 def test_every_metric_is_exported_with_its_kind(service: Service) -> None:

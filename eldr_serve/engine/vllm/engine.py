@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from eldr_serve.channel import CallFailed
 from eldr_serve.engine.keys import REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
-from eldr_serve.engine.vllm import kv_usage, signatures, steps
+from eldr_serve.engine.vllm import kv_usage, late_metrics, signatures, steps
 from eldr_serve.engine.vllm.compat.checked import clear_start
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
 from eldr_serve.engine.vllm.compat.serve_llm import (
@@ -31,6 +31,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     openai_serving,
     register_connector,
 )
+from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
 from eldr_serve.engine.vllm.continuation import Continuation
 from eldr_serve.engine.vllm.first_token import first_token
 from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
@@ -74,6 +75,7 @@ class VllmEngine:
         server = QuietLLMServer.sync_init(config)
         with clear_start():
             await server.start()
+        replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
         for method in ("chat", "completions"):
             openai_serving(server.engine, method)  # raises now rather than with the first request
         return cls(server, config.model_id)
@@ -190,6 +192,7 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """See protocol.Engine."""
+        late_metrics.tell_now()
         await self.server.engine.shutdown()
 
 

@@ -7,28 +7,46 @@ from typing import Any
 
 from eldr_serve.routing.cost import StepSums
 
+_MOST = 4096  # records that are kept as they came
+
+_Records = list[dict[str, Any]]
 _lock = threading.Lock()
 _sums = StepSums()
+_steps: _Records = []
+_prompt_steps: _Records = []
 
 
-def add(steps: list[dict[str, Any]], prompt_steps: list[dict[str, Any]]) -> None:
-    """Take records of decode steps and of steps that computed prompts (see EldrStats)."""
-    global _sums
-    sums = StepSums.of(
-        [s["requests"] for s in steps],
-        [s["kv_tokens"] for s in steps],
-        [sum(s["active_by_layer"]) for s in steps],
-        [s["seconds"] for s in steps],
-    ) + StepSums.of_prompts(
-        *([s[key] for s in prompt_steps] for key in ("requests", "kv_tokens", "prompt_tokens", "seconds"))
-    )
+def add(steps: _Records, prompt_steps: _Records) -> None:
+    """Take records of decode steps and of steps that computed prompts (see EldrStats).
+
+    They are summed when somebody asks: to sum each by itself takes longer than all else that is done for it.
+    """
     with _lock:
-        _sums = _sums + sums
+        _steps.extend(steps)
+        _prompt_steps.extend(prompt_steps)
+        if len(_steps) + len(_prompt_steps) > _MOST:
+            _sum()
 
 
 def take() -> StepSums:
     """What came since the last call."""
     global _sums
     with _lock:
+        _sum()
         taken, _sums = _sums, StepSums()
     return taken
+
+
+def _sum() -> None:
+    global _sums
+    sums = StepSums.of(
+        [s["requests"] for s in _steps],
+        [s["kv_tokens"] for s in _steps],
+        [sum(s["active_by_layer"]) for s in _steps],
+        [s["seconds"] for s in _steps],
+    ) + StepSums.of_prompts(
+        *([s[key] for s in _prompt_steps] for key in ("requests", "kv_tokens", "prompt_tokens", "seconds"))
+    )
+    _sums = _sums + sums
+    _steps.clear()
+    _prompt_steps.clear()

@@ -90,6 +90,30 @@ def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
     assert row["ray_cpu_ms"] == 6.0
 
 
+def test_peers_are_compared_round_by_round() -> None:
+    """What a round's machine does to all systems alike is in no ratio."""
+    zeros = dict.fromkeys(("requests", "failures", "ttft_p99_ms", "tpot_p99_ms", "latency_p50_ms"), 1.0)
+
+    def trial(system: str, speed: float, ttft: float) -> dict[str, Any]:
+        load = zeros | {"requests_per_s": speed, "tpot_p50_ms": 1 / speed, "ttft_p50_ms": ttft, "cpu_ms": {}}
+        return {"system": system, "loads": {"8": load}}
+
+    trials = [
+        one
+        for slow in (1, 2, 4)
+        for one in (
+            trial("eldr", 12 / slow, 30.0 * slow + 5),
+            trial("vllm-router", 10 / slow, 40.0),
+            trial("no-router", 20 / slow, 30.0 * slow),
+        )
+    ]
+    row = next(row for row in _rows(trials) if row["system"] == "eldr")
+    for suffix in ("", "_low", "_high"):
+        assert row[f"requests_per_s_over_vllm_router_pct{suffix}"] == pytest.approx(20)
+        assert row[f"tpot_over_vllm_router_pct{suffix}"] == pytest.approx(100 / 1.2 - 100)
+        assert row[f"ttft_beyond_no_router_ms{suffix}"] == pytest.approx(5)
+
+
 def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     arguments = our_arguments(ROOT / "deployments/cpu_demo.yaml", ROOT / "demo_model/weights", 1)
     theirs = ray_pd_arguments(arguments)["decode_config"]

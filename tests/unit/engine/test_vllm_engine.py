@@ -251,7 +251,10 @@ async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving
 
     async def start_engine(server: Any) -> None:
         server.engine = SimpleNamespace(
-            _oai_serving_chat=serving, _oai_serving_completion=serving, collective_rpc=collective_rpc
+            _oai_serving_chat=serving,
+            _oai_serving_completion=serving,
+            _engine_client=SimpleNamespace(logger_manager=None),
+            collective_rpc=collective_rpc,
         )
 
     monkeypatch.setattr(LLMServer, "start", start_engine)
