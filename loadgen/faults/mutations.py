@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "an answer that prefill does not take again is lost",
         f"{_SERVING}.path",
-        "if run.tokens:\n                logger",
-        "if False:\n                logger",
+        "if run.tokens:\n                run.record.failures",
+        "if False:\n                run.record.failures",
     ),
     Mutation(
         "a signature that nobody waits for is still awaited",
