@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation("own load is never released", f"{_SERVING}.router_client", "self._own.release(request_id)"),
     Mutation(
-        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot())", "())"
+        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot(),", "(),"
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
