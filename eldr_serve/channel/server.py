@@ -43,6 +43,11 @@ class Answer:
         self._call = call
         self.about: dict[str, Any] = {}
 
+    @property
+    def peer(self) -> object:
+        """Whose call it is: equal for calls over the same connection."""
+        return self._connection
+
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
         """Send a part of the answer, with how many generated tokens are in it.
 
@@ -81,6 +86,7 @@ class ChannelServer:
         self._full = full
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
+        self.on_lost: Callable[[object], None] = lambda peer: None  # told of each connection that has ended
         self._idle = asyncio.Event()
         self._idle.set()
         self.in_flight = 0
@@ -202,6 +208,7 @@ class _Connection(Peer):
                 "%d calls of %s are cancelled, its channel is closed: %s",
                 len(self._calls), self.name, reason,
             )  # fmt: skip
+        self._server.on_lost(self)
         calls, self._calls = self._calls, {}
         for task in calls.values():
             task.cancel()

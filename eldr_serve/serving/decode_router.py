@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "eldr"
 _IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
+_GRACE_S = 6.0  # for a client whose channel is lost to come again: it says something every 5 s
 _SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
 
 
@@ -39,17 +40,38 @@ class DecodeRouter:
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
+        self._peers: dict[str, object] = {}  # client -> the connection that it came by last
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
 
     async def address(self) -> Address:
         """Where clients call all methods but this one (see RouterCalls)."""
         if self._channel is None:
-            self._channel = asyncio.ensure_future(open_channel(self._answer, describe=_describe))
+            self._channel = asyncio.ensure_future(self._open())
         return (await self._channel)[0]
 
+    async def _open(self) -> tuple[Address, ChannelServer]:
+        address, channel = await open_channel(self._answer, describe=_describe)
+        channel.on_lost = self._lost
+        return address, channel
+
+    def _lost(self, peer: object) -> None:
+        """A client may come again over another connection; what one held that does not is released."""
+        clients = {client for client, known in self._peers.items() if known is peer}
+        if clients:
+            asyncio.get_running_loop().call_later(_GRACE_S, self._forget, clients, peer)
+
+    def _forget(self, clients: set[str], peer: object) -> None:
+        gone = {client for client in clients if self._peers.get(client) is peer}
+        for client in gone:
+            del self._peers[client]
+        self._state.drop(gone)
+
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        result = await getattr(self, method)(*pickle.loads(body))
+        arguments = pickle.loads(body)
+        if arguments and isinstance(arguments[0], Exchange | Restore):
+            self._peers[arguments[0].client] = answer.peer
+        result = await getattr(self, method)(*arguments)
         answer.send(pickle.dumps(result, protocol=5))
 
     def _start(self, settings: RouterSettings, older: Settings | None = None) -> None:

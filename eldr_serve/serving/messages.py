@@ -89,6 +89,7 @@ class Restore:
     workers: tuple[str, ...]
     settings: Settings | None
     leases: tuple[Placement, ...]
+    signature_shape: tuple[int, int] | None = None  # that engines report, if the client knows it
 
 
 @dataclass(frozen=True)

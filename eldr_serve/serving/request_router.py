@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 from collections import Counter
 from typing import Any
@@ -127,9 +128,9 @@ class DecodeRequestRouter(DirectoryRouter):
         return [[replica]]
 
     def _least_loaded(self, candidates: list[RunningReplica]) -> RunningReplica:
-        return min(
-            candidates, key=lambda r: (self._in_flight[r.replica_id.unique_id], r.replica_id.unique_id)
-        )
+        """Of equals any: processes that know nothing of each other do not all take the same one."""
+        least = min(self._in_flight[r.replica_id.unique_id] for r in candidates)
+        return random.choice([r for r in candidates if self._in_flight[r.replica_id.unique_id] == least])
 
     async def _choose(
         self, candidates: list[RunningReplica], pending: PendingRequest

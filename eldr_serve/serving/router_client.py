@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,7 @@ from eldr_serve.signature_predictor import SignaturePredictor
 logger = logging.getLogger(__name__)
 
 _RESCORES = 2
+_MOST_ANSWERED = 1024  # ended streams, the newest, that wait for the router to hear of them
 _SAMPLED = 16  # one of so many requests tells the router its signature, whatever the policy reads
 
 
@@ -78,8 +79,8 @@ class RouterClient:
         self._held: set[str] = set()
         self._counted: set[str] = set()
         self._events: Counter[str] = Counter()
-        self._signature_shape: tuple[int, int] | None = None
-        self._finished: list[Answered] = []
+        self._finished: deque[Answered] = deque(maxlen=_MOST_ANSWERED)
+        self.signature_shape: tuple[int, int] | None = None  # as engines report it
         self.start, self.stop = self.link.start, self.link.stop
 
     @property
@@ -99,9 +100,9 @@ class RouterClient:
         """
         if method == "expect_signatures":
             layers, experts = args
-            self._signature_shape = (layers, experts)
-        elif method in ("swap_table", "swap_predictor") and self._signature_shape is not None:
-            await self.link.call("expect_signatures", *self._signature_shape)
+            self.signature_shape = (layers, experts)
+        elif method in ("swap_table", "swap_predictor") and self.signature_shape is not None:
+            await self.link.call("expect_signatures", *self.signature_shape)
         return await self.link.call(method, *args)
 
     # -- one request -----------------------------------------------------------------------------
@@ -318,7 +319,8 @@ class RouterClient:
         )
         self._unsent, self._released, self._progress, self._held = {}, [], {}, set()
         self._counted = set()
-        self._events, self._finished = Counter(), []
+        self._events = Counter()
+        self._finished.clear()
         return message
 
     def undelivered(self, message: Exchange) -> None:
@@ -331,7 +333,7 @@ class RouterClient:
         self._held |= {lease.request_id for lease in message.held} & self.placements.keys()
         self._counted |= {request.request_id for request in message.counted} & self.placements.keys()
         self._events.update(message.events)
-        self._finished[:0] = message.answered
+        self._finished = deque([*message.answered, *self._finished], maxlen=_MOST_ANSWERED)
 
     def answered(self, placements: tuple[Placement, ...]) -> None:
         for answer in placements:
@@ -379,7 +381,7 @@ class RouterClient:
             return None
         made = SignaturePredictor.from_bytes(predictor)
         try:
-            made.require_fit(model=made.model, tokenizer=self.tokenizer, shape=self._signature_shape)
+            made.require_fit(model=made.model, tokenizer=self.tokenizer, shape=self.signature_shape)
         except ArtifactError as error:
             logger.error("nothing is predicted: %s", error)
             return None

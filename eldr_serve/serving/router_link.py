@@ -56,6 +56,10 @@ class Desk(Protocol):
         """Another policy, table or actor: what is in the decode queue must be asked for again."""
 
     @property
+    def signature_shape(self) -> tuple[int, int] | None:
+        """Of the engines' signatures (MoE layers, experts), once it is known."""
+
+    @property
     def has_news(self) -> bool:
         """Something that can wait for the next heartbeat should be told."""
 
@@ -200,7 +204,7 @@ class RouterLink:
 
     async def _restore(self) -> None:
         workers = self._replicas.live
-        message = Restore(self._name, workers, self.settings, self._desk.snapshot())
+        message = Restore(self._name, workers, self.settings, self._desk.snapshot(), self._desk.signature_shape)
         restored: Restored = await self._call("restore", message)
         self._epoch = restored.epoch
         self._workers_told = workers

@@ -299,6 +299,8 @@ class RouterState:
         if settings is not None and settings.version > self._settings.version:
             self._adopt(settings)
             self.counters["settings_restored"] += 1
+        if message.signature_shape is not None:  # settings that were live before it was known stay live
+            self._signature_shape = message.signature_shape
         held = {lease.request_id for lease in message.leases}
         for known in [*self.placer.running.values(), *self.placer.queue.values()]:
             if known.client == message.client and known.request_id not in held:
@@ -315,13 +317,16 @@ class RouterState:
     def drop_silent_clients(self) -> int:
         """Release what clients hold that have not been heard of; returns how many leases."""
         now = self._clock()
-        silent = {c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s}
+        return self.drop({c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s})
+
+    def drop(self, silent: set[str]) -> int:
+        """Release what these clients hold; returns how many leases. One that lives restores them."""
         lost = [r for r, placement in self.placer.running.items() if placement.client in silent]
         queued = [r for r, placement in self.placer.queue.items() if placement.client in silent]
         for request_id in lost + queued:
             self.placer.finish(request_id)
         for client in silent:
-            del self._last_seen[client]
+            self._last_seen.pop(client, None)
             self._predictions.pop(client, None)
             self.outbox.drop(client)
         self.counters["leases_of_lost_clients"] += len(lost)

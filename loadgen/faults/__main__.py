@@ -7,11 +7,12 @@ python -m loadgen.faults mutate                      faults in the code, which t
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,10 +36,13 @@ def simulate(
     first: Annotated[int, typer.Option(help="the first seed")] = 0,
     seed: Annotated[int | None, typer.Option(help="this run alone, told in full")] = None,
     processes: _Processes = _CORES,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file of the counts, which these runs are added to.")
+    ] = None,
 ) -> None:
     """Run the serving code on virtual time under seeded faults; status 1 if anything was wrong."""
     if seed is None:
-        failed = _simulate_all(range(first, first + seeds), processes)
+        failed = _simulate_all(range(first, first + seeds), processes, out)
     else:
         one = run_seed(seed)
         _tell(one)
@@ -68,7 +72,7 @@ def _run(seed: int) -> tuple[int, Counter[str], int, list[str]]:
     return seed, one.kinds, len(one.happened), one.violations
 
 
-def _simulate_all(seeds: range, processes: int) -> int:
+def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
     """How many seeds fail."""
     console = Console(highlight=False, soft_wrap=True)
     kinds, faults, failed = Counter[str](), 0, 0
@@ -85,7 +89,22 @@ def _simulate_all(seeds: range, processes: int) -> int:
                 console.print(f"    {violation}", markup=False)
     print_table("what clients saw", [{"runs": len(seeds), "faults": faults, **dict(sorted(kinds.items()))}])
     console.print(f"{len(seeds)} seeds, {failed} with a violation")
+    if out is not None:
+        row = {"first_seed": seeds.start, "seeds": len(seeds), "violated": failed, "faults": faults}
+        _add(out, "faults_simulated", row | {"kinds": dict(sorted(kinds.items()))}, "first_seed", _SIMULATED)
     return failed
+
+
+_SIMULATED = "a row for each run of the command; kinds: how many requests ended how, as their clients saw it"
+_MUTATED = "each mutation with the first seed that fails with it and not without it; null: none"
+
+
+def _add(out: Path, name: str, row: dict[str, Any], key: str, notes: str) -> None:
+    """Put the row into the file, in place of an older one of the same key."""
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    rows = sorted([*(known for known in rows if known[key] != row[key]), row], key=lambda known: known[key])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_result(out, name, rows, inputs={}, seed=0, notes=notes)
 
 
 def mutate(
@@ -93,6 +112,9 @@ def mutate(
     only: Annotated[str, typer.Option(help="mutations whose name has this in it")] = "",
     seeds: Annotated[int, typer.Option(help="runs until a mutation counts as not found", min=1)] = 400,
     processes: _Processes = _CORES,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file of what was found, which these are added to.")
+    ] = None,
 ) -> None:
     """Change the serving code as it is imported, fault by fault; status 1 if the runs miss one."""
     chosen = [mutation for mutation in MUTATIONS if only in mutation.name]
@@ -102,6 +124,9 @@ def mutate(
     for found in search(chosen, seeds, processes):
         by = "NOT FOUND" if found.seed is None else f"seed {found.seed}: {found.violation[:100]}"
         console.print(f"{found.mutation}: {by}", markup=False)
+        if out is not None:
+            row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation}
+            _add(out, "faults_mutated", row, "mutation", _MUTATED)
         if found.seed is None:
             missed.append(found.mutation)
     console.print(f"{len(chosen)} mutations of the serving code, {len(missed)} not found")

@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "an answer that prefill does not take again is lost",
         f"{_SERVING}.path",
-        "if run.tokens:\n                logger",
-        "if False:\n                logger",
+        "if run.tokens:\n                run.record.failures",
+        "if False:\n                run.record.failures",
     ),
     Mutation(
         "a signature that nobody waits for is still awaited",
@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation("own load is never released", f"{_SERVING}.router_client", "self._own.release(request_id)"),
     Mutation(
-        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot())", "())"
+        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot(),", "(),"
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",

@@ -239,6 +239,7 @@ class _Simulation:
             zero(f"{process} unsent", one._client._unsent)
             zero(f"{process} releases to tell", one._client._released)
             zero(f"{process} progress to tell", one._client._progress)
+            zero(f"{process} ended streams to tell", len(one._client._finished))
             zero(f"{process} own load", len(one._client._own._ledger))
             zero(f"{process} background", len(one._path._background))
             zero(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import time
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from in_process import python
@@ -13,6 +15,7 @@ from in_process import python
 from loadgen.faults import virtual_time
 from loadgen.faults.clients import Plan
 from loadgen.faults.fake_engines import Blocks, continuation
+from loadgen.faults.mutations import MUTATIONS, Mutation
 from loadgen.faults.schedule import Fault
 from loadgen.faults.simulate import run_seed
 from loadgen.faults.virtual_network import Network
@@ -194,6 +197,18 @@ def test_one_wrong_token_of_a_context_changes_what_follows() -> None:
     right = list(islice(continuation([1, 2, 3]), 5))
     assert list(islice(continuation([1, 2, 3, *right[:2]]), 3)) == right[2:]
     assert list(islice(continuation([1, -1, 3]), 5)) != right
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_text_of_a_mutation_stands_just_once_in_its_module(mutation: Mutation) -> None:
+    spec = importlib.util.find_spec(mutation.module)
+    assert spec is not None
+    assert Path(spec.origin or "").read_text().count(mutation.old) == 1
+    assert mutation.old != mutation.new
+
+
+def test_mutations_have_names_of_their_own() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 10
 
 
 def test_a_mutation_that_does_not_exist_is_refused() -> None:

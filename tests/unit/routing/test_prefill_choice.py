@@ -36,6 +36,15 @@ def test_no_replica_is_taken_over_its_bound(loads: list[int], head: bytes) -> No
     assert in_flight[chosen] + 1 <= max(1.0, 1.25 * mean) or in_flight[chosen] == min(loads)
 
 
+def test_of_equally_loaded_replicas_each_prefix_overflows_to_one_of_its_own() -> None:
+    def overflow(head: bytes) -> str:
+        return choose_prefill(head, IDLE | {choose_prefill(head, IDLE): 30})
+
+    heads = [f"head {n}".encode() for n in range(200)]
+    assert all(overflow(head) == overflow(head) != choose_prefill(head, IDLE) for head in heads)
+    assert {overflow(head) for head in heads} == set(REPLICAS)
+
+
 def test_each_further_attempt_takes_another_replica() -> None:
     assert len({choose_prefill(b"head", IDLE, attempt=n) for n in range(8)}) == 8
 

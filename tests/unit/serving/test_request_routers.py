@@ -64,6 +64,13 @@ async def test_every_call_gets_a_replica_and_those_are_spread(fields: dict[str, 
     assert set(found) == {"a", "b"}
 
 
+def test_equally_loaded_replicas_are_chosen_by_chance() -> None:
+    routing = leasing(lambda *args: None)
+    assert {routing._least_loaded(REPLICAS).replica_id.unique_id for _ in range(64)} == {"a", "b"}
+    routing._in_flight["a"] = 1
+    assert {routing._least_loaded(REPLICAS).replica_id.unique_id for _ in range(64)} == {"b"}
+
+
 async def test_an_addressed_call_goes_where_it_is_addressed() -> None:
     routing = leasing(OverflowError)
     for name in ("b", "a", "b"):

@@ -12,6 +12,7 @@ from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.routing import Placement, State
+from eldr_serve.serving.messages import Answered
 from eldr_serve.serving.router_client import RouterClient
 
 
@@ -109,6 +110,36 @@ async def test_while_the_actor_is_away_nothing_piles_up_for_it() -> None:
         await settled(lambda: set(actor.running) == {"b", "c"})
         for name in "bc":
             client.release(name)
+        await all_is_over(client, actor)
+
+
+async def test_of_streams_that_end_while_the_actor_is_away_the_newest_are_kept() -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", timeout_s=0.05) as client:
+        await client.place(request("a"), counts_for(0))
+        actor.alive = False
+        for number in range(3000):
+            client.answered_client(Answered(float(number), None))
+        await settled(lambda: client.router_away)
+        actor.alive = True
+        await settled(lambda: not client._finished)
+        told = [answered.ttft_s for message in actor.exchanges for answered in message.answered]
+        assert told == [float(number) for number in range(3000 - len(told), 3000)]
+        assert len(told) <= 1024
+        client.release("a")
+        await all_is_over(client, actor)
+
+
+async def test_an_actor_that_has_started_again_hears_the_shape_from_its_clients() -> None:
+    """Who calls it directly, as a refit does, is refused like everybody."""
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1") as client:
+        await client.call("expect_signatures", 2, 8)
+        actor.restart()
+        await client.place(request("a"), counts_for(0))
+        with pytest.raises(SwapRefused, match="report 2 x 8"):
+            actor.state.swap_table(unit_table(2, num_experts=16).to_bytes())
+        client.release("a")
         await all_is_over(client, actor)
 
 

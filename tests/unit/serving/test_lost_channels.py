@@ -1,0 +1,59 @@
+"""Leases of an ingress follow its channel to the router, over a real channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from router_talk import leased, settled
+
+from eldr_serve.channel import Channel, ChannelServer
+from eldr_serve.serving import decode_router
+from eldr_serve.serving.address import Address
+from eldr_serve.serving.decode_router import DecodeRouter
+from eldr_serve.serving.messages import Restore
+from eldr_serve.serving.router_calls import RouterCalls
+from eldr_serve.serving.router_settings import RouterSettings
+
+
+async def _open(handler: Any, *, describe: Any) -> tuple[Address, ChannelServer]:
+    server = ChannelServer("secret", handler, describe=describe, limit=9, full=RuntimeError)
+    return Address("127.0.0.1", await server.start("127.0.0.1"), "secret"), server
+
+
+class _Calls(RouterCalls):
+    def __init__(self, address: Address) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
+        self._address = address
+
+    async def _connect(self) -> Channel:
+        return await self._address.connect()
+
+
+def _restore(client: str) -> Restore:
+    return Restore(client, ("r0",), None, (leased(client, "r0"),))
+
+
+async def test_leases_of_an_ingress_go_with_its_channel_unless_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_router, "open_channel", _open)
+    monkeypatch.setattr(decode_router, "_GRACE_S", 0.2)
+    router = DecodeRouter(RouterSettings(model_id="m"))
+    address = await router.address()
+    dead, again, alive = (_Calls(address) for _ in range(3))
+    for name, calls in {"dead": dead, "again": again, "alive": alive}.items():
+        await calls.call("restore", _restore(name))
+    assert set(router._state.placer.running) == {"dead", "again", "alive"}
+    dead.close()
+    again.close()
+    await again.call("restore", _restore("again"))
+    await settled(lambda: set(router._state.placer.running) == {"again", "alive"})
+    await settled(lambda: not [name for name in router._peers if name == "dead"])
+    assert router._state.counters["leases_of_lost_clients"] == 1
+    again.close()
+    alive.close()
+    await settled(lambda: not router._state.placer.running)
+    assert not router._peers
+    for task in router._tasks:
+        task.cancel()
