@@ -204,7 +204,9 @@ class RouterLink:
 
     async def _restore(self) -> None:
         workers = self._replicas.live
-        message = Restore(self._name, workers, self.settings, self._desk.snapshot(), self._desk.signature_shape)
+        message = Restore(
+            self._name, workers, self.settings, self._desk.snapshot(), self._desk.signature_shape
+        )
         restored: Restored = await self._call("restore", message)
         self._epoch = restored.epoch
         self._workers_told = workers

@@ -181,7 +181,14 @@ def chaos(
         if one.kind not in ("ok", "left", *OWN_CONNECTION):
             print(f"{one.kind}: {one.detail[:200]}")
     total = table[-1]
-    if total["wrong_text"] or total["failed"] or total["silent_over_15_s"] or found.left_behind or unsteady:
+    if (
+        total["not_recovered"]
+        or total["wrong_text"]
+        or total["failed"]
+        or total["silent_over_15_s"]
+        or found.left_behind
+        or unsteady
+    ):
         raise typer.Exit(1)
 
 

@@ -22,6 +22,8 @@ import httpx
 import numpy as np
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
 from eldr_serve.artifacts import RoutingTable
@@ -244,6 +246,7 @@ class Operator:
         self._proxy_url = proxy_url
         self._arguments = arguments
         self._decodes = arguments["decode_config"]["deployment_config"]["num_replicas"]
+        self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
         self._run = run
         self._rng = rng
         self._recovering: dict[str, asyncio.Task[None]] = {}
@@ -273,10 +276,16 @@ class Operator:
         self._tell(fault)
         verb, _, what = fault.partition(" ")
         before = {process.pid for process in processes.of(what)} if what in processes.ROLES else set()
+        there = processes.of(what) if verb in ("kill", "stop") else []
+        if verb in ("kill", "stop") and not there:
+            self._tell(f"{fault}: there is no such process")
+            self._run.counters[f"nobody to {fault}"] += 1
+            self._run.faults.remove(happened)
+            return
         if verb == "kill":
-            processes.kill(self._rng.choice(processes.of(what)))
+            processes.kill(self._rng.choice(there))
         elif verb == "stop":
-            victim = self._rng.choice(processes.of(what))
+            victim = self._rng.choice(there)
             processes.stop(victim)
             seconds = GCS_S if what == "gcs" else STOP_S
             asyncio.get_running_loop().call_later(seconds, processes.go_on, victim)
@@ -289,7 +298,7 @@ class Operator:
     async def _tolerantly(self, operation: Callable[[Operator], None]) -> None:
         try:
             await asyncio.to_thread(operation, self)
-        except ServiceError as error:
+        except (ServiceError, RayError, RayServeException, ConnectionError, TimeoutError) as error:
             self._run.counters[f"refused: {error}"[:100]] += 1
 
     def _change_policy(self) -> None:
@@ -303,8 +312,7 @@ class Operator:
         )
         points /= np.linalg.norm(points, axis=1, keepdims=True)
         sizes, names = np.ones(self._decodes, np.int64), ["a"] * self._decodes
-        model = self._service.status()["model"]
-        self._service.swap_table(RoutingTable(model, spec, points, sizes, names, 0.05).to_bytes())
+        self._service.swap_table(RoutingTable(self._model, spec, points, sizes, names, 0.05).to_bytes())
 
     def _redeploy(self) -> None:
         path = self._arguments.setdefault("path", {})
@@ -461,6 +469,8 @@ def _settle(url: str, model: str) -> list[str]:
 def _running(url: str) -> list[str]:
     """Live engines that run requests or have some waiting, as vLLM's metrics say."""
     status = Client(url, _KEY).status()
+    if "workers" not in status:
+        return ["the router is away, so nobody says which engines live"]
     live = {worker["replica"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
     told, wrong = set(), []
     for family in text_string_to_metric_families(_metrics()):

@@ -273,18 +273,36 @@ def find(mutation: Mutation, seeds: int) -> Found:
     sys.meta_path.insert(0, _Finder(mutation))
     mutated = _imported()
     for seed in range(seeds):
-        run = mutated.run_seed(seed)
-        if run.violations and not right.run_seed(seed).violations:
-            return Found(mutation.name, seed, run.violations[0])
+        found = _run(mutated, seed)
+        if found and not _run(right, seed):
+            return Found(mutation.name, seed, found[0])
     return Found(mutation.name, None, "")
 
 
-def _imported() -> ModuleType:
-    """`simulate`, with all the serving code imported anew."""
-    for name in [name for name in sys.modules if name.startswith(("eldr_serve", "loadgen.faults"))]:
-        if name != __name__:
-            del sys.modules[name]
-    return importlib.import_module("loadgen.faults.simulate")
+def _run(modules: dict[str, ModuleType], seed: int) -> list[str]:
+    """The violations of a seed; pickle finds classes by the names of these modules."""
+    sys.modules.update(modules)
+    violations: list[str] = modules[_SIMULATE].run_seed(seed).violations
+    return violations
+
+
+_SIMULATE = "loadgen.faults.simulate"
+
+
+def _serving() -> dict[str, ModuleType]:
+    return {
+        name: module
+        for name, module in sys.modules.items()
+        if name.startswith(("eldr_serve", "loadgen.faults")) and name != __name__
+    }
+
+
+def _imported() -> dict[str, ModuleType]:
+    """`simulate` and all the serving code, imported anew."""
+    for name in _serving():
+        del sys.modules[name]
+    importlib.import_module(_SIMULATE)
+    return _serving()
 
 
 def _find(task: tuple[Mutation, int]) -> Found:

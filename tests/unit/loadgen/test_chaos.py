@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RayServeException
 
-from loadgen.faults.chaos import Happened, Run, Sent, judge, rows
+from eldr_serve.client import ServiceError
+from loadgen import application
+from loadgen.faults import chaos, processes
+from loadgen.faults.chaos import Happened, Operator, Run, Sent, judge, rows
 
 TEXT = "one two three"
 DONE = b"data: [DONE]\n\n"
@@ -57,6 +62,54 @@ def test_a_whole_answer_is_right_or_an_error(kind: str, status: int, body: str) 
     sent = Sent(0.0, stream=False, by_proxy=False)
     judge(sent, status, body.encode(), TEXT)
     assert sent.kind == kind
+
+
+class _Away:
+    """An ingress that does not reach the router."""
+
+    url = ""
+
+    def status(self) -> dict[str, Any]:
+        return {"ingress": {"ready": False, "router_away": True}}
+
+    def swap_table(self, table: bytes) -> None:
+        raise ServiceError("the router does not answer")
+
+    def set_policy(self, name: str) -> None:
+        raise ServiceError("the router does not answer")
+
+
+ARGUMENTS = {
+    "decode_config": {
+        "deployment_config": {"num_replicas": 2},
+        "model_loading_config": {"model_id": "m", "model_source": "/nowhere"},
+    }
+}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router", "ingress", "proxy", "controller"])
+async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "of", lambda role: [])
+    run = Run()
+    operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
+    await operator._happen(f"kill {role}")
+    assert run.counters == {f"nobody to kill {role}": 1}
+    assert not run.faults
+    assert not operator._recovering
+
+
+@pytest.mark.parametrize("fault", ["swap table", "change policy", "redeploy"])
+async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deploy(arguments: dict[str, Any]) -> None:
+        raise RayServeException("the controller is away")
+
+    monkeypatch.setattr(application, "deploy", deploy)
+    run = Run()
+    operator = Operator(_Away(), "", dict(ARGUMENTS), run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
+    await operator._tolerantly(chaos._OPERATIONS[fault])
+    assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
 
 
 def test_requests_are_counted_with_the_fault_before_their_end() -> None:

@@ -207,6 +207,13 @@ def test_the_text_of_a_mutation_stands_just_once_in_its_module(mutation: Mutatio
     assert mutation.old != mutation.new
 
 
+def test_a_mutation_is_found_and_the_code_without_it_is_right() -> None:
+    """Both are imported, one after the other, in the same process."""
+    done = python("-m", "loadgen.faults", "mutate", "--only", "a lease is not released", "--seeds", 3)
+    assert done.returncode == 0, done.stdout
+    assert "1 mutations of the serving code, 0 not found" in done.stdout
+
+
 def test_mutations_have_names_of_their_own() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 10
 
