@@ -1,111 +1,128 @@
-"""What every engine does that serving asks of (`protocol`), over the one that computes nothing."""
+"""What every engine does that serving asks of (`engine_contract`), over the one that computes nothing.
+
+The checks find what breaks it, which engines that are broken on purpose show.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
+import engine_contract
 import numpy as np
 import pytest
+from engine_contract import CHECKS, Subject, run_check
 
 from eldr_serve.engine.fake import FakeConfig, FakeEngine, FakeTracer
 from eldr_serve.engine.keys import SIGNATURE
-from eldr_serve.engine.protocol import Engine, EngineRequest, Prefilled, Sampling, Tracer
-from eldr_serve.engine.routes import unpack_routes
-from eldr_serve.signature import unpack_counts
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.signature import pack_counts, unpack_counts
 
-CONFIG = FakeConfig(np.arange(24, dtype=np.uint32).reshape(2, 3, 4))
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    started = await FakeEngine.start(CONFIG)
-    yield started
-    await started.stop()
+TOKENS, TOP_K = 8, 2
+COUNTS = np.array([[[16, 0, 0, 0], [4, 4, 4, 4], [1, 2, 3, 10]], [[8, 8, 0, 0]] * 3], np.uint32)
+CONFIG = FakeConfig(COUNTS, prompt_tokens=TOKENS)
 
 
-def request(name: str, *, tokens: int = 4, held: Prefilled | None = None) -> EngineRequest:
-    body = {"model": "m", "prompt": "the prompt", "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    ids = b"" if held is None else held.token_ids.tobytes()
-    return EngineRequest("completions", json.dumps(body).encode(), name, kv=held and held.kv, token_ids=ids)
+async def over(kind: type[FakeEngine], check: str) -> None:
+    """A check of an engine of this kind."""
+    engine = await kind.start(CONFIG)
+    try:
+        await run_check(CHECKS[check], Subject(engine, engine, [0] * TOKENS, (3, 4), TOP_K))
+    finally:
+        await engine.stop()
 
 
-class Sent:
-    """What an engine sends, and when the first part has come."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[bytes, int, bytes]] = []
-        self.begun = asyncio.Event()
-
-    def __call__(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        self.parts.append((payload, tokens, ids))
-        self.begun.set()
-
-
-async def test_prefill_gives_ids_a_handle_and_counts_of_the_engines_shape(engine: Engine) -> None:
-    found = await engine.prefill(request("a"))
-    assert found.token_ids.dtype == np.uint32
-    assert len(found.token_ids) > 0
-    assert unpack_counts(found.kv[SIGNATURE]).shape == await engine.shape()
-    await engine.release("a")
-
-
-@pytest.mark.parametrize("handed_over", [False, True])
-async def test_an_answer_is_a_stream_that_ends(engine: Engine, handed_over: bool) -> None:
-    held = await engine.prefill(request("a")) if handed_over else None
-    sent = Sent()
-    await engine.generate(request("a", held=held), sent)
-    assert sum(tokens for _, tokens, _ in sent.parts) == 4
-    assert sum(len(ids) for *_, ids in sent.parts) == 4 * 4
-    assert b"".join(payload for payload, *_ in sent.parts).endswith(b"data: [DONE]\n\n")
-
-
-async def test_a_call_that_is_cancelled_sends_no_more(engine: Engine) -> None:
-    left, other = Sent(), Sent()
-    call = asyncio.create_task(engine.generate(request("a", tokens=1000), left))
-    await left.begun.wait()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    seen = len(left.parts)
-    await engine.generate(request("b"), other)  # its steps would have been the other's too
-    assert len(left.parts) == seen
-
-
-async def test_a_prompt_may_be_released_twice_and_one_that_was_never_there(engine: Engine) -> None:
-    await engine.prefill(request("a"))
-    for name in ("a", "a", "never"):
-        await engine.release(name)
-    await engine.check_health()
-
-
-async def test_an_engine_says_how_full_it_is(engine: Engine) -> None:
-    assert 0 <= engine.kv_usage() <= 1
-    block, held = engine.prefix_cache()
-    assert 0 <= block <= held or (block, held) == (0, 0)
-    assert engine.take_steps().steps >= 0
-
-
-async def test_a_signature_is_that_of_the_prompt(engine: Engine) -> None:
-    tokens, packed = await engine.signature("a")
-    assert tokens > 0
-    assert unpack_counts(packed).shape == await engine.shape()
+@pytest.mark.parametrize("check", CHECKS)
+async def test_an_engine_does_what_is_asked_of_it(check: str) -> None:
+    await over(FakeEngine, check)
 
 
 @pytest.mark.parametrize("routes", [False, True])
 def test_a_tracer_counts_prefill_and_decode_apart(routes: bool) -> None:
-    tracer: Tracer = FakeTracer(CONFIG)
-    prompts = [tracer.tokenizer.encode(text) for text in ("one", "another")]
-    found = tracer.trace(prompts, [Sampling(5, 0.0, ignore_eos=True, routes=routes)] * 2)
-    assert [traced["token_ids"] for traced in found] == prompts
-    for traced in found:
-        decode = unpack_counts(traced["eldr_decode"])
-        assert unpack_counts(traced["eldr_prefill"]).shape == decode.shape
-        assert traced["eldr_decode_steps"] == 4
-        assert (traced["eldr_routes"] is not None) == routes
-        if routes:
-            taken = unpack_routes(traced["eldr_routes"])
-            assert len(taken) == 4
-            counted = (taken[..., None] == np.arange(decode.shape[1])).sum(axis=(0, 2))
-            np.testing.assert_array_equal(counted, decode)
+    engine_contract.a_tracer_counts_prefill_and_decode_apart(FakeTracer(CONFIG), (3, 4), TOP_K, routes)
+
+
+# -- broken engines --------------------------------------------------------------------------------------
+
+
+class CountsMore(FakeEngine):
+    """A token more than the prompt has."""
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        found = await super().prefill(request)
+        counts = unpack_counts(found.kv[SIGNATURE])
+        counts[:, 0] += TOP_K
+        return replace(found, kv=found.kv | {SIGNATURE: pack_counts(counts)})
+
+
+class HoldsNothing(FakeEngine):
+    """Counts, and no blocks."""
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        found = await super().prefill(request)
+        return replace(found, kv={SIGNATURE: found.kv[SIGNATURE]})
+
+
+class OtherShape(FakeEngine):
+    """Says that there is a layer more."""
+
+    async def shape(self) -> tuple[int, int]:
+        layers, experts = await super().shape()
+        return layers + 1, experts
+
+
+class ReleasesOnce(FakeEngine):
+    """Raises for what it does not hold."""
+
+    async def release(self, request_id: str) -> None:
+        self.held.remove(request_id)
+
+
+class GoesOn(FakeEngine):
+    """Where a call is cancelled, its answer is made all the same."""
+
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        return await asyncio.shield(asyncio.create_task(super().generate(request, send)))
+
+
+class NeverEnds(FakeEngine):
+    """A stream without its last event."""
+
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        def sent(payload: bytes, tokens: int, ids: bytes = b"") -> None:
+            send(payload.replace(b"data: [DONE]\n\n", b""), tokens, ids)
+
+        return await super().generate(request, sent)
+
+
+class BeginsAgain(FakeEngine):
+    """Forgets what was generated before."""
+
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        return await super().generate(replace(request, generated=b""), send)
+
+
+class TakesAll(FakeEngine):
+    """Prefills what generate refuses."""
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        return await super().prefill(replace(request, body=b"{}"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found_by"),
+    [
+        (CountsMore, "prefill_gives_ids_a_handle_and_counts_of_the_prompt"),
+        (HoldsNothing, "prefill_gives_ids_a_handle_and_counts_of_the_prompt"),
+        (OtherShape, "the_shape_is_that_of_the_counts"),
+        (ReleasesOnce, "a_prompt_may_be_released_twice_and_one_that_was_never_there"),
+        (GoesOn, "a_call_that_is_cancelled_ends_in_the_engine"),
+        (NeverEnds, "an_answer_is_a_stream_that_ends"),
+        (BeginsAgain, "what_an_engine_that_was_lost_has_sent_is_not_sent_again"),
+        (TakesAll, "a_request_is_refused_by_prefill_as_by_generate"),
+    ],
+)
+async def test_an_engine_that_breaks_it_is_found(kind: Any, found_by: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        await over(kind, found_by)

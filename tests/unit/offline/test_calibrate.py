@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from shipped import ROOT
 
+from eldr_serve.engine.fake import FakeConfig, FakeTracer
 from eldr_serve.engine.protocol import Sampling
-from eldr_serve.engine.routes import pack_routes
+from eldr_serve.engine.routes import pack_routes, unpack_routes
 from eldr_serve.signature import pack_counts
 from eldr_serve.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import Prompt
@@ -49,23 +49,13 @@ def test_records_become_a_trace_that_adds_up() -> None:
     assert (trace.vocabulary, trace.tokenizer) == (9, tokenizer_fingerprint(vocabulary))
 
 
-class Tracer:
-    """Reports prompts as they come."""
-
-    max_model_len = 10
-    tokenizer = SimpleNamespace(chat_template=None, encode=lambda text: list(map(int, text)))
-
-    def trace(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[dict[str, Any]]:
-        self.sampling = sampling
-        return [{"token_ids": prompt, "eldr_decode_steps": 0} for prompt in prompts]
-
-
 def test_a_prompt_that_leaves_no_room_for_its_answer_is_cut() -> None:
-    tracer, sampling = Tracer(), Sampling(4, 0.5, routes=True)
+    tracer = FakeTracer(FakeConfig(np.ones((1, 3, 5), np.uint32)), max_model_len=10, top_k=1)
+    sampling = Sampling(4, 0.5, routes=True)
     found = trace_texts(tracer, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
     assert [(r["id"], r["domain"]) for r in found] == [("a", "code"), ("b", "law")]
-    assert [r["token_ids"] for r in found] == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
-    assert tracer.sampling == [sampling, sampling]
+    assert [bytes(r["token_ids"]) for r in found] == [b"123", b"123456"]
+    assert [len(unpack_routes(r["eldr_routes"])) for r in found] == [3, 3]  # as the sampling says
 
 
 def test_engines_are_set_up_as_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,40 @@
+"""vLLM's engines do what every engine does that serving and calibration ask of (`engine_contract`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_contract import CHECKS
+from scripts import run_script
+from tiny_model import EXPERTS
+
+from eldr_serve.signature import unpack_counts
+
+
+@pytest.fixture(scope="module")
+def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("contract") / "found.json"
+    run_script("contract_script.py", model, out)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_an_engine_does_what_is_asked_of_it(found: Any, check: str) -> None:
+    assert found["broken"][check] == ""
+
+
+def test_a_tracer_counts_prefill_and_decode_apart(found: Any) -> None:
+    assert found["tracer"] == []
+
+
+def test_counts_are_the_prompts_and_steps_are_reported(
+    found: Any, choices: Callable[[list[int]], np.ndarray]
+) -> None:
+    chosen = (choices(found["ids"])[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))
+    np.testing.assert_array_equal(unpack_counts(found["counts"]), chosen)
+    assert found["steps"] > 0
