@@ -64,8 +64,6 @@ def check(
             resources=dict(_named_amount(word) for word in resource or ()),
             **_machine(nodes, cpus_per_node, memory_gib),
         )
-    logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
-    from eldr_serve.check.check import check as check_all
 
     def pools(path: Path, device: str) -> list[Pool]:
         if like is not None:
@@ -82,7 +80,10 @@ def check(
         read = read_cluster(file)
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
 
+    logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
     try:
+        from eldr_serve.check.check import check as check_all
+
         found = check_all(deployments, pools, model_config)
     finally:
         logging.disable(logging.NOTSET)

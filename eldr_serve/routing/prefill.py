@@ -13,8 +13,8 @@ def choose_prefill(
     The replica is the one that ranks first by rendezvous hash, so that a replica that comes or goes
     moves only its own share of prefixes. It is passed over for the least loaded one if, with this
     request, it would hold more than `max_load_ratio` times the mean; of equally loaded ones for the next
-    in rank, so that one prefix overflows to one replica, and another prefix to another. `attempt` n > 0 takes the n-th
-    next in rank, after a failure of the ones before.
+    in rank, so that one prefix overflows to one replica, and another prefix to another. `attempt` n > 0
+    takes the n-th next in rank, after a failure of the ones before.
     """
     ranked = sorted(
         in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()

@@ -97,7 +97,8 @@ def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused:
         "_modules": {}, "_parameters": {}, "_buffers": {}, "router": object.__new__(CPURouter),
         "moe_config": SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=use_ep)),
     }  # fmt: skip
-    layer.router.e_score_correction_bias = None
+    layer.router.e_score_correction_bias = layer.router.custom_routing_function = None
+    layer.router.use_grouped_topk, layer.router.scoring_func = False, "softmax"
     context = {"model.layers.0.mlp.experts": layer}
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context), speculative_config=None
