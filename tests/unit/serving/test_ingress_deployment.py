@@ -10,7 +10,7 @@ from ingress_app import running_app
 from shipped import ROOT
 
 from eldr_serve.check.findings import drain
-from eldr_serve.serving.app import llm_config
+from eldr_serve.serving.app import engine_spec
 from eldr_serve.serving.config import EldrArgs
 
 
@@ -19,7 +19,7 @@ def options(**given: Any) -> dict[str, Any]:
 
 
 def test_an_ingress_has_as_long_to_end_its_streams_as_an_engine() -> None:
-    engine = llm_config(
+    engine = engine_spec(
         {"model_loading_config": {"model_id": "m"}}, "decode", directory_name="d", kv_lease_s=30.0
     )
     assert EldrArgs(decode_config={}).ingress_deployment_config == {
