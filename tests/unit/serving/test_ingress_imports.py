@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import yaml
 from ray import cloudpickle
@@ -41,8 +40,8 @@ os._exit(0)  # past the destructor, which Serve awaits
 def sent() -> bytes:
     """What Serve's controller sends to a node that is to run an ingress replica."""
     document = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
-    options: Any = lambda self, config: {}  # Ray's look at its cluster
-    with patch.object(VllmBackend, "deployment_options", options):
+    resources = Mock(return_value={})  # Ray's would be those of its cluster
+    with patch.object(VllmBackend, "deployment_options", resources):
         built = finalized(build_app(document["applications"][0]["args"]), name="app", default_runtime_env={})
     (ingress,) = (one for one in built.deployments if one.name == built.ingress_deployment_name)
     config = ingress._replica_config
