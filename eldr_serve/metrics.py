@@ -285,4 +285,13 @@ LOOP = {
 LOOP = {key: replace(metric, status=f"loops.ROLE.{key}") for key, metric in LOOP.items()}
 PROCESS = _by_name(*LOOP.values())
 
-METRICS = ROUTER | INGRESS | PROCESS | ENGINE
+# -- of each engine's replica ----------------------------------------------------------------------------
+
+REPLICA = _by_name(
+    Metric(
+        "eldr_engine_lost_total", COUNTER, "times",
+        "the engine's core died, or answered nothing for `path.stall_limit_s`", ("role",),
+    )
+)  # fmt: skip
+
+METRICS = ROUTER | INGRESS | PROCESS | REPLICA | ENGINE

@@ -34,7 +34,7 @@ def fake_application(
     Args:
         own_port: see IngressOptions.port.
     """
-    name = "bench-streams"
+    name, options = "bench-streams", PathOptions()
     prompts = prompt_counts(32, np.random.default_rng(seed))
     config = FakeConfig(prompts, prompt_tokens=_PROMPT_TOKENS, prefill_s=prefill_s, step_s=_STEP_S)
 
@@ -49,7 +49,7 @@ def fake_application(
             num_replicas=replicas,
             request_router_config=router,
             ray_actor_options={"num_cpus": 0.1},
-        ).bind(config, engine=FakeEngine.start, **arguments)
+        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
@@ -71,5 +71,5 @@ def fake_application(
             model_id=MODEL, policy="locality-band", table=replace(table, model=MODEL).to_bytes()
         ),
         options=limits,
-        path_options=PathOptions(),
+        path_options=options,
     )

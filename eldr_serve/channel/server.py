@@ -74,6 +74,9 @@ class ChannelServer:
         handler: answers calls.
         describe: an exception's status, as of HTTP, and the body that tells it.
         limit: calls in flight; one more fails with an error that `full` makes.
+
+    Attributes:
+        suspended: it takes no connection now.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class ChannelServer:
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
         self.on_lost: Callable[[object], None] = lambda peer: None  # told of each connection that has ended
+        self.suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.in_flight = 0
@@ -119,6 +123,17 @@ class ChannelServer:
             await self._idle.wait()
             await asyncio.sleep(_LINGER_S)
             idle = self._idle.is_set()
+
+    def suspend(self, reason: str) -> None:
+        """End all connections, and each that comes, until `resume`: peers take this end as lost."""
+        self.suspended = True
+        for connection in list(self.connections):
+            connection.told = True  # by whoever has suspended it
+            connection.close(reason)
+
+    def resume(self) -> None:
+        """Take connections again."""
+        self.suspended = False
 
     async def stop(self) -> None:
         """End all connections."""
@@ -169,6 +184,9 @@ class _Connection(Peer):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if self._server.suspended:
+            self.close("the engine is lost")
+            return
         self._server.connections.add(self)
         self._loop.call_later(_HELLO_S, self._expect_hello)
 

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +50,12 @@ class FakeEngine:
 
     Attributes:
         held: prompts that were computed and neither read nor released, by the caller's names.
+        running: calls that it computes a prompt or an answer for, likewise.
     """
 
     def __init__(self, config: FakeConfig) -> None:
         self.held: set[str] = set()
+        self.running: set[str] = set()
         self._config = config
         self._packed = itertools.cycle([pack_counts(counts) for counts in config.signatures])
         self._due: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
@@ -67,7 +70,8 @@ class FakeEngine:
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """See protocol.Engine; the blocks' place is the prompt's name."""
         _fields(request)
-        await asyncio.sleep(self._config.prefill_s)
+        with self._runs(request):
+            await asyncio.sleep(self._config.prefill_s)
         self.held.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, SIGNATURE: next(self._packed)})
@@ -82,7 +86,8 @@ class FakeEngine:
         )
         self._due[self._number + 1].append(answer)
         try:
-            await answer.ended.wait()
+            with self._runs(request):
+                await answer.ended.wait()
         finally:
             answer.ended.set()
         return 0.0
@@ -121,12 +126,23 @@ class FakeEngine:
         """See protocol.Engine."""
         return 400 if isinstance(error, msgspec.DecodeError) else 500
 
+    async def ping(self) -> None:
+        """See protocol.Engine."""
+
     async def check_health(self) -> None:
         """See protocol.Engine."""
 
     async def stop(self) -> None:
         """See protocol.Engine."""
         self._steps.cancel()
+
+    @contextmanager
+    def _runs(self, request: EngineRequest) -> Iterator[None]:
+        self.running.add(request.id)
+        try:
+            yield
+        finally:
+            self.running.discard(request.id)
 
     async def _step(self) -> None:
         start = time.monotonic()

@@ -123,8 +123,14 @@ class Engine(Protocol):
     def status_of(self, error: Exception) -> int:
         """HTTP status of what a method raised: below 500 if the request is at fault."""
 
+    async def ping(self) -> None:
+        """Return when the engine's core has answered, as it does between two steps, be it busy or idle.
+
+        Never, perhaps, if the core has died or stands still.
+        """
+
     async def check_health(self) -> None:
-        """Raise if the engine must be replaced."""
+        """Raise if the engine must be replaced; what it knows of that it says at once."""
 
     async def stop(self) -> None:
         """End it; nothing is asked of it afterwards."""

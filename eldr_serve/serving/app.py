@@ -38,9 +38,16 @@ def build_app(args: dict[str, Any]) -> Application:
     parsed = parse(args)
     *prefill_specs, decode_spec = engine_specs(parsed).values()
     model_id = decode_spec.model_id
-    prefill = [spec.deployment(LLMPrefillServer, name_prefix="Prefill:") for spec in prefill_specs]
+    stall_limit_s = parsed.path.stall_limit_s
+    prefill = [
+        spec.deployment(LLMPrefillServer, name_prefix="Prefill:", stall_limit_s=stall_limit_s)
+        for spec in prefill_specs
+    ]
     decode = decode_spec.deployment(
-        LLMDecodeServer, name_prefix="Decode:", router_name=actor_name(parsed.name)
+        LLMDecodeServer,
+        name_prefix="Decode:",
+        router_name=actor_name(parsed.name),
+        stall_limit_s=stall_limit_s,
     )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
     ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from eldr_serve.serving.admission import IngressOptions
 
 _BACKLOG = 4096
+_REQUEST_ID = b"x-request-id"
+_PLAIN = re.compile(rb"[ -~]{1,256}")  # what of it is sent back: short printable ASCII
 _MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers; and what one read brings beyond
 
 
@@ -74,6 +78,26 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
 
 
+class _Named:
+    """Answers carry the client's own name for its request, as Serve's proxy has them carry it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        if not _PLAIN.fullmatch(given):
+            await self._app(scope, receive, send)
+            return
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID.decode()] = given.decode()
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
 class HttpServer:
     """Replicas of one node share the port: the kernel spreads connections over them.
 
@@ -92,7 +116,7 @@ class HttpServer:
         )
         self._socket.bind((options.host, options.port))
         config = uvicorn.Config(
-            app, http=functools.partial(_Connection, options), ws="none",  # type: ignore[arg-type]
+            _Named(app), http=functools.partial(_Connection, options), ws="none",  # type: ignore[arg-type]
             backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
             date_header=False, proxy_headers=False, timeout_keep_alive=60,
         )  # fmt: skip

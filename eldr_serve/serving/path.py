@@ -90,6 +90,13 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     gap_limit_s: float = Field(
         default=15.0, gt=0, description="so has one without a further token for longer, s"
     )
+    stall_limit_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="an engine whose core finishes no step for longer, though it has calls, is taken as lost "
+        "until it does, s; more than the longest step takes, a compilation in it included. Before its first "
+        "answer to a client there is no limit",
+    )
     whole_per_s: float = Field(
         default=8.0,
         ge=0,

@@ -22,10 +22,11 @@ from eldr_serve.serving.address import MAX_CALLS, open_channel
 from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
+from eldr_serve.serving.engine_watch import EngineWatch
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.replicas import BLOCK_TOKENS
-from eldr_serve.serving.wire import WAITED_S
+from eldr_serve.serving.wire import WAITED_S, WARM
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +39,31 @@ class EngineServer:
     Args:
         llm_config: the engine's settings, by the name that Ray Serve LLM binds them under.
         engine: starts one.
+        stall_limit_s: see EngineWatch.
     """
 
     _engine: Engine
     _role: ClassVar[str]
 
     async def __init__(  # type: ignore[misc]
-        self, llm_config: EngineConfig, *, engine: Callable[[Any], Awaitable[Engine]]
+        self,
+        llm_config: EngineConfig,
+        *,
+        engine: Callable[[Any], Awaitable[Engine]],
+        stall_limit_s: float,
     ) -> None:
         self._samples = itertools.count()
         self._engine = await engine(llm_config)
         self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
-        self._address, self._channel = await open_channel(self.answer, describe=self._describe, limit=limit)
+        self._address, self._channel = await open_channel(self._answer, describe=self._describe, limit=limit)
+        self._life = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
+        self._watching = asyncio.get_running_loop().create_task(self._life.run())
+
+    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        await self.answer(method, header, body, answer)
+        if not self._life.proven and method in ("prefill", "generate"):
+            self._life.proven = not header.get("id", WARM).startswith(WARM)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
@@ -62,7 +75,10 @@ class EngineServer:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
-        return describe(error, self._engine.status_of)
+        status, body = describe(error, self._engine.status_of)
+        if status >= 500 and not isinstance(error, Refused):
+            self._life.failed()
+        return status, body
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Serve's hook: how ingress replicas reach this one."""
@@ -79,12 +95,15 @@ class EngineServer:
     async def check_health(self) -> None:
         """Serve's hook: raises if the replica must be replaced."""
         await self._engine.check_health()
+        if self._life.lost is not None:
+            raise RuntimeError(f"the engine is lost: {self._life.lost}")
 
     async def __del__(self) -> None:
         """Serve's hook before it ends the replica: streams end first."""
         channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
         if channel is not None:
             await channel.drain()
+            self._watching.cancel()
         if engine is not None:
             await engine.stop()
 

@@ -19,7 +19,7 @@ from eldr_serve.channel import Call, CallFailed, ChannelLost
 from eldr_serve.serving.path import Engines, prefill_answer
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.true_signature import METHOD, TrueSignature
-from eldr_serve.serving.wire import decode_header, prefill_header, signature_of, warm_up_body
+from eldr_serve.serving.wire import WARM, decode_header, prefill_header, signature_of, warm_up_body
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Warmup:
             logger.warning("pair %s-%s is not warm yet: %s", prefill or "whole", decode, error)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
-        request_id = f"warm-{uuid.uuid4().hex}"
+        request_id = f"{WARM}{uuid.uuid4().hex}"
         body = warm_up_body(self._model_id)
         header = prefill_header("completions", f"{request_id}-p")
         found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
@@ -117,7 +117,7 @@ class Warmup:
         await self._client.call("expect_signatures", *counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
-        request_id = f"warm-{uuid.uuid4().hex}"
+        request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
         asked = self._engines.decode.call(decode, METHOD, {"id": request_id})
         signature = TrueSignature(asked, lambda counts, tokens: shapes.append(counts.shape))

@@ -18,6 +18,7 @@ from eldr_serve.metrics import (
     LOOP,
     OWN,
     PROCESS,
+    REPLICA,
     ROUTER,
     Metric,
 )
@@ -149,6 +150,21 @@ class LoopMetrics:
             elif more := max(status[key], _BEGIN) - self._seen:
                 self._made[metric.name].inc(more, tags)
                 self._seen += more
+
+
+class ReplicaMetrics:
+    """Of one engine's replica."""
+
+    def __init__(self) -> None:
+        self._made = _made(REPLICA)
+
+    def begin(self, role: str) -> None:
+        """The series is there from now on."""
+        self._made["eldr_engine_lost_total"].inc(_BEGIN, {"role": role})
+
+    def lost(self, role: str) -> None:
+        """The engine was lost, for good or for a while."""
+        self._made["eldr_engine_lost_total"].inc(1, {"role": role})
 
 
 def _made(metrics: Mapping[str, Metric]) -> dict[str, Any]:

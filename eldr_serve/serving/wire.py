@@ -20,6 +20,7 @@ from eldr_serve.signature import unpack_counts
 REPLICA = "eldr_replica"  # the replica that a call through a Serve handle must go to
 # With the end of a `generate` call: what the engine returned, see protocol.Engine.
 WAITED_S = "waited_s"
+WARM = "warm-"  # begins the names of calls that no client has made
 
 _CREATED = re.compile(rb'"created":(\d+)')
 

@@ -175,6 +175,9 @@ class BlockEngine:
         """See protocol.Engine."""
         return 500
 
+    async def ping(self) -> None:
+        """See protocol.Engine."""
+
     async def check_health(self) -> None:
         """See protocol.Engine."""
 

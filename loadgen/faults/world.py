@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.channel import ChannelServer
 from eldr_serve.channel import client as channel_client
-from eldr_serve.serving import decode_router, ingress, loop_watch, servers, tenants
+from eldr_serve.serving import decode_router, engine_watch, ingress, loop_watch, servers, tenants
 from eldr_serve.serving.address import Address
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
@@ -243,10 +243,12 @@ class World:
         server: servers.EngineServer
         if role == "prefill":
             server = _Prefill.__new__(_Prefill)
-            await server.__init__(config, engine=prefill)  # type: ignore[misc]
+            await server.__init__(config, engine=prefill, stall_limit_s=CALL_S)  # type: ignore[misc]
         else:
             server = _Decode.__new__(_Decode)
-            await server.__init__(config, engine=decode, router_name="router")  # type: ignore[misc]
+            await server.__init__(  # type: ignore[misc]
+                config, engine=decode, router_name="router", stall_limit_s=CALL_S
+            )
         process.servable_object = server
         self.engines[process.name] = server._engine  # type: ignore[assignment]
         self.servers[process.name] = server
@@ -439,6 +441,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (decode_router, "RouterMetrics", _NoMetrics),
             (ingress, "IngressMetrics", _NoMetrics),
             (loop_watch, "LoopMetrics", _NoMetrics),
+            (engine_watch, "ReplicaMetrics", _NoMetrics),
             (channel_client, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         ):

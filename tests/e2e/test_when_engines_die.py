@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from service import Service, wait_for
 
@@ -140,12 +142,26 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer
 
 
 def pid_of(replica: str) -> int:
-    """Of its process, which is the engine's too."""
+    """Of its process, the parent of its engine's."""
     from ray.util.state import list_actors
 
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or ""))
     pid: int = actor.pid
     return pid
+
+
+def core_of(replica: str) -> int:
+    """The process of its engine's core, which schedules and computes."""
+    (core,) = (
+        child
+        for child in psutil.Process(pid_of(replica)).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    )
+    return core.pid
+
+
+def decodes(service: Service) -> set[str]:
+    return {worker["replica"] for worker in service.status()["workers"]}
 
 
 async def asked(service: Service, body: dict[str, Any], events: list[str]) -> dict[str, Any]:
@@ -174,11 +190,16 @@ async def asked(service: Service, body: dict[str, Any], events: list[str]) -> di
     return {"text": "".join(said), "finish": choices[-1]["finish_reason"], "usage": parts[-1]["usage"]}
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("of", "how"), [(core_of, signal.SIGSTOP), (pid_of, signal.SIGSTOP), (pid_of, signal.SIGKILL)]
+)
 async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
-    service: Service, table_file: Path, prompts: list[str], how: signal.Signals
+    service: Service, table_file: Path, prompts: list[str], of: Callable[[str], int], how: signal.Signals
 ) -> None:
-    """Streamed and whole, of chat and completions: what an undisturbed engine says, under one id."""
+    """Streamed and whole, of chat and completions: what an undisturbed engine says, under one id.
+
+    Where the core alone is stopped its replica says so; and it is called again when the core goes on.
+    """
     service.set_policy("round-robin")
     bodies: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts[:8]):
@@ -192,18 +213,23 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
         )
     expected = [await asked(service, body, []) for body in bodies]
     before = service.status()["counters"]
-    victim = await asyncio.to_thread(pid_of, service.status()["workers"][0]["replica"])
+    replica = service.status()["workers"][0]["replica"]
+    victim = await asyncio.to_thread(of, replica)
     events: list[list[str]] = [[] for _ in bodies]
-    answers = [asyncio.create_task(asked(service, *of)) for of in zip(bodies, events, strict=True)]
+    answers = [asyncio.create_task(asked(service, *each)) for each in zip(bodies, events, strict=True)]
     while any(len(found) < 20 for found, body in zip(events, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)
     os.kill(victim, how)
     try:
         assert await asyncio.gather(*answers) == expected
+        if of is core_of:
+            wait_for(lambda: replica not in decodes(service), "nobody calls it", 10)
     finally:
         if how is signal.SIGSTOP:
             os.kill(victim, signal.SIGCONT)
+    if how is signal.SIGSTOP:
+        wait_for(lambda: replica in decodes(service), "it is called again", 30)
     wait_for(
         lambda: service.status()["counters"].get("resumed", 0) > before.get("resumed", 0), "they went on", 10
     )

@@ -18,11 +18,15 @@ COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 
 
 @asynccontextmanager
-async def serving(kind: Any, **arguments: Any) -> AsyncIterator[tuple[Any, Channel]]:
+async def serving(
+    kind: Any, *, engine: Any = FakeEngine.start, stall_limit_s: float = 60.0, **arguments: Any
+) -> AsyncIterator[tuple[Any, Channel]]:
     """A server as Serve makes it, and an ingress's channel to it."""
     server = object.__new__(kind)
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
-        await server.__init__(FakeConfig(COUNTS, step_s=0.001), engine=FakeEngine.start, **arguments)
+        await server.__init__(
+            FakeConfig(COUNTS, step_s=0.001), engine=engine, stall_limit_s=stall_limit_s, **arguments
+        )
     address = Address(**(await server.record_replica_metadata())[METADATA])
     channel = await address.connect()
     try:

@@ -186,6 +186,10 @@ class VllmEngine:
             return 400
         return int(create_error_response(error).error.code)
 
+    async def ping(self) -> None:
+        """See protocol.Engine: of what the core is asked between two steps, this takes it the least."""
+        await engine_client(self.server.engine).is_sleeping()
+
     async def check_health(self) -> None:
         """See protocol.Engine."""
         await self.server.check_health()

@@ -133,3 +133,34 @@ async def test_a_client_that_takes_nothing_loses_its_connection() -> None:
             await asyncio.sleep(0.05)
     client.close()
     await server.drain()
+
+
+# -- the client's own name for its request -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "back"),
+    [
+        (b"a-name of mine/7", b"a-name of mine/7"),
+        (b"x" * 256, b"x" * 256),
+        (b"x" * 257, None),
+        ("n\u00e4me".encode(), None),
+        (b"a\tb", None),
+        (b"", None),
+        (None, None),
+    ],
+)
+async def test_an_answer_carries_its_clients_name_if_that_is_short_and_plain(
+    given: bytes | None, back: bytes | None
+) -> None:
+    held = asyncio.Event()
+    held.set()
+    server = HttpServer(answering(held), IngressOptions(port=0))
+    named = b"" if given is None else b"X-Request-ID: " + given + b"\r\n"
+    reader, writer = await _connect(server, b"GET / HTTP/1.1\r\nhost: x\r\n" + named + b"\r\n")
+    head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+    assert head[0] == b"HTTP/1.1 200 OK"
+    found = [line.partition(b": ")[2] for line in head if line.lower().startswith(b"x-request-id:")]
+    assert found == ([] if back is None else [back])
+    writer.close()
+    await server.drain()

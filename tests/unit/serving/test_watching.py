@@ -28,11 +28,12 @@ from eldr_serve.metrics import (
     OWN,
     PREFIX,
     PROCESS,
+    REPLICA,
     ROUTER,
 )
 from eldr_serve.serving import watching
 from eldr_serve.serving.messages import Answered, NamedPolicy
-from eldr_serve.serving.watching import IngressMetrics, LoopMetrics, RouterMetrics
+from eldr_serve.serving.watching import IngressMetrics, LoopMetrics, ReplicaMetrics, RouterMetrics
 
 
 class FakeMetric:
@@ -112,7 +113,7 @@ def test_names_are_as_prometheus_has_them() -> None:
         assert metric.about
         assert list(metric.bounds) == sorted(metric.bounds)
         assert bool(metric.bounds) == (metric.kind == HISTOGRAM)
-    assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(PROCESS) + len(ENGINE)
+    assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(PROCESS) + len(REPLICA) + len(ENGINE)
 
 
 def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
@@ -184,6 +185,15 @@ def test_every_metric_of_an_event_loop_has_its_sample(made: dict[str, FakeMetric
     begin, *more = made["eldr_loop_stalls_total"].samples[role]
     assert (begin + 1, more) == (1, [2, 1])
     assert made["eldr_loop_longest_stall_seconds"].samples == {role: [0, 0, 3, 4.5]}
+
+
+def test_the_metric_of_an_engines_replica_begins_as_good_as_zero(made: dict[str, FakeMetric]) -> None:
+    metrics = ReplicaMetrics()
+    metrics.begin("prefill")
+    metrics.lost("prefill")
+    assert made.keys() == REPLICA.keys()
+    begin, *more = made["eldr_engine_lost_total"].samples[(("role", "prefill"),)]
+    assert (begin + 1, more) == (1, [1])
 
 
 def test_ray_exports_each_metric_under_its_name_and_kind() -> None:

@@ -1,0 +1,175 @@
+"""Engine replicas, an ingress and clients as processes of their own, over engines that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+from engine_server import COUNTS
+from ray import serve
+from router_talk import FakeActor, settled
+
+from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.serving import ingress, servers
+from eldr_serve.serving.address import Address
+from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.fleet import METADATA
+from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.replicas import directory
+from eldr_serve.serving.router_settings import RouterSettings
+
+Fleet = Mapping[str, Mapping[str, Any]]  # what each replica of a deployment has told Serve
+First = Callable[[], Awaitable[Any]]  # the first word of a process
+_APPLICATION = "processes"
+
+
+class Replica:
+    """An engine's replica in a process of its own.
+
+    Attributes:
+        told: what it has told Serve, once it has started.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], first: First) -> None:
+        self.process = process
+        self.told: dict[str, Any] = {}
+        self._first = first
+
+    async def start(self) -> None:
+        """Until it has started."""
+        self.told = await self._first()
+
+    async def running(self) -> list[str]:
+        """The engine's own word of what it works for."""
+        channel = await Address(**self.told[METADATA]).connect()
+        try:
+            chunk = await channel.call("running", {}).read()
+            assert chunk is not None
+            return json.loads(chunk.payload)
+        finally:
+            channel.close("that was all")
+
+
+@contextmanager
+def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], First]]:
+    """This file, run so; and what awaits its first word."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, __file__, *map(json.dumps, arguments)]
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+    said = started.stdout
+    assert said is not None
+
+    async def first() -> Any:
+        return json.loads(await asyncio.to_thread(said.readline))
+
+    try:
+        yield started, first
+    finally:
+        started.kill()
+        started.wait()
+        said.close()
+
+
+@contextmanager
+def replica(role: str, **config: float) -> Iterator[Replica]:
+    """`config` is FakeConfig's."""
+    with process(role, config) as found:
+        yield Replica(*found)
+
+
+class _Ingress(ingress.EldrIngress):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve's is asynchronous, and awaited by Serve alone."""
+
+
+@asynccontextmanager
+async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
+    """The product's, at a port of its own, in this process; its router is an object here."""
+    for name, fleet in (
+        (ingress.prefill_directory(_APPLICATION), prefill),
+        (ingress.decode_directory(_APPLICATION), decode),
+    ):
+        directory(name).publish(fleet)
+    actor = FakeActor(policy="round-robin")
+    holder = SimpleNamespace(servable_object=None, actor=actor)
+    with (
+        patch.object(ingress, "RouterCalls", lambda find: actor),
+        patch.object(serve, "get_replica_context", lambda: holder),
+    ):
+        holder.servable_object = made = _Ingress(
+            prefill=Mock(), decode=Mock(), tokenizer="/nowhere", model_card={"id": "m"}, openapi={},
+            application=_APPLICATION, router=RouterSettings(model_id="m"), options=IngressOptions(port=0),
+            path_options=PathOptions(retry_backoff_s=0.0),
+        )  # fmt: skip
+        made._prefill.start()
+        made._decode.start()
+        made._client.start()
+        server = HttpServer(ingress.application(), made.gate.options)
+        holder.port, holder.ingress = server.port, made
+        await settled(lambda: server._server.started, 30)
+        await settled(lambda: len(made._prefill.live) == len(prefill), 30)
+        await settled(lambda: len(made._decode.live) == len(decode), 30)
+        try:
+            yield holder
+        finally:
+            await made.stop()
+            await server.drain()
+
+
+# -- in those processes ----------------------------------------------------------------------------------
+
+
+def _say(told: Any) -> None:
+    print(json.dumps(told), flush=True)
+
+
+async def _engine(role: str, config: dict[str, float]) -> None:
+    kind: Any = {"prefill": servers.PrefillServer, "decode": servers.DecodeServer}[role]
+
+    class Telling(kind):  # type: ignore[misc]
+        async def answer(self, method: str, header: Any, body: bytes, answer: Any) -> None:
+            if method == "running":
+                answer.send(json.dumps(sorted(self._engine.running)).encode())
+            else:
+                await super().answer(method, header, body, answer)
+
+    server = object.__new__(Telling)
+    named = {"router_name": "router"} if role == "decode" else {}
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
+        quick = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
+        await server.__init__(quick, engine=FakeEngine.start, stall_limit_s=60.0, **named)
+    _say(await server.record_replica_metadata())
+    await asyncio.Event().wait()
+
+
+async def _ingress(prefill: Fleet, decode: Fleet) -> None:
+    async with running_ingress(prefill, decode) as found:
+        _say(found.port)
+        await asyncio.Event().wait()
+
+
+async def _client(port: int, body: dict[str, Any]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
+    writer.write(head.encode() + sent)
+    while not (await reader.readline()).startswith(b"data: "):
+        pass
+    _say("begun")
+    while await reader.read(65536):
+        pass
+
+
+if __name__ == "__main__":
+    what, *rest = map(json.loads, sys.argv[1:])
+    main: Any = {"ingress": _ingress, "client": _client}.get(what)
+    asyncio.run(main(*rest) if main else _engine(what, *rest))

@@ -1,0 +1,103 @@
+"""How soon what a client or an ingress has left is free again: the serving code on virtual time.
+
+The network takes 1 ms a message, and engines a few ms for what they do. The same on processes, where the
+machine's load decides: tests/unit/serving/test_real_processes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from loadgen.faults.clients import Plan, ask
+from loadgen.faults.fake_engines import PrefillEngine
+from loadgen.faults.virtual_network import Network
+from loadgen.faults.virtual_time import VirtualLoop
+from loadgen.faults.world import World, virtual
+
+PROMPT = "1 2 3 4 5 6 7 8 9"
+LEFT_S, DEAD_S = 0.2, 2.0
+WARM_S = 8.0  # until all pairs are warm
+SEEDS = (0, 1, 2)  # they decide the policy, and whether engines are whole
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+    rng = random.Random(seed)
+    loop = VirtualLoop(random.Random(rng.random()))
+    loop.network = Network(loop, random.Random(rng.random()))
+    loop.network.latency_s = lambda: 0.001
+    world = World(loop, random.Random(rng.random()))
+
+    async def run() -> None:
+        await world.start(prefills=1, decodes=2, ingresses=1)
+        await asyncio.sleep(WARM_S)
+        assert not held(world)
+        await main(world)
+
+    with virtual(loop, world, random.Random(rng.random())):
+        loop.run(run())
+
+
+def held(world: World) -> list[str]:
+    """What somebody has: slots, leases, requests and prompts in engines."""
+    found = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
+    found += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
+    found += [f"{p.servable_object._client.leases} own leases" for p in world.live["ingress"]]
+    for engine in world.engines.values():
+        found += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
+        found += [f"{len(engine.held)} prompts"] if isinstance(engine, PrefillEngine) else []
+    return [one for one in found if not one.startswith("0 ")]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_client_had_is_free_when_it_has_been_gone_for_a_fifth_of_a_second(seed: int) -> None:
+    """From prefill to the midst of its answer."""
+
+    async def main(world: World) -> None:
+        for leaves_s, stream in itertools.product(
+            (0.005, 0.012, 0.018, 0.022, 0.03, 0.1, 0.5), (True, False)
+        ):
+            plan = Plan(0.0, "completions", PROMPT, 80, stream, leaves_s=leaves_s)
+            outcome = await ask(world, plan, world.live["ingress"][0])
+            assert outcome.kind == "left"
+            await asyncio.sleep(LEFT_S)
+            assert not held(world)
+
+    in_world(seed, main)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_requests_of_an_ingress_that_was_killed_end_in_the_engines_within_two_seconds(seed: int) -> None:
+    def busy(world: World) -> bool:
+        return any(engine.running for engine in world.engines.values())
+
+    async def main(world: World) -> None:
+        for after_s in (0.0, 0.01, 0.5):
+            loop, ingress = world.loop, world.live["ingress"][0]
+            plans = [Plan(0.0, "completions", f"{PROMPT} {n}", 200, True, token_s=0.1) for n in range(3)]
+            asked = [loop.create_task(ask(world, plan, ingress)) for plan in plans]
+            while not busy(world):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(after_s)
+            world.kill(ingress)
+            killed_s = loop.time()
+            while busy(world):
+                await asyncio.sleep(0.01)
+            assert loop.time() - killed_s <= DEAD_S
+            assert {(await outcome).kind for outcome in asked} == {"connection lost"}
+            await asyncio.sleep(WARM_S)  # there is another ingress
+
+    in_world(seed, main)
