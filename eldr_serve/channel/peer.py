@@ -76,7 +76,7 @@ class Peer(asyncio.Protocol, ABC):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
         address = transport.get_extra_info("peername")
         self.name = f"{address[0]}:{address[1]}" if address else "?"
-        self._next_tick(PING_S)
+        self._tick_at(self._loop.time() + PING_S)
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -103,13 +103,15 @@ class Peer(asyncio.Protocol, ABC):
         now = self._loop.time()
         if now - self._due > PING_S:  # it was we who did not listen
             self._heard_at = now
-        if now - self._heard_at >= self._silent_s:
+        lost_at = self._heard_at + self._silent_s
+        if now >= lost_at:
             self.broken(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
         self.say(_PING)
-        # Not a whole period beyond the moment at which silence is too long.
-        self._next_tick(min(PING_S, self._heard_at + self._silent_s - now))
+        # Not a whole period beyond the moment at which silence is too long; that moment itself, not a wait
+        # until it, which rounding may make 0 for ever.
+        self._tick_at(min(now + PING_S, lost_at))
 
-    def _next_tick(self, wait_s: float) -> None:
-        self._due = self._loop.time() + wait_s
-        self._timer = self._loop.call_at(self._due, self._tick)
+    def _tick_at(self, due: float) -> None:
+        self._due = due
+        self._timer = self._loop.call_at(due, self._tick)

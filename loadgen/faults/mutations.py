@@ -198,7 +198,7 @@ MUTATIONS = (
     Mutation(
         "a silent channel stays open",
         "eldr_serve.channel.peer",
-        "if now - self._heard_at >= self._silent_s:",
+        "if now >= lost_at:",
         "if False:",
     ),
     # -- admission and tenants

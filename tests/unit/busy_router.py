@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
 import numpy as np
+from fake_fleet import answering
+from ingress_app import App, running_app
 from router_talk import FakeActor, say
 from tables import request
 
 from eldr_serve.routing import StepCost, StepSums
+from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.messages import Answered, NamedPolicy, Restore
 
 L, E = 4, 16
 DOMAINS = ("code", "prose", "<b>law</b>")
+streams = answering(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', b"data: [DONE]\n\n")
 
 
 def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
@@ -43,3 +52,15 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
             state.observe_steps(StepSums.of(batch, 100 * batch, experts, times), replica)
         state.comparison.catch_up()
     return actor
+
+
+@asynccontextmanager
+async def served(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
+    """The application, and the address of its live page."""
+    async with running_app(actor=actor, decode=streams, **options) as app:
+        server = HttpServer(app.http, IngressOptions(port=0))
+        try:
+            yield app, f"http://127.0.0.1:{server.port}/eldr/"
+        finally:
+            server._server.force_exit = True
+            await server.drain()

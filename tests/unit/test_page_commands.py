@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from busy_router import E, L, busy_actor
+from busy_router import E, L, busy_actor, served
 from ingress_app import KEY
-from serving.test_live_page import served
 from shipped import ROOT
 from tables import unit_table
 from test_pages import PAGES

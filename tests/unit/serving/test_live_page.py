@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from busy_router import E, L, busy_actor
+from busy_router import E, L, busy_actor, served
 from fake_fleet import answering
 from ingress_app import KEY, App, running_app
 from PIL import Image
@@ -19,25 +19,9 @@ from router_talk import FakeActor
 from tables import unit_table
 
 from eldr_serve.pages import live_page
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.messages import NamedPolicy
 from tools.browser import Page, browser
 from tools.screenshots import VIEWS, taken
-
-streams = answering(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', b"data: [DONE]\n\n")
-
-
-@asynccontextmanager
-async def served(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
-    """The application, and the address of its live page."""
-    async with running_app(actor=actor, decode=streams, **options) as app:
-        server = HttpServer(app.http, IngressOptions(port=0))
-        try:
-            yield app, f"http://127.0.0.1:{server.port}/eldr/"
-        finally:
-            server._server.force_exit = True
-            await server.drain()
 
 
 @asynccontextmanager
