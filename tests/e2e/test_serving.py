@@ -299,7 +299,12 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
                  "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version",
                  "vllm_generation_tokens_total", "vllm_inter_token_latency_seconds_count"):  # fmt: skip
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
-    assert "ray_vllm_num_requests_waiting{" in service.metrics()
+
+    def gauge_is_there() -> bool:  # Ray exports what a gauge was set to since the last time
+        service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8)
+        return "ray_vllm_num_requests_waiting{" in service.metrics()
+
+    wait_for(gauge_is_there, "a gauge of vLLM is exported", 40)
 
 
 def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
