@@ -40,6 +40,7 @@ SERVING = {
     "model_families",
     "peers",
     "prefix_cache",
+    "ray_idle",
     "ray_up",
     "streams",
 }

@@ -25,17 +25,16 @@ from itertools import product
 from typing import Annotated, Any
 
 import httpx
-import numpy as np
 import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.harness.cluster import local_ray, wait_ready
 from benchmarks.harness.cpu_time import cpu_s
+from benchmarks.harness.rounds import medians
 from eldr_serve.serving.ray_settings import QUIET
 from tools.cli import BadInput, run
 from tools.results import publish
-from tools.stats import median_ci
 
 _WAYS: dict[str, dict[str, str]] = {
     "proxy": {},
@@ -130,21 +129,15 @@ def _parsed(loads: str) -> list[tuple[int, float]]:
 
 
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a way, count and load: medians of its rounds, those that matter most with an interval."""
-    found = []
+    """One row a way, count and load."""
     about = ("way", "streams", "tokens", "gap_ms")
-    for key in dict.fromkeys(tuple(row[name] for name in about) for row in rows):
-        mine = [row for row in rows if tuple(row[name] for name in about) == key]
-        row: dict[str, Any] = dict(zip(about, key, strict=True)) | {"rounds": len(mine)}
-        for name, value in mine[0].items():
-            if name in ("requests", "failures", "leases_left"):
-                row[name] = sum(one[name] for one in mine)
-            elif isinstance(value, int | float) and name not in about:
-                row[name] = float(np.median([one[name] for one in mine]))
-        for name in ("ttft_p99_ms", "tokens_per_s", "server_us_per_token"):
-            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([one[name] for one in mine])
-        row["errors"] = dict(sum((Counter(one["errors"]) for one in mine), Counter()))
-        found.append(row)
+    found = medians(
+        rows, about=about, sure=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
+        summed=("requests", "failures", "leases_left"),
+    )  # fmt: skip
+    for row in found:
+        mine = [one["errors"] for one in rows if all(one[name] == row[name] for name in about)]
+        row["errors"] = dict(sum(map(Counter, mine), Counter()))
     return found
 
 

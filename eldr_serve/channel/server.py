@@ -74,13 +74,21 @@ class ChannelServer:
         handler: answers calls.
         describe: an exception's status, as of HTTP, and the body that tells it.
         limit: calls in flight; one more fails with an error that `full` makes.
+        on_lost: told of each connection that has ended, see Answer.peer.
 
     Attributes:
         suspended: it takes no connection now.
     """
 
     def __init__(
-        self, secret: str, handler: Handler, *, describe: Describe, limit: int, full: Callable[[], Exception]
+        self,
+        secret: str,
+        handler: Handler,
+        *,
+        describe: Describe,
+        limit: int,
+        full: Callable[[], Exception],
+        on_lost: Callable[[object], None] = lambda peer: None,
     ) -> None:
         self._secret = secret.encode()
         self._handler = handler
@@ -89,7 +97,7 @@ class ChannelServer:
         self._full = full
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
-        self.on_lost: Callable[[object], None] = lambda peer: None  # told of each connection that has ended
+        self.on_lost = on_lost
         self.suspended = False
         self._idle = asyncio.Event()
         self._idle.set()

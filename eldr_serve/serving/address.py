@@ -33,7 +33,11 @@ class Address:
 
 
 async def open_channel(
-    handler: Handler, *, describe: Describe, limit: int = MAX_CALLS
+    handler: Handler,
+    *,
+    describe: Describe,
+    limit: int = MAX_CALLS,
+    on_lost: Callable[[object], None] = lambda peer: None,
 ) -> tuple[Address, ChannelServer]:
     """Listen on this node, with a secret of its own; see ChannelServer."""
     secret = secrets.token_hex(16)
@@ -41,6 +45,6 @@ async def open_channel(
     def full() -> Exception:
         return Overloaded(f"{limit} requests are in flight on this engine, the most allowed")
 
-    server = ChannelServer(secret, handler, describe=describe, limit=limit, full=full)
+    server = ChannelServer(secret, handler, describe=describe, limit=limit, full=full, on_lost=on_lost)
     host = ray.util.get_node_ip_address()
     return Address(host, await server.start(host), secret), server

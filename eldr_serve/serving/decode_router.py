@@ -51,9 +51,7 @@ class DecodeRouter:
         return (await self._channel)[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        address, channel = await open_channel(self._answer, describe=_describe)
-        channel.on_lost = self._lost
-        return address, channel
+        return await open_channel(self._answer, describe=_describe, on_lost=self._lost)
 
     def _lost(self, peer: object) -> None:
         """A client may come again over another connection; what one held that does not is released."""

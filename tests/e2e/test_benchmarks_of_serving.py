@@ -34,6 +34,8 @@ def test_streams_end_and_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_the_handover_has_its_parts(tmp_path: Path) -> None:
-    (row,) = rows(tmp_path, "benchmarks.handover", "--in-flight=8", "--requests=256", "--max-tokens=2")
+    (row,) = rows(
+        tmp_path, "benchmarks.handover", "--in-flight=8", "--requests=256", "--max-tokens=2", "--rounds=1"
+    )
     assert row["failures"] == 0
     assert 0 < row["step_mean_ms"] < row["engine_mean_ms"] < row["handover_mean_ms"] < row["ttft_mean_ms"]

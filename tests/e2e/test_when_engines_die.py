@@ -236,10 +236,15 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
     assert service.status()["counters"].get("streams_lost", 0) == before.get("streams_lost", 0)
 
 
-async def test_a_seeded_stream_ends_with_an_error_when_its_engine_is_killed(
-    service: Service, table_file: Path
+async def test_when_a_core_is_killed_its_streams_end_at_once_and_who_has_no_token_is_served_elsewhere(
+    service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    lost = service.status()["counters"].get("streams_lost", 0)
+    """Its replica lives and says so; nobody waits for a limit of time.
+
+    The stream is seeded, so that no other engine can go on with it.
+    """
+    service.set_policy("round-robin")
+    before = service.status()["counters"]
     body = {
         "model": "eldr-demo",
         "prompt": "go on and on",
@@ -249,18 +254,56 @@ async def test_a_seeded_stream_ends_with_an_error_when_its_engine_is_killed(
         "seed": 1,
     }
     events: list[str] = []
-    async with (
-        httpx.AsyncClient(timeout=120) as client,
-        client.stream("POST", f"{service.url}/v1/completions", json=body) as response,
-    ):
-        victim = response.headers["x-eldr-decode-worker"]
-        async for line in response.aiter_lines():
-            events.append(line)
-            if len(events) == 10:
-                os.kill(await asyncio.to_thread(pid_of, victim), signal.SIGKILL)
-    data = [line.removeprefix("data: ") for line in events if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
-    assert json.loads(data[-2])["error"]["type"] == "engine_lost"
-    wait_for(
-        lambda: service.status()["counters"].get("streams_lost", 0) == lost + 1, "the loss is counted", 10
-    )
+    begun = asyncio.Event()
+    worker: list[str] = []
+
+    async def stream() -> None:
+        async with (
+            httpx.AsyncClient(timeout=120) as client,
+            client.stream("POST", f"{service.url}/v1/completions", json=body) as response,
+        ):
+            worker.append(response.headers["x-eldr-decode-worker"])
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    events.append(line.removeprefix("data: "))
+                    if len(events) == 10:
+                        begun.set()
+
+    async def ask(prompt: str) -> str:
+        answer = await service.async_client.completions.create(
+            model="eldr-demo",
+            prompt=prompt,
+            max_tokens=24,
+            temperature=0,
+            extra_body={"cache_salt": "a core dies"},  # no engine has these blocks yet
+        )
+        return answer.choices[0].text
+
+    def at_the_victim() -> int:
+        return sum(w["in_flight"] for w in service.status()["workers"] if w["replica"] == worker[0])
+
+    streamed = asyncio.create_task(stream())
+    await begun.wait()
+    replica = await asyncio.to_thread(pid_of, worker[0])
+    core = await asyncio.to_thread(core_of, worker[0])
+    os.kill(core, signal.SIGSTOP)  # it takes requests and answers none: they are before their first token
+    try:
+        asked_for = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+        while await asyncio.to_thread(at_the_victim) < 2:
+            await asyncio.sleep(0.05)
+    finally:
+        os.kill(core, signal.SIGKILL)
+    async with asyncio.timeout(8):  # each limit that would end it too is longer
+        await streamed
+    assert psutil.pid_exists(replica)
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["type"] == "engine_lost"
+    assert await asyncio.gather(*asked_for) == single_engine["completions"]
+
+    def since(name: str) -> int:
+        found: int = service.status()["counters"].get(name, 0) - before.get(name, 0)
+        return found
+
+    wait_for(lambda: since("streams_lost") == 1, "the loss is counted", 10)
+    assert since("rerouted") > 0
+    wait_for(lambda: service.metric("eldr_engine_lost_total") >= 1, "the replica has counted it too", 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -157,11 +158,14 @@ async def _ingress(prefill: Fleet, decode: Fleet) -> None:
         await asyncio.Event().wait()
 
 
+def _post(body: dict[str, Any]) -> bytes:
+    sent = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(sent) + sent
+
+
 async def _client(port: int, body: dict[str, Any]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    sent = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
-    writer.write(head.encode() + sent)
+    writer.write(_post(body))
     while not (await reader.readline()).startswith(b"data: "):
         pass
     _say("begun")
@@ -169,7 +173,17 @@ async def _client(port: int, body: dict[str, Any]) -> None:
         pass
 
 
+async def _deaf(port: int, body: dict[str, Any]) -> None:
+    """It asks, and reads nothing."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(_post(body))
+        _say("asked")
+        await asyncio.Event().wait()
+
+
 if __name__ == "__main__":
     what, *rest = map(json.loads, sys.argv[1:])
-    main: Any = {"ingress": _ingress, "client": _client}.get(what)
+    main: Any = {"ingress": _ingress, "client": _client, "deaf": _deaf}.get(what)
     asyncio.run(main(*rest) if main else _engine(what, *rest))

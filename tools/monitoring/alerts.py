@@ -71,6 +71,10 @@ ALERTS = (
     ),
     Alert("EldrStreamsLost", CRITICAL, _any("streams_lost"), "0m", "Streams ended with engine_lost."),
     Alert(
+        "EldrEngineLost", WARNING, _any("engine_lost"), "0m",
+        "An engine's core has died, or stood still, while its replica lived.",
+    ),
+    Alert(
         "EldrPrefillFails", WARNING, _share("prefill_retries", 0.05), "5m",
         "More than 5 % of requests needed another prefill call.",
     ),

@@ -19,7 +19,9 @@ from benchmarks.handover import kv_pull_totals
 from benchmarks.harness import tables
 from benchmarks.harness.client import Answer, most_open, summary
 from benchmarks.harness.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
+from benchmarks.harness.rounds import medians
 from benchmarks.peers import _rows
+from benchmarks.ray_idle import summarised
 from tools.cli import BadInput
 from tools.sse import StreamTiming
 
@@ -135,6 +137,38 @@ def test_kv_pulls_are_summed_over_engines() -> None:
 {time}_bucket{{ReplicaId="a",le="1"}} 3
 ray_vllm_request_queue_time_seconds_sum{{ReplicaId="a"}} 9"""
     assert kv_pull_totals(page) == (2.0, 4.0)
+
+
+def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
+    rows = [
+        {"way": way, "took_ms": base + step, "failures": step, "errors": {}}
+        for step in (0, 1, 5)
+        for way, base in (("b", 10.0), ("a", 20.0))
+    ]
+    found = medians(rows, about=("way",), sure=("took_ms",), summed=("failures",))
+    assert [(row["way"], row["rounds"], row["took_ms"], row["failures"]) for row in found] == [
+        ("b", 3, 11.0, 6),
+        ("a", 3, 21.0, 6),
+    ]
+    assert all(row["took_ms_low"] < row["took_ms"] < row["took_ms_high"] for row in found)
+    assert all("errors" not in row for row in found)
+
+
+def test_what_a_setting_saves_is_against_the_bare_start_of_its_round() -> None:
+    drift = (0.0, 4.0, 10.0)  # of the machine, from round to round
+    starts = [
+        {"setting": name, "parts": {"ray": base + more, "ingress": 1.0}}
+        for more in drift
+        for name, base in (("none", 20.0), ("shipped", 17.0))
+    ]
+    none, shipped = summarised(starts)
+    assert (none["idle_pct"], none["ray_pct"], none["ingress_pct"], none["saved_pct"]) == (
+        25.0,
+        24.0,
+        1.0,
+        0.0,
+    )
+    assert (shipped["saved_pct"], shipped["saved_pct_low"], shipped["saved_pct_high"]) == (3.0, 3.0, 3.0)
 
 
 def test_the_tables_in_the_pages_are_those_of_the_results() -> None:

@@ -7,6 +7,7 @@ kept on virtual time, in tests/unit/loadgen/test_promises.py.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 
 import httpx
@@ -53,6 +54,32 @@ async def test_a_client_that_leaves_frees_its_slot_lease_and_the_engines_request
                 while gate.in_flight or client.leases or placer.running or await decode.running():
                     await asyncio.sleep(0.002)
         assert not await prefill.running()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off_at_its_buffers_cap_and_disturbs_nobody(
+    prefill: Replica,
+) -> None:
+    """Another client's stream over the same channel goes on beside it, and after it."""
+    with replica("decode", step_s=1e-5) as quick:
+        await quick.start()
+        async with running_ingress({"p": prefill.told}, {"d": quick.told}) as service:
+            gate, client = service.ingress.gate, service.ingress._client
+            counted = Counter[str]()
+            client.count = lambda event: counted.update([event])
+            with (
+                process("client", service.port, ENDLESS | {"gap_ms": 5}) as (_, begun),
+                process("deaf", service.port, ENDLESS | {"gap_ms": 0}) as (deaf, asked),
+            ):
+                assert await begun() == "begun"
+                assert await asked() == "asked"
+                await settled(lambda: counted["slow_clients"] == 1, 60)
+                await settled(lambda: gate.in_flight == client.leases == 1, 30)
+                (other,) = await quick.running()
+                tokens = client.placements[other].generated_tokens
+                await settled(lambda: client.placements[other].generated_tokens > tokens + 100, 30)
+                assert deaf.poll() is None  # it is there all the time
+            await settled(lambda: not gate.in_flight, 30)
+            assert counted["streams_lost"] == 0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
