@@ -8,28 +8,25 @@ Real engines behind the real ingress, at one request in flight (idle) and at sev
     place       router: score, one call over its channel
     engine      decode replica: from the call's arrival to its first chunk. Of it
       admit       until the engine core has the request
-      wait        KV pull, and until the first step is scheduled
+      wait        until its first step is scheduled; of it `pull`, NIXL's own time of reading the KV blocks
       step        the first decode step
     transport   the rest: the call's way over the channel, and the first chunk's back
 
 The ingress times the hand-over and `place` itself (/eldr/status), a timed subclass of our decode server
-the engine's part. NIXL's own transfer time comes from Ray's metrics, which keep a histogram's buckets
-and not its sum: kv_pull_bucketed_ms is good to some milliseconds. Read before_step: all but the pull and
-the step itself, with the way back to the client, which cannot be told from the way there (goal below 8 ms
-idle, below 5 % of TTFT at load). A round starts its engines anew; rows are medians over rounds, with 95 %
-intervals. Ray is as `make demo` starts it, but tells its metrics sooner: the pull is among them.
+the engine's part. Read before_step: all but the pull and the step itself, with the way back to the client,
+which cannot be told from the way there (goal below 8 ms idle, below 5 % of TTFT at load). A round starts its
+engines anew, with Ray as `make demo` starts it; rows are medians over rounds, with 95 % intervals.
 `--record FILE` keeps each round, so that they can be made in several runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import httpx
 import numpy as np
 import typer
 
@@ -44,48 +41,28 @@ from eldr_serve.serving.ray_settings import QUIET
 from eldr_serve.serving.stages import WINDOW
 from tools.cli import BadInput, run
 from tools.journal import Journal
-from tools.prometheus import total
 from tools.results import publish
 
 _KEY = "handover"
-_RAY = QUIET | {"RAY_metrics_report_interval_ms": "5000"}
+_WARM_UP = 32  # requests, in no figure
 _SURE = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "before_step_share_of_ttft_pct")
-_KV_PULL = "ray_vllm_nixl_xfer_time_seconds"
 
 
-def kv_pull_totals(text: str) -> tuple[float, float]:
-    """(seconds, transfers) so far over all engines, from a Prometheus page; only decode engines pull."""
-    return total(text, f"{_KV_PULL}_sum"), total(text, f"{_KV_PULL}_count")
-
-
-def _settled(url: str) -> tuple[float, float]:
-    """kv_pull_totals once they stand still: processes report every few seconds."""
-    totals, still = kv_pull_totals(httpx.get(url, timeout=60).text), 0
-    while still < 6:
-        time.sleep(1.0)
-        newer = kv_pull_totals(httpx.get(url, timeout=60).text)
-        still, totals = (still + 1 if newer == totals else 0), newer
-    return totals
-
-
-async def _load(url: str, work: list[dict[str, Any]], requests: int, in_flight: int) -> list[Answer]:
+async def _load(url: str, work: Iterator[dict[str, Any]], requests: int, in_flight: int) -> list[Answer]:
     async with session() as http:
         return await closed_loop(
-            lambda n: complete(http, url, work[n % len(work)]), requests=requests, in_flight=in_flight
+            lambda n: complete(http, url, next(work)), requests=requests, in_flight=in_flight
         )
 
 
-def _row(
-    in_flight: int, stages: dict[str, dict[str, float]], kv_pull_ms: float, answers: list[Answer]
-) -> dict[str, Any]:
+def _row(in_flight: int, stages: dict[str, dict[str, float]], answers: list[Answer]) -> dict[str, Any]:
     good = [1000 * a.timing.token_times_s[0] for a in answers if a.error is None]
     ttft = float(np.mean(good))
-    before_step = stages["handover"]["mean_ms"] - stages["step"]["mean_ms"] - kv_pull_ms
+    before_step = stages["handover"]["mean_ms"] - stages["step"]["mean_ms"] - stages["pull"]["mean_ms"]
     row: dict[str, Any] = {"in_flight": in_flight, "failures": len(answers) - len(good), "ttft_mean_ms": ttft}
-    for name in ("prefill", "handover", "place", "engine", "admit", "wait", "step"):
+    for name in ("prefill", "handover", "place", "engine", "admit", "wait", "pull", "step"):
         row |= {f"{name}_{q}_ms": stages[name][f"{q}_ms"] for q in ("mean", "p50", "p99")}
     return row | {
-        "kv_pull_bucketed_ms": kv_pull_ms,
         "transport_mean_ms": stages["first_chunk"]["mean_ms"] - stages["engine"]["mean_ms"],
         "before_step_mean_ms": before_step,
         "before_step_share_of_ttft_pct": 100 * before_step / ttft,
@@ -93,11 +70,11 @@ def _row(
 
 
 def _round(
-    loads: list[int], requests: int, work: list[dict[str, Any]], arguments: dict[str, Any], port: int
+    loads: list[int], requests: int, work: Iterator[dict[str, Any]], arguments: dict[str, Any], port: int
 ) -> list[dict[str, Any]]:
     """One row a load, of engines that are started for it."""
     rows = []
-    with local_ray(http_port=port + 2, metrics_port=port + 1, environment=_RAY):
+    with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 
         from benchmarks.harness.timed_decode import TimedDecodeServer
@@ -106,18 +83,15 @@ def _round(
         with patch("eldr_serve.serving.app.LLMDecodeServer", TimedDecodeServer):
             application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
         serve.run(application, name="eldr", route_prefix="/")
-        url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
+        url = f"http://127.0.0.1:{port}"
         wait_ready(url, 180)
-        asyncio.run(_load(url, work, 32, 8))
+        asyncio.run(_load(url, work, _WARM_UP, 8))
         decode = serve.get_deployment_handle(f"Decode:{MODEL}", "eldr")
         for count in loads:
-            seconds, transfers = _settled(metrics)
             answers = asyncio.run(_load(url, work, requests, count))
             stages = Client(url, _KEY).status()["ingress"]["stages"]
             stages |= decode.stages.remote().result()
-            after_s, after = _settled(metrics)
-            kv_pull_ms = 1000 * (after_s - seconds) / max(1.0, after - transfers)
-            rows.append(_row(count, stages, kv_pull_ms, answers))
+            rows.append(_row(count, stages, answers))
     return rows
 
 
@@ -130,7 +104,7 @@ def handover(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
     record: Annotated[Path | None, typer.Option(help="Journal of all rounds, read and added to.")] = None,
-    port: Annotated[int, typer.Option(help="First of three HTTP ports.")] = 8320,
+    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8320,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -138,16 +112,17 @@ def handover(
     unwind_on_sigterm()
     allow_open_files(8192)
     loads = [int(count) for count in in_flight.split(",")]
-    work = bodies(prompts, count=1024, max_tokens=max_tokens, seed=seed)
+    work = bodies(prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens, seed=seed)
     arguments = our_arguments(deployment, model, decode_replicas=1)
     inputs = {
         "in_flight": loads, "requests": requests, "max_tokens": max_tokens,
-        "deployment": deployment.stem, "window": WINDOW, "ray": _RAY,
+        "deployment": deployment.stem, "window": WINDOW,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     found: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
     for _ in range(rounds):
-        found.append(_round(loads, requests, work, arguments, port))
+        # No prompt comes twice in a round: its blocks would be there already.
+        found.append(_round(loads, requests, iter(work), arguments, port))
         if journal:
             journal.put(str(len(found)), found[-1])
     if not found:

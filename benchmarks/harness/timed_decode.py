@@ -19,7 +19,8 @@ class TimedDecodeServer(LLMDecodeServer):
     """Holds these stages of each request; vLLM's own stamps are of the same clock.
 
     `engine`: the whole; of it `admit`: until the engine core has the request; `wait`: until its first step
-    is scheduled, which the KV pull is in; `step`: until its first token.
+    is scheduled, which the KV pull is in; `step`: until its first token. `pull`: NIXL's own time of a pull,
+    from its start until the engine has noticed its end.
     """
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
@@ -29,6 +30,8 @@ class TimedDecodeServer(LLMDecodeServer):
         client = engine_client(engine.server.engine)
         self._generate = client.generate
         client.generate = self._stamped
+        self._record = client.logger_manager.record
+        client.logger_manager.record = self._recorded
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """As DecodeServer.answer."""
@@ -39,6 +42,13 @@ class TimedDecodeServer(LLMDecodeServer):
     async def stages(self) -> dict[str, dict[str, float]]:
         """See Stages.summary."""
         return self._stages.summary()
+
+    def _recorded(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """In place of vLLM's logging of a step's stats."""
+        told = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        for seconds in (told.get("nixl") or {}).get("transfer_duration", ()):
+            self._stages.record(pull=seconds)
+        self._record(scheduler_stats, *args, **kwargs)
 
     async def _stamped(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         waiting = True

@@ -15,7 +15,7 @@ from shipped import ROOT
 
 from benchmarks.__main__ import MODULES, NAMES, SERVING
 from benchmarks.cache_memory import Shape, compare, shape_of, smallest_block_size
-from benchmarks.handover import kv_pull_totals
+from benchmarks.handover import _row
 from benchmarks.harness import tables
 from benchmarks.harness.client import Answer, most_open, summary
 from benchmarks.harness.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
@@ -128,15 +128,16 @@ def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     assert polled["kv_connector"] == "EldrConnector"
 
 
-def test_kv_pulls_are_summed_over_engines() -> None:
-    time = "ray_vllm_nixl_xfer_time_seconds"
-    page = f"""# HELP {time} x
-{time}_sum{{ReplicaId="a"}} 1.5
-{time}_sum{{ReplicaId="b"}} 0.5
-{time}_count{{ReplicaId="a"}} 4
-{time}_bucket{{ReplicaId="a",le="1"}} 3
-ray_vllm_request_queue_time_seconds_sum{{ReplicaId="a"}} 9"""
-    assert kv_pull_totals(page) == (2.0, 4.0)
+def test_what_is_left_of_a_hand_over_is_without_the_pull_and_the_step() -> None:
+    names = ("prefill", "handover", "place", "first_chunk", "engine", "admit", "wait", "pull", "step")
+    means = dict(zip(names, (20.0, 18.0, 2.0, 15.0, 14.0, 2.0, 4.0, 1.5, 7.0), strict=True))
+    stages = {name: {"mean_ms": mean, "p50_ms": mean, "p99_ms": mean} for name, mean in means.items()}
+    answers = [Answer(start=0.0, end=1.0, timing=StreamTiming([0.038, 0.05]))] * 2 + [Answer(0, 1, error="x")]
+    row = _row(1, stages, answers)
+    assert row["before_step_mean_ms"] == pytest.approx(9.5)
+    assert row["before_step_share_of_ttft_pct"] == pytest.approx(25.0)
+    assert row["transport_mean_ms"] == pytest.approx(1.0)
+    assert row["failures"] == 1
 
 
 def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
