@@ -33,6 +33,13 @@ def test_streams_end_and_leave_nothing(tmp_path: Path) -> None:
     assert row["server_us_per_token"] > 0
 
 
+def test_the_application_starts_with_all_of_rays_settings_and_idles(tmp_path: Path) -> None:
+    (row,) = rows(
+        tmp_path, "benchmarks.ray_idle", "--settings=all", "--rounds=1", "--idle-s=2", "--settle-s=0"
+    )
+    assert row["idle_pct"] >= row["ingress_pct"] > 0
+
+
 def test_the_handover_has_its_parts(tmp_path: Path) -> None:
     (row,) = rows(
         tmp_path, "benchmarks.handover", "--in-flight=8", "--requests=256", "--max-tokens=2", "--rounds=1"

@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from test_channel import SECRET, Engine, until
+from test_channel import HELLO, SECRET, Engine, until, whole
 
 from eldr_serve.channel import Channel, ChannelLost, Chunk
+from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
 
 _ENGINE = """
 import asyncio, sys
@@ -43,10 +44,16 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def process(code: str, **values: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def process(
+    code: str, stderr: int | None = None, **values: Any
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """The process and the first line that it says."""
     started = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code.format(path=sys.path, **values), stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-c",
+        code.format(path=sys.path, **values),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
     )
     assert started.stdout is not None
     try:
@@ -78,6 +85,31 @@ async def test_the_calls_of_an_ingress_that_is_killed_end() -> None:
         ingress.send_signal(signal.SIGKILL)
         await until(lambda: not engine.running)
     await engine.server.stop()
+
+
+async def test_who_breaks_the_rules_costs_an_engine_process_its_connection_and_one_line() -> None:
+    async with process(_ENGINE, stderr=asyncio.subprocess.PIPE) as (engine, port):
+        assert engine.stderr is not None
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
+        waiting = channel.call("wait", {})
+        assert await waiting.read()
+        for sent in (
+            HELLO + frame(Kind.CALL, 1, b"cut" * 100)[:-50],
+            HELLO + HEAD.pack(MAX_FRAME_BYTES + 1, Kind.CALL, 1, 0),
+            HELLO + HEAD.pack(0, 77, 1, 0),
+            b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n",
+            frame(Kind.HELLO, 0, HELLO[HEAD.size : HEAD.size + 1] + b"not the secret"),
+        ):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+            writer.write(sent)
+            await writer.drain()
+            writer.close()
+            async with asyncio.timeout(10):
+                assert b"is closed" in await engine.stderr.readline()
+        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert channel.open
+        engine.kill()
+        assert await engine.stderr.read() == b""
 
 
 async def test_a_stopped_engine_that_goes_on_has_ended_what_was_lost() -> None:
