@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu_worker import Worker
 
+from eldr_serve.engine.vllm.compat import checked
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, clear_start
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup, counted_group
@@ -34,6 +37,8 @@ from eldr_serve.engine.vllm.compat.moe import moe_routers
 from eldr_serve.engine.vllm.compat.nixl import check_side_channel
 from eldr_serve.engine.vllm.config import Role, engine_kwargs
 from eldr_serve.engine.vllm.gpu_worker import EldrWorker
+
+COMPAT = sorted(Path(checked.__file__).parent.glob("*.py"))
 
 
 def config(
@@ -95,6 +100,9 @@ def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ("compat.kv_cache", "vllm.forward_context"),
         ("compat.moe", "vllm.model_executor.layers.fused_moe.router.cpu_router"),
         ("compat.eplb", "vllm.distributed.eplb.eplb_state"),
+        ("compat.described", "vllm.model_executor.model_loader.utils"),
+        ("compat.serve_llm", "vllm.v1.engine.output_processor"),
+        ("compat.stat_loggers", "vllm.v1.metrics.ray_wrappers"),
         ("worker", "vllm.distributed.kv_transfer.kv_connector.v1.nixl"),
     ],
 )
@@ -109,6 +117,21 @@ def test_a_module_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, our
     monkeypatch.setitem(sys.modules, theirs, None)
     with pytest.raises(UnsupportedEngineError, match=rf"{theirs}.*pip install vllm==0\.32\.0"):
         importlib.import_module(f"{package}.{ours}")
+
+
+@pytest.mark.parametrize("path", COMPAT, ids=[path.stem for path in COMPAT])
+def test_every_import_of_vllms_internals_is_guarded(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    guarded = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.With) and ast.unparse(block.items[0].context_expr) == "internal_imports()"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        internal = isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm"
+        if internal and node.module != "vllm.config":  # which is public
+            assert node in guarded, f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def test_what_vllm_refuses_in_several_lines_is_one_sentence() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from eldr_serve.engine.backend import Step
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.engine.vllm.compat.described import DescribedEngine
 from eldr_serve.errors import ConfigurationError
 
 # By table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others.
@@ -25,6 +24,8 @@ class VllmDescribed:
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
         with _refusing():
+            from eldr_serve.engine.vllm.compat.described import DescribedEngine
+
             self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
         self.max_model_len: int = self._engine.config.model_config.max_model_len
         self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization

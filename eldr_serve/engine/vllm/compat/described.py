@@ -11,8 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from eldr_serve.engine.vllm.compat.checked import internal_imports
+
+with internal_imports():
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.layers.fused_moe import experts
+    from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
+    from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.engine import check_engine
@@ -74,9 +86,6 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
     if capability is None:
         yield
         return
-    from vllm.model_executor.layers.fused_moe import experts
-    from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
-
     major, minor = capability
 
     class Described(Platform):
@@ -127,12 +136,6 @@ class DescribedEngine:
     """
 
     def __init__(self, arguments: dict[str, Any], capability: tuple[int, int] | None) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.distributed import parallel_state
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
-        from vllm.usage.usage_lib import UsageContext
-
         ranks = arguments.get("tensor_parallel_size", 1)
         given = arguments | {
             "skip_tokenizer_init": True,
@@ -191,8 +194,6 @@ class DescribedEngine:
         return KvCapacity(int(sequences * self.config.model_config.max_model_len), sequences)
 
     def _planned(self, available: int) -> KVCacheConfig:
-        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-
         specs = {
             name: layer.get_kv_cache_spec(self.config)
             for name, layer in self._layers.items()

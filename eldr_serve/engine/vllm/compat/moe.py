@@ -193,14 +193,16 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
         From rows [T, H], weights float32[T, k] and experts int32[T, k] to [T, H].
     """
     if w13.is_cuda:
-        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+        with internal_imports():
+            from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
         def on_cuda(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
             out: Tensor = fused_experts(rows, w13, w2, weights, experts)
             return out
 
         return on_cuda
-    from vllm import _custom_ops as ops
+    with internal_imports():
+        from vllm import _custom_ops as ops
 
     isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
     packed13, packed2 = (ops.cpu_prepack_moe_weight(w, isa) for w in (w13, w2))

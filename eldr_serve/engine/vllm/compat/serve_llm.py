@@ -11,13 +11,17 @@ import inspect
 from typing import Any
 
 import ray
-import vllm
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, check_version
+from eldr_serve.engine.vllm.compat.checked import internal_imports
 
-check_version()
+with internal_imports():
+    from vllm.entrypoints.serve import create_error_response
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.outputs import LogprobsLists
+
 _CHECKED = "2.60"
 try:
     from ray._common.usage.usage_lib import usage_stats_enabled
@@ -40,14 +44,9 @@ try:
         _canonicalize_request_id_header as canonical_request_id,
     )
     from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
-    from vllm.entrypoints.serve import create_error_response
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-    from vllm.v1.engine.output_processor import OutputProcessor
-    from vllm.v1.outputs import LogprobsLists
 except ImportError as error:
     raise ImportError(
-        f"ray {ray.__version__} or vLLM {vllm.__version__} has moved what eldr-serve extends ({error}); "
-        f"it was checked on ray {_CHECKED} and vLLM {CHECKED}"
+        f"ray {ray.__version__} has moved what eldr-serve extends ({error}); it was checked on ray {_CHECKED}"
     ) from error
 
 # The public classes of these names are subclasses; what the endpoints and engines pass are these.

@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
-from vllm.v1.metrics.loggers import LoggingStatLogger, PerEngineStatLoggerAdapter
-from vllm.v1.metrics.ray_wrappers import (
-    RayCounterWrapper,
-    RayGaugeWrapper,
-    RayHistogramWrapper,
-    RayKVConnectorProm,
-    RayPerfMetricsProm,
-    RayPrometheusMetric,
-    RayPrometheusStatLogger,
-    RaySpecDecodingProm,
-)
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
+
+with internal_imports():
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PerEngineStatLoggerAdapter
+    from vllm.v1.metrics.ray_wrappers import (
+        RayCounterWrapper,
+        RayGaugeWrapper,
+        RayHistogramWrapper,
+        RayKVConnectorProm,
+        RayPerfMetricsProm,
+        RayPrometheusMetric,
+        RayPrometheusStatLogger,
+        RaySpecDecodingProm,
+    )
 
 __all__ = [
     "RayCounterWrapper",
