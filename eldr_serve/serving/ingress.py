@@ -343,6 +343,7 @@ class EldrIngress:
 
     def _own(self) -> dict[str, Any]:
         return {
+            "name": self._client.name,
             "in_flight": self.gate.in_flight,
             "waiting": self.gate.places.waiting,
             "leases": self._client.leases,

@@ -18,6 +18,7 @@ _TITLES = {
     "gcs": "gcs_server",
 }
 ROLES = tuple(_TITLES)
+_WAITING = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of one that no process has taken: to be taken
 
 
 def of(role: str) -> list[psutil.Process]:
@@ -33,9 +34,16 @@ def of(role: str) -> list[psutil.Process]:
     return [process for *_, process in sorted(found, key=lambda entry: entry[:2])]
 
 
-def kill(process: psutil.Process) -> None:
-    """As kill -9."""
+def kill(process: psutil.Process) -> set[int]:
+    """As kill -9; returns the ports of those whose connections it held, or would have taken next."""
+    stop(process)  # so that it takes no more of them meanwhile
+    held = set()
+    for connection in psutil.net_connections("tcp"):
+        taken = connection.pid == process.pid
+        if connection.raddr and (taken or (connection.pid is None and connection.status in _WAITING)):
+            held.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
+    return held
 
 
 def stop(process: psutil.Process) -> None:
