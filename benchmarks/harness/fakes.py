@@ -21,20 +21,20 @@ from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer
 
-MODEL = "fake"
+MODEL, APPLICATION = "fake", "bench-streams"
 _PROMPT_TOKENS = 300
 _STEP_S = 0.03
 
 
 def fake_application(
-    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None
+    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None, ingresses: int = 1
 ) -> Application:
     """Our ingress, router actor and channels over engines that compute nothing.
 
     Args:
         own_port: see IngressOptions.port.
     """
-    name, options = "bench-streams", PathOptions()
+    name, options = APPLICATION, PathOptions()
     prompts = prompt_counts(32, np.random.default_rng(seed))
     config = FakeConfig(prompts, prompt_tokens=_PROMPT_TOKENS, prefill_s=prefill_s, step_s=_STEP_S)
 
@@ -57,6 +57,7 @@ def fake_application(
     ingress = serve.deployment(
         serve.ingress(http_application)(EldrIngress),
         name="EldrIngress",
+        num_replicas=ingresses,
         max_ongoing_requests=2 * limits.max_in_flight,
         ray_actor_options={"num_cpus": 0.1},
     )

@@ -22,12 +22,17 @@ _WAITING = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of one that no p
 
 
 def of(role: str) -> list[psutil.Process]:
-    """Those that live, oldest first; children of this process alone, so nobody else's."""
+    """Those of the application `eldr` that live, oldest first."""
+    return named(_TITLES[role])
+
+
+def named(name: str) -> list[psutil.Process]:
+    """Those whose command has it in it; children of this process alone, so nobody else's."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
-            if _TITLES[role] in title and process.status() != psutil.STATUS_ZOMBIE:
+            if name in title and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.create_time(), process.pid, process))
         except psutil.NoSuchProcess:
             continue
