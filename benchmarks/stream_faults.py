@@ -46,8 +46,8 @@ _SETTLE_S = 60.0
 _WORD = " token"  # what an engine says at each step
 NOTES = (
     "engines that compute nothing; the client shares the cores. own: streams at the ingress's own port; "
-    "other ways: whole answers through a proxy. longest_gap: between two tokens of a stream; settled: from the "
-    "end of the last answer until leases and requests in flight are 0 and all processes are there"
+    "other ways: whole answers through a proxy. longest_gap: between two tokens of a stream; settled: from "
+    "the last answer's end until leases and requests in flight are 0 and all processes are there"
 )
 
 

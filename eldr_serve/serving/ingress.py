@@ -339,11 +339,11 @@ class EldrIngress:
         except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
         loops = status.get("loops", {}) | {self._watch.role: self._watch.status()}
-        return JSONResponse(status | {"ingress": self._own(), "loops": loops})
+        own = {"answered_by": self._client.name, "ingress": self._own(), "loops": loops}
+        return JSONResponse(status | own)
 
     def _own(self) -> dict[str, Any]:
         return {
-            "name": self._client.name,
             "in_flight": self.gate.in_flight,
             "waiting": self.gate.places.waiting,
             "leases": self._client.leases,

@@ -338,7 +338,7 @@ def _ingresses(url: str) -> list[dict[str, Any]]:
     for _ in range(_LOOKS):
         with contextlib.suppress(ServiceError):
             status = Client(url, _KEY, timeout_s=5.0).status()
-            found[status["ingress"]["name"]] = status
+            found[status["answered_by"]] = status
             if len(found) == _INGRESSES:
                 break
     return list(found.values())

@@ -251,9 +251,7 @@ class _Union:
     """Two ingresses of one router, and what each says of leases."""
 
     def __init__(self, router: int, *own: int) -> None:
-        self.told = [
-            {"leases": router, "ingress": {"name": f"{n}", "leases": mine}} for n, mine in enumerate(own)
-        ]
+        self.told = [{"leases": router, "ingress": {"leases": mine}} for mine in own]
 
     def __call__(self, url: str) -> list[dict[str, Any]]:
         return self.told
