@@ -118,7 +118,7 @@ def _whole(app: str, url: str) -> bool:
 async def _drive(
     nodes: _Nodes, app: str, model: str, urls: tuple[str, str], in_flight: int
 ) -> tuple[list[tuple[bool, Answer]], list[dict[str, Any]]]:
-    """The answers, each with whether it came by a proxy, and what was lost when, with the time until all was well again."""
+    """The answers, each with whether it came by a proxy; and what was lost when, and when all was well."""
     answers: list[tuple[bool, Answer]] = []
     over = asyncio.Event()
     body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": _TOKENS, "gap_ms": _GAP_MS}
