@@ -24,7 +24,7 @@ from loadgen.faults.simulate import Run, run_seed
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
 from tools.progress import progress_bar
-from tools.results import print_table, write_result
+from tools.results import environment, print_table, write_result
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -91,11 +91,12 @@ def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
     console.print(f"{len(seeds)} seeds, {failed} with a violation")
     if out is not None:
         row = {"first_seed": seeds.start, "seeds": len(seeds), "violated": failed, "faults": faults}
+        row["commit"] = environment()["commit"]  # later runs may be of another
         _add(out, "faults_simulated", row | {"kinds": dict(sorted(kinds.items()))}, "first_seed", _SIMULATED)
     return failed
 
 
-_SIMULATED = "a row for each run of the command; kinds: how many requests ended how, as their clients saw it"
+_SIMULATED = "a row for each run of the command, of the code of its commit; kinds: how many requests ended how, as their clients saw it"
 _MUTATED = "each mutation with the first seed that fails with it and not without it; null: none"
 
 
@@ -126,6 +127,7 @@ def mutate(
         console.print(f"{found.mutation}: {by}", markup=False)
         if out is not None:
             row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation}
+            row["commit"] = environment()["commit"]
             _add(out, "faults_mutated", row, "mutation", _MUTATED)
         if found.seed is None:
             missed.append(found.mutation)
