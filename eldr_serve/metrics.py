@@ -74,6 +74,7 @@ _COUNTED = {
     "policy_errors": ("requests", "placed by load, since the policy raised an error"),
     "policy_changes": ("changes", "of the policy"),
     "table_swaps": ("changes", "of the routing table"),
+    "refits": ("changes", "of these, tables that the router had fitted anew by itself"),
     "predictor_swaps": ("changes", "of the signature predictor"),
     "shadow_errors": ("errors", "of the shadow, each of which switched it off"),
     "router_lost": ("times", "the router did not answer an ingress"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import httpx
 
@@ -14,7 +15,11 @@ SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease 
 def remains(url: str, admin_key: str | None) -> list[str]:
     """What the service still holds, one entry each; empty where it is idle. Without the key, as its ingress
     says."""
-    status = Client(url, admin_key).status()
+    return remains_of(Client(url, admin_key).status())
+
+
+def remains_of(status: dict[str, Any]) -> list[str]:
+    """The same of a status."""
     if "workers" not in status:
         held = {key: status["ingress"][key] for key in ("in_flight", "leases")}
         return [f"{what}: {amount}" for what, amount in held.items() if amount]

@@ -55,15 +55,39 @@ def _look(router: Any, before: int | None, min_gain: float, seed: int) -> int:
     workers = len(status["workers"])
     if settings.table is None or not workers:
         return workers
-    table = RoutingTable.from_bytes(settings.table)
     recent = ray.get(router.recent_signatures.remote())
-    counts = np.array([c for c in recent if c.shape == table.spec.idf.shape])
-    why = reason(table, counts, workers, before, min_gain, seed=seed)
-    if why is not None:
-        fitted = refit_centroids(table, counts, workers, seed=seed)
-        swapped = ray.get(router.swap_table.remote(fitted.to_bytes()))
+    found = refitted(settings.table, recent, workers, before, min_gain, seed=seed)
+    if found is not None:
+        fitted, why = found
+        swapped = ray.get(router.swap_table.remote(fitted))
         typer.echo(f"{why}: table version {swapped.table_version} is live")
     return workers
+
+
+def refitted(
+    file: bytes,
+    recent: list[NDArray[Any]],
+    workers: int,
+    before: int | None,
+    min_gain: float,
+    *,
+    seed: int = 0,
+) -> tuple[bytes, str] | None:
+    """A RoutingTable file to swap in for the live one, and why; None while there is no reason.
+
+    A router with the option `refit` runs this too (eldr_serve/serving/refit.py).
+
+    Args:
+        file: the live RoutingTable file's bytes.
+        recent: unsigned[L,E] expert counts of prompts.
+        workers, before: decode replicas now and at the last look.
+    """
+    table = RoutingTable.from_bytes(file)
+    counts = np.array([c for c in recent if c.shape == table.spec.idf.shape])
+    why = reason(table, counts, workers, before, min_gain, seed=seed)
+    if why is None:
+        return None
+    return refit_centroids(table, counts, workers, seed=seed).to_bytes(), why
 
 
 def reason(

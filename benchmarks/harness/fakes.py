@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +22,29 @@ from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer
 
-MODEL = "fake"
+MODEL, APPLICATION = "fake", "bench-streams"
 _PROMPT_TOKENS = 300
 _STEP_S = 0.03
 
 
 def fake_application(
-    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None
+    *,
+    decode_replicas: int,
+    prefill_s: float,
+    seed: int,
+    own_port: int | None = None,
+    ingresses: int = 1,
+    prefill_replicas: int = 1,
+    engine_options: Mapping[str, Any] = {},
+    ingress_options: Mapping[str, Any] = {},
 ) -> Application:
     """Our ingress, router actor and channels over engines that compute nothing.
 
     Args:
         own_port: see IngressOptions.port.
+        engine_options, ingress_options: deployment options of Serve beside these.
     """
-    name, options = "bench-streams", PathOptions()
+    name, options = APPLICATION, PathOptions()
     prompts = prompt_counts(32, np.random.default_rng(seed))
     config = FakeConfig(prompts, prompt_tokens=_PROMPT_TOKENS, prefill_s=prefill_s, step_s=_STEP_S)
 
@@ -48,7 +58,7 @@ def fake_application(
             name=f"Fake{server.__name__}",
             num_replicas=replicas,
             request_router_config=router,
-            ray_actor_options={"num_cpus": 0.1},
+            **{"ray_actor_options": {"num_cpus": 0.1}} | dict(engine_options),
         ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)
 
     rng = np.random.default_rng(seed)
@@ -57,11 +67,12 @@ def fake_application(
     ingress = serve.deployment(
         serve.ingress(http_application)(EldrIngress),
         name="EldrIngress",
+        num_replicas=ingresses,
         max_ongoing_requests=2 * limits.max_in_flight,
-        ray_actor_options={"num_cpus": 0.1},
+        **{"ray_actor_options": {"num_cpus": 0.1}} | dict(ingress_options),
     )
     return ingress.bind(
-        prefill=deployed(PrefillServer, prefill_directory(name), 1),
+        prefill=deployed(PrefillServer, prefill_directory(name), prefill_replicas),
         decode=deployed(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
         tokenizer=str(WEIGHTS),
         model_card={"id": MODEL, "object": "model"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
@@ -13,6 +14,12 @@ from eldr_serve.serving.router_settings import RouterSettings
 
 DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
 SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
+_CORES_FOR_TWO = 4  # of the machine that builds the application: so that two ingresses leave some to others
+
+
+def default_ingresses() -> int:
+    """Where there are cores another ingress serves while one is lost or replaced."""
+    return 2 if len(os.sched_getaffinity(0)) >= _CORES_FOR_TWO else 1
 
 
 class PrefillRouterOptions(BaseModel):
@@ -56,7 +63,8 @@ class EldrArgs(BaseModel):
     ingress_deployment_config: dict[str, Any] = Field(
         default_factory=dict,
         validate_default=True,
-        description="Ray Serve deployment options of the ingress (num_replicas, ...)",
+        description="Ray Serve deployment options of the ingress (num_replicas, ...); 2 replicas where the "
+        "machine that builds the application has 4 cores, else 1",
     )
     admin_key: SecretStr | None = Field(
         default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"
@@ -69,4 +77,6 @@ class EldrArgs(BaseModel):
         options = {"graceful_shutdown_timeout_s": DRAIN_S} | given
         if scaling := options.get("autoscaling_config"):
             options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
+        else:
+            options.setdefault("num_replicas", default_ingresses())
         return options

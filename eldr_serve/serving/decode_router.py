@@ -18,7 +18,8 @@ from eldr_serve.routing import Placement, StepSums
 from eldr_serve.serving.address import Address, open_channel
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.serving.refit import LiveRefit
+from eldr_serve.serving.router_settings import RefitOptions, RouterSettings
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.serving.shared_limits import SharedLimits
 from eldr_serve.serving.tenants import Taken
@@ -36,6 +37,7 @@ class DecodeRouter:
     """Holds live load, leases, the policy and the table for every ingress of one deployment."""
 
     def __init__(self, settings: RouterSettings) -> None:
+        self._refitting: asyncio.Task[None] | None = None
         self._start(settings)
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
@@ -73,10 +75,21 @@ class DecodeRouter:
         answer.send(pickle.dumps(result, protocol=5))
 
     def _start(self, settings: RouterSettings, older: Settings | None = None) -> None:
-        self._state = RouterState(**dict(settings))
+        given = dict(settings)
+        self._refit_by(given.pop("refit"))
+        self._state = RouterState(**given)
         self._state.supersede(settings.fingerprint, older)
         self._last_call = time.monotonic()
         self._metrics = RouterMetrics()
+
+    def _refit_by(self, options: RefitOptions | None) -> None:
+        """Where the deployment says so, and no longer where it does not."""
+        if self._refitting is not None:
+            self._refitting.cancel()
+            self._refitting = None
+        if options is not None:
+            run = LiveRefit(options, lambda: self._state).run()
+            self._refitting = asyncio.get_event_loop().create_task(run)
 
     async def configure(self, settings: RouterSettings) -> None:
         """Start anew if the deployment was changed: it wins over what operators said before it, which

@@ -339,7 +339,8 @@ class EldrIngress:
         except AWAY as error:
             status = {"router": f"away ({type(error).__name__})"}
         loops = status.get("loops", {}) | {self._watch.role: self._watch.status()}
-        return JSONResponse(status | {"ingress": self._own(), "loops": loops})
+        own = {"answered_by": self._client.name, "ingress": self._own(), "loops": loops}
+        return JSONResponse(status | own)
 
     def _own(self) -> dict[str, Any]:
         return {

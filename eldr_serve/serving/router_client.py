@@ -84,6 +84,11 @@ class RouterClient:
         self.start, self.stop = self.link.start, self.link.stop
 
     @property
+    def name(self) -> str:
+        """Of this client, for the actor."""
+        return self._id
+
+    @property
     def router_away(self) -> bool:
         """The actor did not answer the last call; placements are made by own load."""
         return self.link.away

@@ -27,6 +27,17 @@ def _contents_of(kind: type[Artifact]) -> BeforeValidator:
     return BeforeValidator(contents)
 
 
+class RefitOptions(BaseModel, frozen=True, extra="forbid"):
+    """When the router has its table fitted anew to recent requests and the decode replicas of now."""
+
+    every_s: float = Field(default=60.0, gt=0, description="time between two looks, s")
+    min_gain: float = Field(
+        default=0.02,
+        ge=0,
+        description="mean cosine that a refit must gain on signatures that it has not seen",
+    )
+
+
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     """Policy, table, and what happens to state that nobody renews."""
 
@@ -57,6 +68,10 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     )
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
+    )
+    refit: RefitOptions | None = Field(
+        default=None,
+        description="fit the table anew by itself, `{every_s, min_gain}`; none: it stays as it is",
     )
     seed: int = Field(default=0, description="seed of random choices")
 

@@ -395,6 +395,11 @@ class RouterState:
 
     # -- what people look at -----------------------------------------------------------------------
 
+    @property
+    def num_workers(self) -> int:
+        """Decode replicas that live."""
+        return sum(replica is not None for replica in self._slots)
+
     def status(self) -> dict[str, Any]:
         """JSON-able; `kv_tokens` are prompt + generated tokens of the requests in flight."""
         loads = self.placer.loads()

@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from loadgen.faults.chaos import FAULTS, NOTES, OWN_CONNECTION, rows, run_chaos
+from loadgen.faults.chaos import FAULTS, run_chaos
 from loadgen.faults.mutations import MUTATIONS, search
+from loadgen.faults.record import APART, NOTES, Record, rows, wrong
 from loadgen.faults.simulate import Run, run_seed
-from loadgen.faults.steadiness import wrong
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
 from tools.progress import progress_bar
-from tools.results import print_table, write_result
+from tools.results import environment, print_table, write_result
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -91,11 +91,12 @@ def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
     console.print(f"{len(seeds)} seeds, {failed} with a violation")
     if out is not None:
         row = {"first_seed": seeds.start, "seeds": len(seeds), "violated": failed, "faults": faults}
+        row["commit"] = environment()["commit"]  # later runs may be of another
         _add(out, "faults_simulated", row | {"kinds": dict(sorted(kinds.items()))}, "first_seed", _SIMULATED)
     return failed
 
 
-_SIMULATED = "a row for each run of the command; kinds: how many requests ended how, as their clients saw it"
+_SIMULATED = "a row for each run of the command, of the code of its commit; kinds: how many requests ended how, as their clients saw it"
 _MUTATED = "each mutation with the first seed that fails with it and not without it; null: none"
 
 
@@ -126,6 +127,7 @@ def mutate(
         console.print(f"{found.mutation}: {by}", markup=False)
         if out is not None:
             row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation}
+            row["commit"] = environment()["commit"]
             _add(out, "faults_mutated", row, "mutation", _MUTATED)
         if found.seed is None:
             missed.append(found.mutation)
@@ -149,46 +151,36 @@ def chaos(
     blocks: Annotated[int, typer.Option(help="KV blocks of an engine, few, so that they are reused.")] = 64,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8300,
     seed: Annotated[int, typer.Option(help="Of faults, clients and prompts.")] = 0,
-    out: Annotated[Path, typer.Option(help="JSON file of the figures.")] = Path("out/faults.json"),
+    out: Annotated[
+        Path,
+        typer.Option(help="JSON file of the figures; beside it, .jsonl, what happens, which runs add to."),
+    ] = Path("out/faults.json"),
 ) -> None:
     """Kill and stop the application's processes in turn; status 1 if a client or a text came to harm."""
     chosen = faults.split(",")
     if unknown := set(chosen) - set(FAULTS):
         raise BadInput(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
-    found = run_chaos(
-        deployment, read_prompts([prompts]), chosen,
-        seconds=seconds, every_s=every, in_flight=in_flight, blocks=blocks, port=port, seed=seed,
-    )  # fmt: skip
-    inputs = {
-        "deployment": deployment.name,
-        "seconds": seconds,
-        "every_s": every,
-        "in_flight": in_flight,
-        "blocks": blocks,
-    }
-    table, held = rows(found), found.steadiness.rows(found.stops)
-    print_table("faults", table)
+    record = Record(out.with_suffix(".jsonl"))
+    seed += len(record.of("run"))
+    try:
+        run_chaos(
+            deployment, read_prompts([prompts]), chosen, record,
+            seconds=seconds, every_s=every, in_flight=in_flight, blocks=blocks, port=port, seed=seed,
+        )  # fmt: skip
+    finally:
+        inputs = {"deployment": deployment.name, "every_s": every, "in_flight": in_flight, "blocks": blocks}
+        table = rows(record)
+        write_result(out, "faults", table, inputs=inputs, seed=seed, notes=NOTES)
+    held = table[-1]["processes"]
+    print_table("faults", [{name: row[name] for name in table[0]} for row in table])
     print_table("processes", held)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    all_of_it = [*table[:-1], table[-1] | {"processes": held}]
-    write_result(out, "faults", all_of_it, inputs=inputs, seed=seed, notes=NOTES)
-    unsteady = wrong(held)
-    for what in found.left_behind:
-        print(f"left behind: {what}")
-    for what in unsteady:
-        print(f"not steady: {what}")
-    for one in found.sent:
-        if one.kind not in ("ok", "left", *OWN_CONNECTION):
-            print(f"{one.kind}: {one.detail[:200]}")
-    total = table[-1]
-    if (
-        total["not_recovered"]
-        or total["wrong_text"]
-        or total["failed"]
-        or total["silent_over_15_s"]
-        or found.left_behind
-        or unsteady
-    ):
+    for one in record.of("sent"):
+        if one["kind"] not in ("ok", "left", *APART):
+            print(f"{one['kind']} after {one['fault']}: {one['detail'][:200]}")
+    found = wrong(record)
+    for what in found:
+        print(what)
+    if found:
         raise typer.Exit(1)
 
 

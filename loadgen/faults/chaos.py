@@ -1,7 +1,7 @@
 """The whole application under load, with its processes killed and stopped, one after the other.
 
-Clients stream, ask for whole answers and leave, so many at a time; each text is compared with what the same
-prompt gave before the first fault.
+Clients stream, ask for whole answers and leave, so many at a time (traffic.py). What happens is written down
+as it does (record.py).
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from eldr_serve.artifacts import RoutingTable
 from eldr_serve.client import Client, ServiceError
 from eldr_serve.signature import SignatureSpec
 from loadgen import application, workload
-from loadgen.faults import processes
+from loadgen.faults import processes, steadiness
+from loadgen.faults.record import Record
 from loadgen.faults.steadiness import Steadiness
-from loadgen.remains import remains, settle
+from loadgen.faults.traffic import Load, Sent, bodies, references
+from loadgen.remains import remains_of
 
 STOP_S, GCS_S = 5.0, 8.0
-HANG_S = 15.0  # a request that hears nothing for so long hangs
-_PATIENCE_S = 90.0
+SETTLE_S = 35.0  # until nothing may be left: KV blocks of a request that was cut off are held for 30 s
 _RECOVERY_S = 120.0
 _PROMPTS = 16
-_LOOKS = 8
+_INGRESSES = 2
+_LOOKS = 40  # for each ingress to answer one, which the kernel chooses
 _WARM_S, _LOOK_PERIOD_S = 20.0, 5.0  # of load until processes are warm, and between looks at their loops
 _RUNNING = ("ray_vllm_num_requests_running", "ray_vllm_num_requests_waiting")
+_STREAMS, _STREAM_TOKENS = 4, 400  # that are held while leases are compared
 _KEY = "chaos"
 POLICIES = ("round-robin", "balance-band", "locality-band", "marginal-cost")
 KILLED = ("prefill", "decode", "router", "ingress", "proxy", "controller")
@@ -51,62 +54,32 @@ FAULTS = (
     *(f"stop {role}" for role in STOPPED),
     "stop gcs", "swap table", "change policy", "redeploy",
 )  # fmt: skip
-NOTES = (
-    "requests are counted with the fault before their end; own_connection: those whose connection a killed "
-    "proxy or ingress held itself; gap: between two chunks of a stream; recovery: until as many processes as "
-    "before are there, all pairs of engines are warm and the proxy answers; processes: growth from 20 s of "
-    "load to the end, of the process that grew most; stalls: event loops that stood still for 0.5 s, also "
-    "because their process was stopped"
-)
-OWN_CONNECTION = ("not connected", "connection lost")  # what a killed proxy or ingress held itself
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A request's body without `stream`, and its greedy answer."""
-
-    body: dict[str, Any]
-    text: str
-
-
-@dataclass
-class Sent:
-    """A request that has ended.
-
-    Attributes:
-        kind: "ok", "left", "wrong text", "engine lost", "http STATUS", "not connected", "connection lost",
-            "cut" (an answer without its end), or "never ended".
-        silence_s: the longest time without a byte, from its sending on.
-        gap_s: the longest time between two chunks of a stream.
-    """
-
-    began_s: float
-    stream: bool
-    by_proxy: bool
-    kind: str = ""
-    detail: str = ""
-    ended_s: float = 0.0
-    silence_s: float = 0.0
-    gap_s: float = 0.0
+_CUT = ("not connected", "connection lost", "cut")  # how a request ends whose server has died
+_BEHIND_S = 3.0  # until Serve's proxy has told its client that the ingress has died
 
 
 @dataclass
 class Happened:
-    """A fault, and how long after it all was well again, s; None if that took too long."""
+    """A fault, and how long after it all was well again, s; None if that took too long.
+
+    Attributes:
+        held: ports of clients whose connections the killed process held.
+    """
 
     fault: str
     at_s: float
     recovery_s: float | None = None
+    held: set[int] = field(default_factory=set)
 
 
 @dataclass
 class Run:
-    """What came of it all; times are of time.monotonic()."""
+    """What comes of it all; times are of time.monotonic()."""
 
-    sent: list[Sent] = field(default_factory=list)
+    record: Record
     faults: list[Happened] = field(default_factory=list)
+    sent: int = 0
     counters: Counter[str] = field(default_factory=Counter)
-    left_behind: list[str] = field(default_factory=list)
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     @property
@@ -114,114 +87,48 @@ class Run:
         """How often a process of each role was stopped."""
         return Counter(h.fault.split()[-1] for h in self.faults if h.fault.startswith("stop"))
 
+    def ended(self, sent: Sent) -> None:
+        """A request has."""
+        self.sent += 1
+        before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
+        self.record.add(
+            "sent",
+            fault=before[-1].fault if before else None,
+            kind=attributed(sent, before) or sent.kind,
+            detail=sent.detail[:300],
+            stream=sent.stream,
+            by_proxy=sent.by_proxy,
+            seconds=round(sent.ended_s - sent.began_s, 3),
+            silence_s=round(sent.silence_s, 3),
+            gap_s=round(sent.gap_s, 3),
+        )
 
-class Load:
-    """Clients that ask one request after the other.
-
-    Args:
-        urls: of the ingress itself and of Serve's proxy.
-    """
-
-    def __init__(self, urls: tuple[str, str], prompts: list[Prompt], run: Run, rng: random.Random) -> None:
-        self._urls = urls
-        self._prompts = prompts
-        self._run = run
-        self._rng = rng
-
-    async def client(self, until_s: float) -> None:
-        """One client, until then."""
-        while time.monotonic() < until_s:
-            sent = await self._one()
-            self._run.sent.append(sent)
-            if sent.kind in ("not connected", "http 503", "http 429"):
-                await asyncio.sleep(self._rng.uniform(0.2, 0.6))  # as a client would
-
-    async def _one(self) -> Sent:
-        prompt, by_proxy = self._rng.choice(self._prompts), self._rng.random() < 0.25
-        sent = Sent(time.monotonic(), stream=self._rng.random() < 0.6, by_proxy=by_proxy)
-        leaves_s = self._rng.uniform(0.05, 1.0) if self._rng.random() < 0.15 else None
-        body = prompt.body | {"stream": sent.stream}
-        received = bytearray()
-        try:
-            async with asyncio.timeout(_PATIENCE_S if leaves_s is None else leaves_s):
-                # A connection each: the kernel spreads connections over ingress replicas.
-                async with (
-                    httpx.AsyncClient(timeout=None) as http,
-                    http.stream("POST", f"{self._urls[by_proxy]}/v1/completions", json=body) as answer,
-                ):
-                    heard_s = sent.began_s
-                    async for chunk in answer.aiter_bytes():
-                        now = time.monotonic()
-                        sent.silence_s = max(sent.silence_s, now - heard_s)
-                        if received:
-                            sent.gap_s = max(sent.gap_s, now - heard_s)
-                        heard_s = now
-                        received += chunk
-            judge(sent, answer.status_code, bytes(received), prompt.text)
-        except TimeoutError:
-            sent.kind = "never ended" if leaves_s is None else "left"
-            if sent.stream and leaves_s is not None:
-                judge(sent, 200, bytes(received), prompt.text, whole=False)
-        except httpx.ConnectError as error:
-            sent.kind, sent.detail = "not connected", repr(error)
-        except httpx.TransportError as error:
-            sent.kind, sent.detail = "connection lost", repr(error)
-            if sent.stream:
-                judge(sent, 200, bytes(received), prompt.text, whole=False)
-        sent.ended_s = time.monotonic()
-        return sent
+    def over(self, happened: Happened) -> None:
+        """All is well again, or it has taken too long."""
+        seconds = happened.recovery_s
+        self.record.add("fault", fault=happened.fault, recovery_s=seconds and round(seconds, 2))
 
 
-def judge(sent: Sent, status: int, body: bytes, text: str, *, whole: bool = True) -> None:
-    """Set the kind, where the answer itself decides it.
-
-    Args:
-        whole: the answer has ended by itself; else it is only looked at for wrong text.
-    """
-    if status != 200:
-        sent.kind, sent.detail = f"http {status}", body[:200].decode(errors="replace")
-        return
-    said, done, error = read_events(body) if sent.stream else (_whole_text(body), True, "")
-    if said is None or not text.startswith(said) or (whole and done and not error and said != text):
-        sent.kind, sent.detail = "wrong text", f"{said!r} in place of {text!r}"
-    elif error:
-        sent.kind, sent.detail = "engine lost", error
-    elif whole:
-        sent.kind = "ok" if done else "cut"
-
-
-def read_events(body: bytes) -> tuple[str, bool, str]:
-    """The text of a stream, whether it has its end, and the error in it."""
-    text, done, error = "", False, ""
-    for event in body.split(b"\n\n")[:-1]:
-        data = event.removeprefix(b"data: ")
-        if data == b"[DONE]":
-            done = True
-            continue
-        fields = json.loads(data)
-        if "error" in fields:
-            error = fields["error"]["message"]
-        for choice in fields.get("choices", []):
-            text += choice["text"]
-    return text, done, error
-
-
-def _whole_text(body: bytes) -> str | None:
-    try:
-        text: str = json.loads(body)["choices"][0]["text"]
-    except (ValueError, KeyError, IndexError):
-        return None
-    return text
-
-
-async def references(url: str, bodies: list[dict[str, Any]]) -> list[Prompt]:
-    """What each prompt's greedy answer is while nothing fails."""
-    found = []
-    async with httpx.AsyncClient(timeout=120) as http:
-        for body in bodies:
-            answer = await http.post(f"{url}/v1/completions", json=body)
-            found.append(Prompt(body, answer.raise_for_status().json()["choices"][0]["text"]))
-    return found
+def attributed(sent: Sent, faults: list[Happened]) -> str | None:
+    """Which of record.APART a failed request is, of whose server the life ended with a fault; else None."""
+    kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
+    for happened in reversed(kills):
+        under_way = sent.began_s <= happened.at_s + 0.1 and sent.ended_s >= happened.at_s
+        if under_way and sent.kind in _CUT and sent.port in happened.held:
+            return "own_connection"
+        behind = sent.by_proxy and happened.fault == "kill ingress"
+        failed = sent.kind in _CUT or sent.kind == "http 500"
+        if behind and failed and under_way and sent.ended_s <= happened.at_s + _BEHIND_S:
+            return "behind_proxy"
+        away_s = happened.recovery_s or _RECOVERY_S
+        if (
+            happened.fault == "kill proxy"
+            and sent.by_proxy
+            and sent.kind == "not connected"
+            and sent.ended_s <= happened.at_s + away_s
+        ):
+            return "nobody_listened"
+    return None
 
 
 class Operator:
@@ -283,7 +190,7 @@ class Operator:
             self._run.faults.remove(happened)
             return
         if verb == "kill":
-            processes.kill(self._rng.choice(there))
+            happened.held = processes.kill(self._rng.choice(there))
         elif verb == "stop":
             victim = self._rng.choice(there)
             processes.stop(victim)
@@ -334,7 +241,9 @@ class Operator:
             if await asyncio.to_thread(self._whole):
                 happened.recovery_s = time.monotonic() - happened.at_s
                 self._tell(f"{happened.fault}: all is well after {happened.recovery_s:.1f} s")
+                self._run.over(happened)
                 return
+        self._run.over(happened)
         self._tell(f"{happened.fault}: not got over within {_RECOVERY_S:g} s")
 
     def _whole(self) -> bool:
@@ -369,55 +278,12 @@ _OPERATIONS: dict[str, Callable[[Operator], None]] = {
 }
 
 
-def rows(run: Run) -> list[dict[str, Any]]:
-    """A row for each kind of fault, with the requests that ended between it and the next; and one for all."""
-    times = [happened.at_s for happened in run.faults]
-    found = []
-    for kind in [None, *dict.fromkeys(happened.fault for happened in run.faults), ""]:
-        if kind == "":
-            sent, recoveries, number = run.sent, [h.recovery_s for h in run.faults], len(run.faults)
-        else:
-            mine = [i for i, h in enumerate(run.faults) if h.fault == kind]
-            sent = [s for s in run.sent if _index(times, s.ended_s) in (mine if kind else [-1])]
-            recoveries, number = [run.faults[i].recovery_s for i in mine], len(mine)
-        found.append(_row({None: "before any", "": "all"}.get(kind, kind), number, sent, recoveries))
-    found[-1] |= {"resumed": run.counters["resumed"], "left_behind": len(run.left_behind)}
-    return found
-
-
-def _index(times: list[float], at_s: float) -> int:
-    """Of the last fault before; -1 for none."""
-    return int(np.searchsorted(times, at_s, side="right")) - 1
-
-
-def _row(fault: str | None, number: int, sent: list[Sent], recoveries: list[float | None]) -> dict[str, Any]:
-    known = [seconds for seconds in recoveries if seconds is not None]
-    kinds = Counter(s.kind for s in sent)
-    silent = [s for s in sent if s.silence_s > HANG_S]
-    return {
-        "fault": fault,
-        "times": number,
-        "requests": len(sent),
-        "ok": kinds.pop("ok", 0),
-        "left": kinds.pop("left", 0),
-        "own_connection": sum(kinds.pop(kind, 0) for kind in OWN_CONNECTION),
-        "wrong_text": kinds.pop("wrong text", 0),
-        "failed": sum(kinds.values()),
-        "failures": dict(sorted(kinds.items())),
-        "silent_over_15_s": len(silent),
-        "longest_silence_s": max((s.silence_s for s in sent), default=0.0),
-        "longest_gap_s": max((s.gap_s for s in sent if s.stream), default=0.0),
-        "recovery_p50_s": float(np.median(known)) if known else None,
-        "recovery_max_s": max(known, default=None),
-        "not_recovered": len(recoveries) - len(known),
-    }
-
-
 async def drive(
     service: Client,
     proxy_url: str,
     arguments: dict[str, Any],
-    bodies: list[dict[str, Any]],
+    asked: list[tuple[str, Any]],
+    record: Record,
     *,
     faults: list[str],
     seconds: float,
@@ -425,24 +291,31 @@ async def drive(
     in_flight: int,
     seed: int,
     tell: Callable[[str], None],
-) -> Run:
+) -> None:
     """The load and the faults; then what is left behind after some time."""
-    rng, run = random.Random(seed), Run()
+    rng, run = random.Random(seed), Run(record)
     tell("greedy answers without faults")
-    prompts = await references(service.url, bodies)
+    prompts = await references(service.url, asked)
     tell("load")
-    load = Load((service.url, proxy_url), prompts, run, rng)
+    load = Load((service.url, proxy_url), prompts, run.ended, rng)
     until_s = time.monotonic() + seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
     await Operator(service, proxy_url, arguments, run, rng, tell).work(faults, every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
-    tell("what is left")
-    run.left_behind = await asyncio.to_thread(_settle, service.url, str(bodies[0]["model"]))
+    tell(f"{run.sent} requests; what is left")
+    settled_s, left = await asyncio.to_thread(_settle, service.url)
+    left += await asyncio.to_thread(_running, service.url)
     await asyncio.to_thread(_take, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
-    return run
+    tell("whether the router's leases are the union of its clients'")
+    left += await _union(service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"]))
+    held = run.steadiness.rows(run.stops)
+    record.add(
+        "end", settled_s=round(settled_s, 1), left_behind=left, counters=dict(run.counters), processes=held,
+        unsteady=steadiness.wrong(held),
+    )  # fmt: skip
 
 
 async def _watch(steadiness: Steadiness) -> None:
@@ -459,11 +332,66 @@ def _take(steadiness: Steadiness) -> None:
         steadiness.take(_metrics())
 
 
-def _settle(url: str, model: str) -> list[str]:
-    """What is wrong when all clients have gone; several looks, since each ingress shows its own part."""
-    wrong = settle(url, model, _KEY)
-    looks = [what for _ in range(_LOOKS) for what in remains(url, _KEY)]
-    return [*dict.fromkeys([*wrong, *looks]), *_running(url)]
+def _ingresses(url: str) -> list[dict[str, Any]]:
+    """The status as each ingress of the port tells it, so far as they can be met."""
+    found: dict[str, dict[str, Any]] = {}
+    for _ in range(_LOOKS):
+        with contextlib.suppress(ServiceError):
+            status = Client(url, _KEY, timeout_s=5.0).status()
+            found[status["answered_by"]] = status
+            if len(found) == _INGRESSES:
+                break
+    return list(found.values())
+
+
+def _settle(url: str) -> tuple[float, list[str]]:
+    """How long it took until nothing was left, and what still is after SETTLE_S."""
+    since = time.monotonic()
+    while True:
+        told = _ingresses(url)
+        held = list(dict.fromkeys(what for status in told for what in remains_of(status)))
+        if len(told) < _INGRESSES:
+            held.append(f"{len(told)} of {_INGRESSES} ingresses answer")
+        took_s = time.monotonic() - since
+        if not held or took_s > SETTLE_S:
+            return took_s, held
+        time.sleep(0.5)
+
+
+async def _union(url: str, model: str) -> list[str]:
+    """Whether the router holds a lease for each stream of each ingress, and no other, while some run."""
+    body = {
+        "model": model, "prompt": "Once upon a time", "max_tokens": _STREAM_TOKENS, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+
+    async def stream() -> None:
+        async with (
+            httpx.AsyncClient(timeout=60) as http,
+            http.stream("POST", f"{url}/v1/completions", json=body) as answer,
+        ):
+            async for _ in answer.aiter_bytes():
+                pass
+
+    streams = [asyncio.create_task(stream()) for _ in range(_STREAMS)]
+    seen = "no stream began"
+    try:
+        async with asyncio.timeout(30):
+            while not all(task.done() for task in streams):
+                told = await asyncio.to_thread(_ingresses, url)
+                own = sum(status["ingress"]["leases"] for status in told)
+                router = [status.get("leases", -1) for status in told]
+                if own == _STREAMS and router == [own] * _INGRESSES:
+                    return []
+                seen = f"the router holds {router} leases, its ingresses {own}"
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pass
+    finally:
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    return [f"{seen}, of {_STREAMS} streams"]
 
 
 def _running(url: str) -> list[str]:
@@ -495,6 +423,7 @@ def run_chaos(
     deployment: Path,
     prompts: list[workload.Prompt],
     faults: list[str],
+    record: Record,
     *,
     seconds: float,
     every_s: float,
@@ -502,10 +431,11 @@ def run_chaos(
     blocks: int,
     port: int,
     seed: int,
-) -> Run:
+) -> None:
     """Start the application on a cluster of its own, drive it, and stop it.
 
     Args:
+        record: what happens is added there.
         blocks: KV blocks of each engine.
 
     Raises:
@@ -516,16 +446,9 @@ def run_chaos(
     for role in ("prefill_config", "decode_config"):
         arguments[role]["engine_kwargs"] |= {"num_gpu_blocks_override": blocks, "max_model_len": 1024}
         arguments[role]["deployment_config"] |= {"health_check_period_s": 1}
-    arguments["ingress_deployment_config"] |= {"num_replicas": 2}
+    arguments["ingress_deployment_config"] |= {"num_replicas": _INGRESSES}
     model = arguments["decode_config"]["model_loading_config"]["model_id"]
-    lengths = random.Random(seed)
-    bodies = [
-        {
-            "model": model, "prompt": prompt.text[:600], "max_tokens": lengths.choice([8, 24, 64, 128]),
-            "temperature": 0, "ignore_eos": True,
-        }
-        for prompt in workload.balanced_sample(prompts, _PROMPTS, seed)
-    ]  # fmt: skip
+    asked = bodies(prompts, model, _PROMPTS, seed)
     console, began_s = Console(stderr=True, highlight=False), time.monotonic()
 
     def tell(what: str) -> None:
@@ -534,11 +457,12 @@ def run_chaos(
     application.check_port(port)
     try:
         service, _ = application.start(arguments, port, _KEY, dashboard=False, tell=tell)
+        record.add("run", seed=seed, seconds=seconds, every_s=every_s, in_flight=in_flight, faults=faults)
         load = drive(
-            service, f"http://127.0.0.1:{port + 1}", arguments, bodies,
+            service, f"http://127.0.0.1:{port + 1}", arguments, asked, record,
             faults=faults, seconds=seconds, every_s=every_s, in_flight=in_flight, seed=seed, tell=tell,
         )  # fmt: skip
-        return asyncio.run(load)
+        asyncio.run(load)
     finally:
         for role in processes.ROLES:
             for process in processes.of(role):

@@ -18,24 +18,37 @@ _TITLES = {
     "gcs": "gcs_server",
 }
 ROLES = tuple(_TITLES)
+_WAITING = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of one that no process has taken: to be taken
 
 
 def of(role: str) -> list[psutil.Process]:
-    """Those that live, oldest first; children of this process alone, so nobody else's."""
+    """Those of the application `eldr` that live, oldest first."""
+    return named(_TITLES[role])
+
+
+def named(name: str) -> list[psutil.Process]:
+    """Those whose command has it in it; children of this process alone, so nobody else's."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
-            if _TITLES[role] in title and process.status() != psutil.STATUS_ZOMBIE:
+            if name in title and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.create_time(), process.pid, process))
         except psutil.NoSuchProcess:
             continue
     return [process for *_, process in sorted(found, key=lambda entry: entry[:2])]
 
 
-def kill(process: psutil.Process) -> None:
-    """As kill -9."""
+def kill(process: psutil.Process) -> set[int]:
+    """As kill -9; returns the ports of those whose connections it held, or would have taken next."""
+    stop(process)  # so that it takes no more of them meanwhile
+    held = set()
+    for connection in psutil.net_connections("tcp"):
+        taken = connection.pid == process.pid
+        if connection.raddr and (taken or (connection.pid is None and connection.status in _WAITING)):
+            held.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
+    return held
 
 
 def stop(process: psutil.Process) -> None:

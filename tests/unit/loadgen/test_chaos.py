@@ -1,20 +1,30 @@
-"""What the chaos command makes of answers and of times."""
+"""What the chaos command makes of answers, of faults and of times."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray.serve.exceptions import RayServeException
 
 from eldr_serve.client import ServiceError
 from loadgen import application
 from loadgen.faults import chaos, processes
-from loadgen.faults.chaos import Happened, Operator, Run, Sent, judge, rows
+from loadgen.faults.chaos import Happened, Operator, Run, attributed
+from loadgen.faults.record import Record, rows, wrong
+from loadgen.faults.traffic import Said, Sent, bodies, judge
+from loadgen.workload import Prompt
 
-TEXT = "one two three"
+TEXT = Said(text="one two three", finish="length", usage=(5, 3), done=True)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -22,20 +32,31 @@ def event(**fields: Any) -> bytes:
     return f"data: {json.dumps(fields)}\n\n".encode()
 
 
-def said(text: str) -> bytes:
-    return event(choices=[{"index": 0, "text": text}])
+def said(text: str, finish: str | None = None, name: str = "a", tokens: list[str] | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return event(id=name, choices=[choice | ({"logprobs": {"tokens": tokens}} if tokens else {})])
 
 
+def chat(text: str | None, finish: str | None = None) -> bytes:
+    return event(id="a", choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}])
+
+
+END = event(id="a", choices=[], usage={"prompt_tokens": 5, "completion_tokens": 3}) + DONE
 LOST = event(error={"message": "the engine was lost", "code": 503})
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "whole"),
     [
-        ("ok", said("one two") + said(" three") + DONE, True),
+        ("ok", said("one two") + said(" three", "length") + END, True),
+        ("ok", chat(None) + chat("one two three") + chat("", "length") + END, True),
         ("wrong text", said("one too"), False),
-        ("wrong text", said("one two") + DONE, True),  # tokens are missing
-        ("wrong text", said("one two three") + said(" three") + DONE, True),
+        ("wrong text", said("one two", "length") + END, True),  # tokens are missing
+        ("wrong text", said("one two three") + said(" three", "length") + END, True),
+        ("wrong text", said("one two three", "stop") + END, True),
+        ("wrong text", said("one two three", "length") + DONE, True),  # without its usage
+        ("wrong text", said("one two") + said(" three", "length", name="b"), False),
+        ("wrong text", said("one", tokens=["one"]), False),  # nobody asked for log-probabilities
         ("engine lost", said("one") + LOST + DONE, True),
         ("wrong text", said("two") + LOST + DONE, True),
         ("cut", said("one two"), True),
@@ -46,22 +67,44 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
 def test_a_stream_is_right_up_to_its_end_or_an_error(kind: str, body: bytes, whole: bool) -> None:
     sent = Sent(0.0, stream=True, by_proxy=False)
     judge(sent, 200, body, TEXT, whole=whole)
+    assert sent.kind == kind, sent.detail
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("ok", ["one", " two"]), ("wrong text", ["one", " too"])])
+def test_tokens_of_log_probabilities_are_compared(kind: str, tokens: list[str]) -> None:
+    answer = Said(text="one two", tokens=["one", " two"], finish="stop", usage=(5, 3))
+    sent = Sent(0.0, stream=True, by_proxy=False)
+    judge(sent, 200, said("one two", "stop", tokens=tokens) + END, answer)
     assert sent.kind == kind
+
+
+WHOLE = {
+    "id": "a", "choices": [{"text": TEXT.text, "finish_reason": "length"}],
+    "usage": {"prompt_tokens": 5, "completion_tokens": 3},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "status", "body"),
     [
-        ("ok", 200, json.dumps({"choices": [{"text": TEXT}]})),
-        ("wrong text", 200, json.dumps({"choices": [{"text": "one"}]})),
-        ("wrong text", 200, json.dumps({"choices": [{"text": TEXT}]}) + "data: {}"),
+        ("ok", 200, json.dumps(WHOLE)),
+        ("wrong text", 200, json.dumps(WHOLE | {"choices": [{"text": "one", "finish_reason": "length"}]})),
+        ("wrong text", 200, json.dumps(WHOLE) + "data: {}"),
         ("http 503", 503, "{}"),
     ],
 )
 def test_a_whole_answer_is_right_or_an_error(kind: str, status: int, body: str) -> None:
     sent = Sent(0.0, stream=False, by_proxy=False)
     judge(sent, status, body.encode(), TEXT)
-    assert sent.kind == kind
+    assert sent.kind == kind, sent.detail
+
+
+def test_there_are_requests_of_every_kind() -> None:
+    prompts = [Prompt(f"{number}", "a", "some text") for number in range(16)]
+    asked = bodies(prompts, "m", 16, seed=0)
+    assert sum(path.endswith("chat/completions") for path, _ in asked) == 4
+    assert sum("logprobs" in body for _, body in asked) == 2
+    assert sum("stop" in body for _, body in asked) == 2
 
 
 class _Away:
@@ -90,7 +133,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "ingress", "proxy", "controller"])
 async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "of", lambda role: [])
-    run = Run()
+    run = Run(Record())
     operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
     await operator._happen(f"kill {role}")
     assert run.counters == {f"nobody to kill {role}": 1}
@@ -106,35 +149,129 @@ async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
         raise RayServeException("the controller is away")
 
     monkeypatch.setattr(application, "deploy", deploy)
-    run = Run()
+    run = Run(Record())
     operator = Operator(_Away(), "", dict(ARGUMENTS), run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
     await operator._tolerantly(chaos._OPERATIONS[fault])
     assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
 
 
-def test_requests_are_counted_with_the_fault_before_their_end() -> None:
-    def ended(at_s: float, kind: str, **fields: Any) -> Sent:
-        return Sent(0.0, stream=True, by_proxy=False, kind=kind, ended_s=at_s, **fields)
+KILLED = [Happened("kill ingress", 10.0, 4.0, {77}), Happened("kill proxy", 20.0, 4.0, {88})]
 
-    run = Run(
-        sent=[
-            ended(1, "ok"),
-            ended(11, "ok", gap_s=2.0),
-            ended(12, "connection lost"),
-            ended(21, "engine lost", silence_s=16.0),
-            ended(31, "left"),
-        ],
-        faults=[
-            Happened("kill decode", 10, 4.0),
-            Happened("stop router", 20, None),
-            Happened("kill decode", 30, 8.0),
-        ],
+
+@pytest.mark.parametrize(
+    ("apart", "fields"),
+    [
+        ("own_connection", {"began_s": 9, "ended_s": 10.1, "kind": "connection lost", "port": 77}),
+        ("own_connection", {"began_s": 9, "ended_s": 10.1, "kind": "cut", "port": 77}),
+        (None, {"began_s": 9, "ended_s": 10.1, "kind": "connection lost", "port": 78}),  # the other one's
+        (None, {"began_s": 9, "ended_s": 10.1, "kind": "engine lost", "port": 77}),
+        (None, {"began_s": 9, "ended_s": 10.1, "kind": "wrong text", "port": 77}),
+        (None, {"began_s": 12, "ended_s": 13, "kind": "connection lost", "port": 77}),  # a later one's port
+        (None, {"began_s": 12, "ended_s": 13, "kind": "not connected"}),  # there is another ingress
+        ("behind_proxy", {"began_s": 9, "ended_s": 10.1, "kind": "http 500", "by_proxy": True}),
+        (None, {"began_s": 9, "ended_s": 19, "kind": "http 500", "by_proxy": True}),
+        (None, {"began_s": 9, "ended_s": 10.1, "kind": "http 503", "by_proxy": True}),
+        ("own_connection", {"began_s": 19, "ended_s": 20.1, "kind": "cut", "port": 88, "by_proxy": True}),
+        ("nobody_listened", {"began_s": 21, "ended_s": 21, "kind": "not connected", "by_proxy": True}),
+        (None, {"began_s": 25, "ended_s": 25, "kind": "not connected", "by_proxy": True}),  # it is back
+    ],
+)
+def test_only_what_the_killed_process_held_is_counted_apart(
+    apart: str | None, fields: dict[str, Any]
+) -> None:
+    sent = Sent(**{"stream": True, "by_proxy": False} | fields)
+    faults = [happened for happened in KILLED if happened.at_s <= sent.ended_s]
+    assert attributed(sent, faults) == apart
+
+
+def test_a_killed_process_names_whose_connections_it_held() -> None:
+    """One that it has taken, and one that waits for it."""
+    code = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); c, _ = s.accept(); print('taken', flush=True); "
+        "sys.stdin.read()"
     )
-    found = {row["fault"]: row for row in rows(run)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port)) as taken:
+            assert server.stdout.readline() == "taken\n"
+            with socket.create_connection(("127.0.0.1", port)) as waiting:
+                held = processes.kill(psutil.Process(server.pid))
+                assert {taken.getsockname()[1], waiting.getsockname()[1]} <= held
+        assert server.wait() == -signal.SIGKILL
+
+
+def test_a_record_goes_on_where_another_run_has_ended(tmp_path: Path) -> None:
+    file = tmp_path / "faults.jsonl"
+    for number in range(2):
+        record = Record(file)
+        record.add("run", seed=number)
+        run = Run(record)
+        run.ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
+        run.faults.append(Happened("kill decode", 10.0, 4.0 + number))
+        run.ended(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
+        run.ended(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
+        run.over(run.faults[-1])
+        if number:
+            stopped = Happened("stop router", 20.0)
+            run.faults.append(stopped)
+            run.ended(
+                Sent(9.0, stream=True, by_proxy=False, kind="engine lost", ended_s=21.0, silence_s=16.0)
+            )
+            run.over(stopped)
+        record.add(
+            "end", settled_s=1.0 + number, left_behind=[], counters={"resumed": 3},
+            processes=[{"process": "decode", "stalls": 1, "memory_mib": 10.0 * number}], unsteady=[],
+        )  # fmt: skip
+    found = {row["fault"]: row for row in rows(Record(file))}
     assert list(found) == ["before any", "kill decode", "stop router", "all"]
-    assert [row["requests"] for row in found.values()] == [1, 3, 1, 5]
-    killed, stopped, total = found["kill decode"], found["stop router"], found["all"]
-    assert (killed["times"], killed["ok"], killed["left"], killed["own_connection"]) == (2, 1, 1, 1)
-    assert (killed["recovery_p50_s"], killed["recovery_max_s"], killed["longest_gap_s"]) == (6.0, 8.0, 2.0)
-    assert (stopped["failed"], stopped["not_recovered"], stopped["silent_over_15_s"]) == (1, 1, 1)
-    assert (total["times"], total["failures"]) == (3, {"engine lost": 1})
+    assert [row["requests"] for row in found.values()] == [2, 4, 1, 7]
+    killed, stopped_row, total = found["kill decode"], found["stop router"], found["all"]
+    assert (killed["times"], killed["ok"], killed["left"]) == (2, 2, 2)
+    assert (killed["recovery_p50_s"], killed["recovery_max_s"], killed["longest_gap_s"]) == (4.5, 5.0, 2.0)
+    assert (stopped_row["failed"], stopped_row["not_recovered"], stopped_row["silent_over_15_s"]) == (1, 1, 1)
+    assert (total["times"], total["failures"], total["resumed"]) == (3, {"engine lost": 1}, 6)
+    assert (total["runs"], total["runs_to_the_end"], total["settled_max_s"]) == (2, 2, 2.0)
+    assert total["processes"] == [{"process": "decode", "stalls": 2, "memory_mib": 10.0}]
+    assert wrong(Record(file)) == ["failed: 1 {'engine lost': 1}", "silent_over_15_s: 1", "not_recovered: 1"]
+
+
+def test_a_run_that_breaks_off_leaves_its_record_and_is_told() -> None:
+    record = Record()
+    record.add("run", seed=0)
+    Run(record).ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
+    assert rows(record)[-1]["requests"] == 1
+    assert wrong(record) == ["1 runs broke off"]
+
+
+class _Union:
+    """Two ingresses of one router, and what each says of leases."""
+
+    def __init__(self, router: int, *own: int) -> None:
+        self.told = [{"leases": router, "ingress": {"leases": mine}} for mine in own]
+
+    def __call__(self, url: str) -> list[dict[str, Any]]:
+        return self.told
+
+
+@pytest.mark.parametrize(
+    ("told", "wrong_leases"), [(_Union(4, 1, 3), False), (_Union(5, 1, 3), True), (_Union(3, 1, 2), True)]
+)
+async def test_the_router_must_hold_the_leases_of_its_clients_and_no_others(
+    told: _Union, wrong_leases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        await asyncio.sleep(0.3)
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    monkeypatch.setattr(chaos, "_ingresses", told)
+    server = await asyncio.start_server(streams, "127.0.0.1", 0)
+    async with server:
+        found = await chaos._union(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+    assert bool(found) == wrong_leases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -22,11 +23,20 @@ def test_an_ingress_has_as_long_to_end_its_streams_as_an_engine() -> None:
     engine = engine_spec(
         {"model_loading_config": {"model_id": "m"}}, "decode", directory_name="d", kv_lease_s=30.0
     )
-    assert EldrArgs(decode_config={}).ingress_deployment_config == {
-        "graceful_shutdown_timeout_s": engine.deployment_config["graceful_shutdown_timeout_s"]
-    }
+    own = engine.deployment_config["graceful_shutdown_timeout_s"]
+    assert options()["graceful_shutdown_timeout_s"] == own
     assert options(num_replicas=2)["graceful_shutdown_timeout_s"] == 600
     assert not list(drain("ingress", options()))
+
+
+@pytest.mark.parametrize(("cores", "ingresses"), [(2, 1), (3, 1), (4, 2), (64, 2)])
+def test_there_are_two_ingresses_where_there_are_cores_unless_the_yaml_says_how_many(
+    cores: int, ingresses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert options()["num_replicas"] == ingresses
+    assert options(num_replicas=3)["num_replicas"] == 3
+    assert "num_replicas" not in options(autoscaling_config={"min_replicas": 1, "max_replicas": 4})
 
 
 def test_the_yaml_may_say_less_and_eldr_check_warns() -> None:
