@@ -177,7 +177,7 @@ def cached_half(fit: Prompts, test: Prompts) -> Floats:
 
 
 def last_turn(fit: Prompts, test: Prompts) -> Floats:
-    """The true prefill of another prompt of the domain: of a session, the turn before, with nothing in common.
+    """The true prefill of another prompt of the domain: a session's turn before, with no text in common.
 
     A prompt that is alone in its domain has the mean of those fitted on.
     """
