@@ -42,6 +42,7 @@ SERVING = {
     "prefix_cache",
     "ray_up",
     "streams",
+    "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 

@@ -29,7 +29,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
@@ -40,6 +40,7 @@ import numpy as np
 import typer
 
 from benchmarks.harness import options
+from benchmarks.harness.capture import captured
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, session, summary
 from benchmarks.harness.cluster import unwind_on_sigterm
 from benchmarks.harness.cpu_time import cpu_s
@@ -76,9 +77,7 @@ _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
 
 @contextmanager
-def _ours(
-    arguments: dict[str, Any], predictor: bytes, names: Iterable[str], port: int
-) -> Iterator[Callable[[str], _Send]]:
+def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Callable[[str], _Send]]:
     """Our application; gives what sends to it under a policy, which starts anew."""
     url = f"http://127.0.0.1:{port}"
     with serving(arguments, port=port):
@@ -195,35 +194,44 @@ def _put(row: dict[str, Any], name: str, values: list[float]) -> None:
     row[name], row[f"{name}_low"], row[f"{name}_high"] = median_ci(values)
 
 
-def _predictor(path: Path, seed: int) -> tuple[bytes, set[str]]:
+def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
     """Fitted on CALIBRATION of the trace's prompts, and which those are."""
-    trace = CalibrationTrace.load(path)
     if trace.token_ids is None:
-        raise BadInput(f"{path} has no token ids; make it with eldr calibrate")
+        raise BadInput("the calibration trace has no token ids; make it with eldr calibrate")
     if len(trace.ids) < CALIBRATION:
-        raise BadInput(f"{path} has {len(trace.ids)} prompts; the predictor is fitted on {CALIBRATION}")
+        raise BadInput(f"the calibration trace has {len(trace.ids)} prompts, fewer than {CALIBRATION}")
     fit = trace.subset(np.random.default_rng(seed).permutation(len(trace.ids))[:CALIBRATION])
     return fit_signature_predictor(fit)[0].to_bytes(), set(fit.ids)
 
 
-def _chosen(systems: str, workloads: str) -> tuple[list[str], list[str]]:
-    """What was asked for; BadInput for a name that is none."""
-    found = []
-    for given, known, what in ((systems, SYSTEMS, "system"), (workloads, list(WORKLOADS), "workload")):
-        names = given.split(",") if given else known
-        if unknown := [name for name in names if name not in known]:
-            raise BadInput(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
-        found.append(names)
-    return found[0], found[1]
+def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: Path | None) -> list[str]:
+    """The names that were given, or all; those that begin with `needing` only where they have what they need.
+
+    Raises:
+        BadInput: a name that is none, or cannot run.
+    """
+    possible = [name for name in known if needed is not None or not name.startswith(needing)]
+    for name in (names := given.split(",") if given else possible):
+        if name not in known:
+            raise BadInput(f"there is no {what} {name!r}; there are {', '.join(known)}")
+        if name not in possible:
+            raise BadInput(f"the {what} {name!r} needs an option that was not given (see --help)")
+    return names
 
 
 def whole_replicas(
-    calibration: Annotated[Path, typer.Option(help="Calibration trace with token ids, for the predictor.")],
-    trace: Annotated[Path, typer.Option(help="Mooncake trace with prefix blocks, for the sessions.")],
-    vllm_router_venv: Annotated[Path, typer.Option(help="Virtual environment with vllm-router.")],
     prompts: options.Prompts = options.PROMPTS,
-    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all.")] = "",
-    workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all.")] = "",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration trace of these prompts; none: it is captured first.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
+    ] = None,
+    vllm_router_venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
+    ] = None,
+    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
+    workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
     in_flight: options.InFlight = 32,
     warm_up: Annotated[int, typer.Option(min=1, help="Answers of a trial before those that count.")] = 48,
@@ -244,18 +252,23 @@ def whole_replicas(
     """Compare policies of whole replicas with each other and with vllm-router's, live."""
     unwind_on_sigterm()
     allow_open_files(8192)
-    wanted, loads = _chosen(systems, workloads)
-    predictor, fitted_on = _predictor(calibration, seed)
-    records = read_trace(trace)
+    wanted = _chosen("system", systems, SYSTEMS, "vllm-router", vllm_router_venv)
+    loads = _chosen("workload", workloads, WORKLOADS, "sessions", trace)
+    records = read_trace(trace) if trace else []
     if not all(found.hash_ids for found in records):
         raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
+    if calibration is None:
+        observed = captured(prompts, work, requests=2400, seed=seed).trace
+    else:
+        observed = CalibrationTrace.load(calibration)
+    predictor, fitted_on = _predictor(observed, seed)
     asked = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
     asked = no_longer_than(balanced_sample(asked, 2000, seed), max_prompt_tokens, chat=False)
     inputs: dict[str, Any] = {
         "in_flight": in_flight, "warm_up": warm_up, "requests": requests, "burn_in": burn_in,
         "min_tokens": min_tokens, "max_tokens": max_tokens, "max_prompt_tokens": max_prompt_tokens,
         "intermediate": intermediate, "stream_interval": stream_interval, "deployment": deployment.stem,
-        "prompts": prompts.name, "trace": trace.name, "calibration_prompts": CALIBRATION,
+        "prompts": prompts.name, "trace": trace.name if trace else None, "calibration_prompts": CALIBRATION,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
@@ -273,13 +286,13 @@ def whole_replicas(
             if not left:
                 continue
             names = [system.partition("/")[2] for system in wanted if system.startswith(side)]
-            opened = (
-                _ours(arguments, predictor, names, port)
-                if side == "eldr"
-                else _theirs(arguments, vllm_router_venv, names, port + 20)
-            )
+            if side == "eldr":
+                opened = _ours(arguments, predictor, port)
+            else:
+                assert vllm_router_venv is not None
+                opened = _theirs(arguments, vllm_router_venv, names, port + 20)
             with opened as chosen:
-                tag = f"{random.Random(f'{seed}/{number}/{side}/{len(trials)}').getrandbits(32):08x}"
+                tag = f"{order.getrandbits(32):08x}"
                 chains = many_domains(asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight)
                 first = chosen("round-robin" if side == "eldr" else names[0])
                 asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))

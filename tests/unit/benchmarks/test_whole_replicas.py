@@ -121,7 +121,13 @@ def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
     assert kwargs["max_num_seqs"] == 64
 
 
-def test_an_unknown_system_is_named() -> None:
-    asked = {"calibration": "none", "trace": "none", "vllm_router_venv": "none"}
-    said = sentence(command("benchmarks.whole_replicas", systems="nobody", **asked))
-    assert "there is no system 'nobody'" in said
+def test_what_cannot_run_is_refused_before_anything_starts() -> None:
+    for asked, said in (
+        ({"systems": "nobody"}, "there is no system 'nobody'"),
+        ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),
+        ({"workloads": "sessions"}, "'sessions' needs an option"),
+    ):
+        assert said in sentence(command("benchmarks.whole_replicas", **asked))
+    assert whole_replicas._chosen("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
+        "many domains", "system prompts",
+    ]  # fmt: skip
