@@ -91,6 +91,7 @@ def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Ca
             return partial(_complete, url)
 
         yield chosen
+        typer.echo(f"predictor: {client.status()['predictor']}")
 
 
 @contextmanager
