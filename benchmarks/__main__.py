@@ -43,6 +43,7 @@ SERVING = {
     "ray_idle",
     "ray_up",
     "streams",
+    "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 

@@ -170,6 +170,26 @@ def first_tenth(fit: Prompts, test: Prompts) -> Floats:
     return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
 
 
+def cached_half(fit: Prompts, test: Prompts) -> Floats:
+    """The true experts of the first half of the prompt's tokens: what its cached prefix once counted."""
+    heads = [prompt[: -(-len(prompt) // 2)] for prompt in test.trace.prompts]
+    return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+
+
+def last_turn(fit: Prompts, test: Prompts) -> Floats:
+    """The true prefill of another prompt of the domain: a session's turn before, with no text in common.
+
+    A prompt that is alone in its domain has the mean of those fitted on.
+    """
+    domains = np.array(test.trace.domains)
+    found = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
+    for domain in np.unique(domains):
+        members = np.flatnonzero(domains == domain)
+        if len(members) > 1:
+            found[members] = test.frequencies[np.roll(members, 1)]
+    return found
+
+
 def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
     """All by name, those aside that need the demo model's weights where the trace is of another model."""
     found: dict[str, Method] = {
@@ -182,12 +202,14 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
         "ridge, presence": presence_ridge,
         "token table, of counts": count_table,
         "bag of embeddings": bag_of_embeddings,
+        "session's last turn": last_turn,
     }
     if is_of_the_demo_model(trace):
         found |= {
             "token table, of routes": route_table,
             "ridge, model's embeddings": embedding_ridge,
             "first tenth of the prompt": first_tenth,
+            "cached first half of the prompt": cached_half,
         }
     return found
 

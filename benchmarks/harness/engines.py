@@ -75,7 +75,9 @@ def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool
     kwargs = engine_kwargs(role, device="cpu", **given)
     for name in ("scheduler_cls", "worker_extension_cls"):
         kwargs.pop(name)
-    if not our_connector:
+    if role == "whole":
+        kwargs.pop("kv_transfer_config")  # nothing is transferred
+    elif not our_connector:
         kwargs["kv_transfer_config"] |= {"kv_connector": "NixlConnector"}
         kwargs["kv_transfer_config"].pop("kv_connector_module_path")
     return kwargs
@@ -116,13 +118,19 @@ def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float
 def vllm_servers(
     arguments: dict[str, Any], *, port: int, logs: Path, our_connector: bool = False
 ) -> Iterator[dict[str, list[str]]]:
-    """Plain vLLM OpenAI servers, equal engines, one process group each: {"prefill": urls, "decode": urls}."""
+    """Plain vLLM OpenAI servers, equal engines, one process group each: {"prefill": urls, "decode": urls}.
+
+    Whole ones are all under "decode", as in a deployment.
+    """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:
         started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         for role in urls:
+            if f"{role}_config" not in arguments:
+                continue
             config = arguments[f"{role}_config"]
-            kwargs = plain_engine_kwargs(role, config["engine_kwargs"], our_connector=our_connector)
+            as_role = role if "prefill_config" in arguments else "whole"
+            kwargs = plain_engine_kwargs(as_role, config["engine_kwargs"], our_connector=our_connector)
             for _ in range(config["deployment_config"]["num_replicas"]):
                 number = len(started)
                 command = _server_command(config, kwargs, port + number)

@@ -365,7 +365,8 @@ def _placed(
         made = make_policy(policy)
         made.update_cost_model(cost)
         times = simulate(requests, made, cluster, experts=signatures, seed=seed).tpot_s[since:]
-        return {f"tpot_p{q}_ms": 1e3 * float(np.percentile(times, q)) for q in (50, 99)}
+        # An answer of one token has none.
+        return {f"tpot_p{q}_ms": 1e3 * float(np.nanpercentile(times, q)) for q in (50, 99)}
 
     found = {name: tpot(name, experts) for name in BALANCERS}
     return found | {name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in told.items()}

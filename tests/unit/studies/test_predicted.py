@@ -71,6 +71,37 @@ def test_placement_gains_by_predicted_signatures(small: Options) -> None:
     assert {row["p50_share_of_gain_pct"] for row in true} == {100}
 
 
+def test_an_answer_of_one_token_counts_in_no_tpot(small: Options) -> None:
+    trace = predicted._prompts(small).trace
+    assert trace.routes is not None
+    assert trace.route_offsets is not None
+    gone = int(trace.route_offsets[1]) - 1
+    steps, offsets = trace.decode_steps.copy(), trace.route_offsets.copy()
+    steps[0] = 1
+    offsets[1:] -= gone
+    counts = trace.decode_counts.copy()
+    counts[0] = 0
+    np.put_along_axis(counts[0], trace.routes[0].astype(np.int64), 1, axis=1)
+    routes = np.delete(trace.routes, slice(1, 1 + gone), axis=0)
+    cut = replace(trace, decode_counts=counts, decode_steps=steps, routes=routes, route_offsets=offsets)
+    told = {"true prefill": cut.prefill_counts.astype(np.float32)}
+    found = predicted._placed(cut, told, np.arange(100), 4, small, 0, in_order=True)
+    assert all(np.isfinite(list(times.values())).all() for times in found.values())
+
+
+def test_the_turn_before_is_another_prompt_of_the_domain() -> None:
+    shape = {"each": 4, "num_layers": 2, "num_experts": 16, "steps": 4, "others": 0.05}
+    prompts = signature_methods.Prompts.of(favourites_trace(("a", "b"), **shape))
+    alone = np.array([0, 1, 2, 4])
+    test = prompts[alone if len(set(np.array(prompts.trace.domains)[alone])) == 2 else alone + 1]
+    found = signature_methods.last_turn(prompts, test)
+    domains = np.array(test.trace.domains)
+    for number, domain in enumerate(domains):
+        mates = test.frequencies[(domains == domain) & (np.arange(len(domains)) != number)]
+        expected = mates if len(mates) else prompts.frequencies.mean(axis=0)[None]
+        assert any(np.array_equal(found[number], row) for row in expected)
+
+
 def test_a_share_of_the_gain_is_paired_by_seed() -> None:
     true = [-10.0, -20.0, -40.0]
     same = predicted._share("s", [-9.0, -18.0, -36.0], true)

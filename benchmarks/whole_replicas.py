@@ -1,0 +1,336 @@
+"""Whole replicas live: our policies, and vllm-router's on plain vLLM servers, by three workloads.
+
+    python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
+    eldr calibrate --deployment deployments/cpu_demo_whole.yaml --prompts DIR --out calibration.safetensors
+    python -m benchmarks.whole_replicas --calibration calibration.safetensors --prompts DIR \\
+        --trace mooncake_conversation.jsonl.gz --vllm-router-venv router-venv --record trials.jsonl
+
+Four engines at a time: those of the deployment behind our ingress, whose policy changes from trial to trial
+(`eldr/POLICY`), or plain vLLM servers of the same model and settings, without a KV connector, behind one
+vllm-router a policy in its regular mode (`vllm-router/POLICY`). The workloads: `harness/whole_workloads.py`.
+`prefix-affinity` is studies.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers: of the
+workers that are not too loaded, the one that was sent most of the prompt's blocks.
+
+A closed loop; a trial begins with empty prefix caches, as each has prompts of its own beginning, and with a
+policy that has seen nothing. The predictor is fitted on prompts that are in no trial, and learns from trial
+to trial. What ends first in a trial, while caches fill and workers part, is in no figure.
+
+Each round has every system once with every workload, in random order on engines that are started anew; rows
+are medians over rounds with 95 % intervals. `--record` keeps what was measured, so that a run that is stopped
+goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same round, median
+and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of the engines'
+processes, prompts' included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.harness import options
+from benchmarks.harness.capture import captured
+from benchmarks.harness.client import Answer, allow_open_files, complete, errors, session, summary
+from benchmarks.harness.cluster import unwind_on_sigterm
+from benchmarks.harness.cpu_time import cpu_s
+from benchmarks.harness.engines import process, vllm_servers, wait_http
+from benchmarks.harness.live import KEY, serving, wide_arguments
+from benchmarks.harness.prompts import no_longer_than
+from benchmarks.harness.replay import widened
+from benchmarks.harness.whole_workloads import Chains, many_domains, sessions, system_prompts
+from eldr_serve.client import Client
+from loadgen.figures import BASELINES
+from loadgen.traces import read_trace
+from loadgen.workload import Prompt, balanced_sample, read_prompts
+from offline.predictor import fit_signature_predictor
+from tools.cli import BadInput, run
+from tools.journal import Journal
+from tools.results import publish
+from tools.stats import median_ci
+from tools.trace import CalibrationTrace
+
+WORKLOADS = ("many domains", "sessions", "system prompts")
+OURS = "eldr/marginal-cost"
+AFFINITY = "studies.prefix_policies:LongestPrefix"
+POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
+ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin", "consistent_hash")
+SYSTEMS = [f"eldr/{name}" for name in POLICIES] + [f"vllm-router/{name}" for name in ROUTER_POLICIES]
+CALIBRATION = 300  # prompts that the predictor is fitted on
+METRICS = (
+    "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_ms", "requests_per_s",
+    "engine_ms_per_token",
+)  # fmt: skip
+_TIMEOUT_S = 60.0  # a request that takes longer has failed
+_SETTLE_S = 1.0  # for plain servers to drop what was cut off
+_Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
+
+
+@contextmanager
+def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Callable[[str], _Send]]:
+    """Our application; gives what sends to it under a policy, which starts anew."""
+    url = f"http://127.0.0.1:{port}"
+    with serving(arguments, port=port):
+        client = Client(url, KEY)
+        client.swap_predictor(predictor)
+
+        def chosen(name: str) -> _Send:
+            client.wait_idle()
+            client.set_policy("random")  # one that is set again goes on with what it knows
+            client.set_policy(POLICIES[name])
+            return partial(_complete, url)
+
+        yield chosen
+        typer.echo(f"predictor: {client.status()['predictor']}")
+
+
+@contextmanager
+def _theirs(
+    arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int
+) -> Iterator[Callable[[str], _Send]]:
+    """Plain servers behind a vllm-router for each of the policies."""
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        urls = stack.enter_context(vllm_servers(arguments, port=port, logs=logs))["decode"]
+        fronts: dict[str, str] = {}
+        for number, policy in enumerate(names):
+            fronts[policy] = f"http://127.0.0.1:{port + 60 + number}"
+            command = [
+                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
+                "--policy", policy, "--prometheus-port", str(port + 80 + number), "--worker-urls", *urls,
+            ]  # fmt: skip
+            log = logs / f"vllm_router_{number}.log"
+            router = stack.enter_context(process(command, env={}, log=log))
+            wait_http(f"{fronts[policy]}/health", router, log, 60)
+
+        def chosen(name: str) -> _Send:
+            time.sleep(_SETTLE_S)
+            return partial(_complete, fronts[name])
+
+        yield chosen
+
+
+def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
+    return complete(http, url, body)
+
+
+async def _trial(
+    send: _Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
+) -> dict[str, Any]:
+    """Times of those answers that end after the first `warm_up`, while the loop goes on; then it is cut."""
+    ended: list[Answer] = []
+    spent: list[Counter[str]] = []  # at the end of the warm-up, and of the last that counts
+    enough = asyncio.Event()
+    waiting = iter(chains)
+
+    async def user(http: Any) -> None:
+        for chain in waiting:
+            for body in chain:
+                ended.append(await send(http, body))
+                if len(ended) == warm_up:
+                    spent.append(cpu_s())
+                elif len(ended) == warm_up + requests:
+                    spent.append(cpu_s())
+                    enough.set()
+
+    async with session(_TIMEOUT_S) as http:
+        users = [asyncio.create_task(user(http)) for _ in range(in_flight)]
+        last, everyone = asyncio.create_task(enough.wait()), asyncio.gather(*users)
+        both: list[asyncio.Future[Any]] = [last, everyone]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for one in both:
+            one.cancel()
+        await asyncio.gather(*both, *users, return_exceptions=True)
+    if not enough.is_set():
+        raise BadInput(f"the workload has {len(ended)} requests, a trial needs {warm_up + requests}")
+    counted = ended[warm_up : warm_up + requests]
+    found = summary(counted, ended[warm_up - 1].end)
+    cpu = {part: s - spent[0][part] for part, s in spent[1].items()}
+    tokens = found["tokens_per_s"] * (counted[-1].end - ended[warm_up - 1].end)
+    found["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
+    found["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
+    return found | {"errors": errors(counted)}
+
+
+def _rows(
+    trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[str]
+) -> list[dict[str, Any]]:
+    """Medians over rounds; `trials` by `ROUND/WORKLOAD/SYSTEM`."""
+    rows = []
+    by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for key, found in trials.items():
+        number, workload, system = key.split("/", 2)
+        by_case.setdefault((workload, system), {})[number] = found
+    for workload, system in product(workloads, systems):
+        mine, ours = by_case.get((workload, system), {}), by_case.get((workload, OURS), {})
+        if not mine:
+            continue
+        row: dict[str, Any] = {"workload": workload, "system": system, "rounds": len(mine)}
+        for name in ("requests", "failures"):
+            row[name] = sum(found[name] for found in mine.values())
+        for name in METRICS:
+            _put(row, name, [found[name] for found in mine.values()])
+        for name in METRICS:
+            pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
+            if system != OURS and pairs:
+                _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
+        for part in sorted({part for found in mine.values() for part in found["cpu_ms"]}):
+            of_part = [found["cpu_ms"].get(part, 0.0) for found in mine.values()]
+            row[f"{part}_cpu_ms"] = float(np.median(of_part))
+        rows.append(row)
+    return rows
+
+
+def _put(row: dict[str, Any], name: str, values: list[float]) -> None:
+    row[name], row[f"{name}_low"], row[f"{name}_high"] = median_ci(values)
+
+
+def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
+    """Fitted on CALIBRATION of the trace's prompts, and which those are."""
+    if trace.token_ids is None:
+        raise BadInput("the calibration trace has no token ids; make it with eldr calibrate")
+    if len(trace.ids) < CALIBRATION:
+        raise BadInput(f"the calibration trace has {len(trace.ids)} prompts, fewer than {CALIBRATION}")
+    fit = trace.subset(np.random.default_rng(seed).permutation(len(trace.ids))[:CALIBRATION])
+    return fit_signature_predictor(fit)[0].to_bytes(), set(fit.ids)
+
+
+def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: Path | None) -> list[str]:
+    """The names that were given, or all; those that begin with `needing` only where they have what they need.
+
+    Raises:
+        BadInput: a name that is none, or cannot run.
+    """
+    possible = [name for name in known if needed is not None or not name.startswith(needing)]
+    for name in (names := given.split(",") if given else possible):
+        if name not in known:
+            raise BadInput(f"there is no {what} {name!r}; there are {', '.join(known)}")
+        if name not in possible:
+            raise BadInput(f"the {what} {name!r} needs an option that was not given (see --help)")
+    return names
+
+
+def whole_replicas(
+    prompts: options.Prompts = options.PROMPTS,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration trace of these prompts; none: it is captured first.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
+    ] = None,
+    vllm_router_venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
+    ] = None,
+    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
+    workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
+    rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
+    in_flight: options.InFlight = 32,
+    warm_up: Annotated[int, typer.Option(min=1, help="Answers of a trial before those that count.")] = 48,
+    requests: Annotated[int, typer.Option(min=4, help="Answers of a trial that count.")] = 64,
+    burn_in: Annotated[int, typer.Option(min=4, help="Requests to engines that have just started.")] = 96,
+    min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 72,
+    max_prompt_tokens: options.Longest = 128,
+    intermediate: options.Intermediate = 1536,
+    stream_interval: options.Interval = 4,
+    deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
+    work: options.Work = options.WORK,
+    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
+    port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8600,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Compare policies of whole replicas with each other and with vllm-router's, live."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    wanted = _chosen("system", systems, SYSTEMS, "vllm-router", vllm_router_venv)
+    loads = _chosen("workload", workloads, WORKLOADS, "sessions", trace)
+    records = read_trace(trace) if trace else []
+    if not all(found.hash_ids for found in records):
+        raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
+    if calibration is None:
+        observed = captured(prompts, work, requests=2400, seed=seed).trace
+    else:
+        observed = CalibrationTrace.load(calibration)
+    predictor, fitted_on = _predictor(observed, seed)
+    asked = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
+    asked = no_longer_than(balanced_sample(asked, 2000, seed), max_prompt_tokens, chat=False)
+    inputs: dict[str, Any] = {
+        "in_flight": in_flight, "warm_up": warm_up, "requests": requests, "burn_in": burn_in,
+        "min_tokens": min_tokens, "max_tokens": max_tokens, "max_prompt_tokens": max_prompt_tokens,
+        "intermediate": intermediate, "stream_interval": stream_interval, "deployment": deployment.stem,
+        "prompts": prompts.name, "trace": trace.name if trace else None, "calibration_prompts": CALIBRATION,
+    }  # fmt: skip
+    journal = Journal(record, inputs) if record else None
+    trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
+    answers = range(min_tokens, max_tokens + 1)
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    sizes = {"in_flight": in_flight, "warm_up": warm_up, "requests": requests}
+    for number in range(rounds):
+        order = random.Random(f"{seed}/{number}")
+        cases = order.sample(list(product(loads, wanted)), k=len(loads) * len(wanted))
+        for side in order.sample(["eldr", "vllm-router"], k=2):
+            left = [
+                (load, system) for load, system in cases
+                if system.startswith(side) and f"{number}/{load}/{system}" not in trials
+            ]  # fmt: skip
+            if not left:
+                continue
+            names = [system.partition("/")[2] for system in wanted if system.startswith(side)]
+            if side == "eldr":
+                opened = _ours(arguments, predictor, port)
+            else:
+                assert vllm_router_venv is not None
+                opened = _theirs(arguments, vllm_router_venv, names, port + 20)
+            with opened as chosen:
+                tag = f"{order.getrandbits(32):08x}"
+                chains = many_domains(asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight)
+                first = chosen("round-robin" if side == "eldr" else names[0])
+                asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
+                for load, system in left:
+                    # Requests are those of the round and workload; only what they begin with is the trial's.
+                    tag = f"{order.getrandbits(32):08x}"
+                    chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
+                    found = asyncio.run(_trial(chosen(system.partition("/")[2]), chains, **sizes))
+                    trials[f"{number}/{load}/{system}"] = found
+                    if journal:
+                        journal.put(f"{number}/{load}/{system}", found)
+    if not trials:
+        raise BadInput("there is no trial to report")
+    publish(
+        "whole_replicas", _rows(trials, wanted, loads),
+        inputs=inputs | {"trials": trials}, seed=seed, out=out,
+        notes="closed loop, greedy, one set of four whole engines at a time, which share the cores with the "
+        "client and what serves them",
+    )  # fmt: skip
+
+
+def _chains(
+    load: str,
+    prompts: list[Prompt],
+    records: list[Any],
+    answers: range,
+    seed: str,
+    tag: str,
+    sizes: dict[str, int],
+) -> Chains:
+    """Of a workload, as many as a trial can need."""
+    rng, count = random.Random(seed), sum(sizes.values())
+    if load == "sessions":
+        return sessions(records, prompts, answers, rng, tag=tag, count=count)
+    make = many_domains if load == "many domains" else system_prompts
+    return make(prompts, answers, rng, tag=tag, count=count)
+
+
+if __name__ == "__main__":
+    run(whole_replicas)

@@ -1,0 +1,133 @@
+"""The live comparison of whole replicas: its workloads, what counts in a trial, and its rows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from in_process import command, sentence
+
+from benchmarks import whole_replicas
+from benchmarks.harness.client import Answer
+from benchmarks.harness.engines import plain_engine_kwargs
+from benchmarks.harness.whole_workloads import (
+    APPLICATIONS,
+    SHRINK,
+    SYSTEM_CHARS,
+    many_domains,
+    sessions,
+    system_prompts,
+)
+from loadgen.traces import BLOCK_TOKENS, TraceRequest
+from loadgen.workload import Prompt
+from tools.cli import BadInput
+from tools.sse import StreamTiming
+
+PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n) for n in range(30)]
+ANSWERS = range(8, 17)
+
+
+def test_prompts_of_many_domains_repeat_only_when_all_were_sent() -> None:
+    chains = many_domains(PROMPTS, ANSWERS, random.Random(0), tag="t", count=40)
+    texts = [body["prompt"] for (body,) in chains]
+    assert len(set(texts[:30])) == 30
+    assert texts[30:] == texts[:10]
+    assert {body["max_tokens"] for (body,) in chains} <= set(ANSWERS)
+
+
+def test_turns_of_a_session_begin_as_the_trace_says_and_come_in_order() -> None:
+    """Two sessions with turns in between; what is too short, or too long, is not played."""
+    turns: dict[str, list[tuple[int, ...]]] = {}
+    turns |= {"a": [(0, 1), (0, 1, 2), (0, 1, 2, 3)], "b": [(0, 9), (0, 9, 8), (0, 9, 7)], "c": [(0, 5)]}
+    records = [
+        TraceRequest(float(turn), len(ids) * BLOCK_TOKENS, 80, ids)
+        for turn in range(3)
+        for ids in (own[turn] for own in turns.values() if turn < len(own))
+    ]
+    chains = sessions(records, PROMPTS, ANSWERS, random.Random(0), tag="t", count=9)
+    assert sorted(len(chain) for chain in chains) == [3, 3]
+    for chain in chains:
+        assert len({body["user"] for body in chain}) == 1
+        assert {body["max_tokens"] for body in chain} == {10}
+        first, *later = (body["prompt"] for body in chain)
+        assert all(text.startswith(first) for text in later)
+        lengths = [len(text) for text in (first, *later)]
+        assert lengths[1] - lengths[0] == pytest.approx(BLOCK_TOKENS / SHRINK * 2.5, abs=1)
+    assert chains[0][0]["user"] != chains[1][0]["user"]
+
+
+def test_prompts_of_an_application_begin_with_its_own_text_and_popular_ones_are_many() -> None:
+    chains = system_prompts(PROMPTS, ANSWERS, random.Random(0), tag="t", count=400)
+    begin: dict[str, str] = {}
+    for (body,) in chains:
+        text = body["prompt"][: SYSTEM_CHARS + len(body["user"]) - len("t application")]
+        assert begin.setdefault(body["user"], text) == text
+    assert len(begin) <= APPLICATIONS
+    counted = Counter(body["user"] for (body,) in chains).most_common()
+    assert counted[0][1] > 5 * counted[-1][1]
+
+
+def _trial(chains: int, **sizes: int) -> tuple[dict[str, Any], list[int]]:
+    """A trial of a service that answers in order, one request at a time; and what it was sent."""
+    sent: list[int] = []
+
+    async def send(http: Any, body: dict[str, Any]) -> Answer:
+        sent.append(body["number"])
+        number = float(len(sent))
+        await asyncio.sleep(0)
+        return Answer(number, number + 1, StreamTiming([0.5, 0.5 + number]))
+
+    work = [[{"number": 2 * n}, {"number": 2 * n + 1}] for n in range(chains)]
+    return asyncio.run(whole_replicas._trial(send, work, **sizes)), sent
+
+
+def test_a_trial_counts_what_ends_after_the_warm_up() -> None:
+    found, sent = _trial(50, in_flight=2, warm_up=4, requests=6)
+    assert (found["requests"], found["failures"]) == (6, 0)
+    assert found["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth
+    assert len(sent) < 50  # then the loop was cut
+    for chain in range(len(sent) // 2):  # a chain's second after its first
+        assert sent.index(2 * chain) < sent.index(2 * chain + 1)
+    with pytest.raises(BadInput, match="4 requests, a trial needs 10"):
+        _trial(2, in_flight=2, warm_up=4, requests=6)
+
+
+def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
+    """What a round's machine does to all systems alike is in no change."""
+    zeros = dict.fromkeys((*whole_replicas.METRICS, "requests", "failures"), 1.0)
+    trials = {
+        f"{number}/sessions/{system}": zeros | {"tpot_p50_ms": tpot * slow, "cpu_ms": {"engines": slow}}
+        for number, slow in enumerate((1.0, 2.0, 4.0))
+        for system, tpot in ((whole_replicas.OURS, 9.0), ("vllm-router/cache_aware", 10.0))
+    }
+    rows = whole_replicas._rows(trials, [whole_replicas.OURS, "vllm-router/cache_aware"], ["sessions"])
+    ours, other = rows
+    assert (ours["system"], ours["rounds"], ours["tpot_p50_ms"]) == (whole_replicas.OURS, 3, 18)
+    assert not any(key.startswith("ours_") for key in ours)
+    assert [other[f"ours_tpot_p50_pct{end}"] for end in ("", "_low", "_high")] == pytest.approx([-10] * 3)
+    assert other["engines_cpu_ms"] == 2
+    # A system that a stopped run has not come to has no row.
+    assert whole_replicas._rows(trials, ["eldr/random"], ["sessions"]) == []
+
+
+def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
+    kwargs = plain_engine_kwargs("whole", {"max_num_seqs": 64})
+    assert "kv_transfer_config" not in kwargs
+    assert "scheduler_cls" not in kwargs
+    assert kwargs["enable_prefix_caching"]
+    assert kwargs["max_num_seqs"] == 64
+
+
+def test_what_cannot_run_is_refused_before_anything_starts() -> None:
+    for asked, said in (
+        ({"systems": "nobody"}, "there is no system 'nobody'"),
+        ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),
+        ({"workloads": "sessions"}, "'sessions' needs an option"),
+    ):
+        assert said in sentence(command("benchmarks.whole_replicas", **asked))
+    assert whole_replicas._chosen("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
+        "many domains", "system prompts",
+    ]  # fmt: skip
