@@ -68,7 +68,8 @@ class Client:
         """Bring decode engines' experts to a placement; returns what each replica's swap took.
 
         Args:
-            placement, described: contents of an ExpertPlacement's file and of its sidecar.
+            placement: content of an ExpertPlacement's file.
+            described: content of its sidecar.
             replicas: names in the status; None: all.
         """
         body = {"map": json.loads(placement), "meta": json.loads(described), "replicas": replicas}

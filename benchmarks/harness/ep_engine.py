@@ -181,7 +181,7 @@ def _decode(
     slices = left = 0
     if migrate_to is not None:
         slices = left = _ask("begin", migrate_to.tolist(), _ranks, None if load is None else load.tolist())[0]
-    answers = {}
+    answers: dict[int, Sequence[int]] = {}
     while _engine.has_unfinished_requests():
         start = perf_counter()
         outputs = _engine.step()

@@ -189,7 +189,7 @@ class VllmEngine:
 
     def experts(self) -> dict[str, Any] | None:
         """See protocol.Engine."""
-        return self._held and self._held.status
+        return None if self._held is None else self._held.status
 
     def kv_usage(self) -> float:
         """See protocol.Engine."""
