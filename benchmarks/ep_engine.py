@@ -29,12 +29,12 @@ from benchmarks.harness.ep_engine import Decoded, EpEngine
 from benchmarks.harness.replay import widened
 from eldr_serve.expert_placement import Topology
 from offline.placement.affinity import co_activation
+from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
 from offline.placement.eplb import eplb_placement
+from offline.placement.forecast import expected_workload
 from offline.placement.grace import grace_placement
-from studies.migration import aligned
-from studies.prediction import expected_workload
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.results import RESULTS, publish

@@ -5,6 +5,7 @@ Also while an operator moves the experts.
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,20 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import ray
 from service import ROOT, wait_for
+from typer.testing import CliRunner
 
 from benchmarks.harness.engines import our_arguments
 from benchmarks.harness.replay_engine import free_port
 from demo_model import WEIGHTS
 from demo_model.widen import widen
 from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.client import Client, ServiceError
+from eldr_serve.client import Client
+from eldr_serve.command import app
+from eldr_serve.serving.decode_router import actor_name, find
+from offline.live_placement import Planner, look
+from offline.placement.cost import LayerCost
 
 KEY = "ep"
 PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, beside the demo's
@@ -65,13 +72,19 @@ def placed(seed: int) -> ExpertPlacement:
 
 
 def test_experts_move_while_answers_run_and_change_none(
-    expert_parallel: str, prompts: list[str], single_engine: dict[str, list[str]]
+    expert_parallel: str, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
 ) -> None:
     operator = Client(expert_parallel, KEY)
 
+    def command(placement: ExpertPlacement) -> Any:
+        placement.save(tmp_path / "placement.json")
+        arguments = ["experts", str(tmp_path / "placement.json"), "--url", expert_parallel]
+        return CliRunner().invoke(app, arguments, env={"ELDR_ADMIN_KEY": KEY})
+
     def put(placement: ExpertPlacement) -> dict[str, Any]:
-        content, described = placement.files(Path("placement.json")).values()
-        (took,) = operator.place_experts(content, described).values()
+        done = command(placement)
+        assert done.exit_code == 0, done.output
+        (took,) = json.loads(done.stdout).values()
         return dict(took)
 
     def held() -> dict[str, Any]:
@@ -99,7 +112,11 @@ def test_experts_move_while_answers_run_and_change_none(
     wait_for(lambda: held()["placement"] == placed(2).id, "the status names the new placement", 30)
     assert held()["experts_moved"] == sum(swap["experts"] for swap in swaps)
     wrong = ExpertPlacement(placed(0).physical_to_logical[1:], 2, 64, model="eldr-demo", method="drawn")
-    with pytest.raises(ServiceError, match="5 layers of 80 slots, the model 6 of 80"):
-        put(wrong)
+    assert "5 layers of 80 slots, the model 6 of 80" in str(command(wrong).exception)
     assert held()["placement"] == placed(2).id
-    assert [completed(prompt) for prompt in prompts[:2]] == single_engine["completions"][:2]
+    # By itself, for the prompts that were prefilled last.
+    recent = ray.get(find(actor_name("ep")).recent_signatures.remote())
+    cost = LayerCost(fixed_s=0, per_expert_s=1e-5, per_token_s=1e-5)
+    assert "experts moved" in str(look(Planner(cost, 4, 64, 0.05, 0), operator, recent))
+    assert (completed(prompts[0]), completed(prompts[1])) == tuple(single_engine["completions"][:2])
+    wait_for(lambda: held()["placement"] != placed(2).id, "the status names the newest placement", 30)

@@ -33,6 +33,7 @@ class HeldExperts:
         self.status = {
             "placement": placement_id(ranks[0]["placement"], len(ranks)),
             "ranks": len(ranks),
+            "slots": len(ranks[0]["placement"][0]),
             **{key: ranks[0][key] for key in ("replica_choice", "slices_left", "experts_moved")},
             **{key: sum(rank[key] for rank in ranks) for key in _SUMMED},
         }
