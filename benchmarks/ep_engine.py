@@ -53,7 +53,12 @@ _PAPER_METRO = {"paper_experts_pct": -42.3}
 _PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
-Rounds = Annotated[int, typer.Option(min=2, help="Times that every arm decodes; each time other prompts.")]
+Rounds = Annotated[
+    int,
+    typer.Option(
+        min=2, help="Times that every arm decodes, each with other prompts; more may be added later."
+    ),
+]
 Minutes = Annotated[
     float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
 ]
@@ -93,7 +98,7 @@ def ep_choice(
         )
     settings = {
         "prompts": str(prompts), "batch": batch, "replication": replication, "ranks": ranks,
-        "tokens": tokens, "rounds": rounds, "intermediate": intermediate, "requests": requests, "seed": seed,
+        "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_choice.jsonl", settings)
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
@@ -135,7 +140,7 @@ def ep_choice(
         )
     ]
     publish(
-        "ep_choice", rows, inputs=settings, seed=seed, out=out,
+        "ep_choice", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
         notes="one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
         "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
         "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
@@ -174,7 +179,7 @@ def ep_shift(
     fit, rest = data.split("all", 0.5, seed)
     settings = {
         "prompts": str(prompts), "batch": batch, "windows": windows, "groups": groups,
-        "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens, "rounds": rounds,
+        "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
         "moves_a_slice": moves_a_slice, "cost": str(cost), "intermediate": intermediate,
         "requests": requests, "seed": seed,
     }  # fmt: skip
@@ -222,7 +227,7 @@ def ep_shift(
                     journal.put(f"{turn}/{name}", found)
     measured = {name: [journal.get(f"{turn}/{name}") for turn in range(rounds)] for name in plans}
     publish(
-        "ep_shift", list(shift_rows(measured, seed)), inputs=settings, seed=seed, out=out,
+        "ep_shift", list(shift_rows(measured, seed)), inputs=settings | {"rounds": rounds}, seed=seed, out=out,
         notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
         "together, those of different windows are different; the arms take turns, each from the offline "
         "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
