@@ -227,7 +227,8 @@ def ep_shift(
                     journal.put(f"{turn}/{name}", found)
     measured = {name: [journal.get(f"{turn}/{name}") for turn in range(rounds)] for name in plans}
     publish(
-        "ep_shift", list(shift_rows(measured, seed)), inputs=settings | {"rounds": rounds}, seed=seed, out=out,
+        "ep_shift", list(shift_rows(measured, seed)), inputs=settings | {"rounds": rounds}, seed=seed,
+        out=out,
         notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
         "together, those of different windows are different; the arms take turns, each from the offline "
         "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
