@@ -4,14 +4,19 @@
     python -m benchmarks.ep_engine ep_shift --prompts DIR
 
 Ranks are processes of this machine (docs/expert_parallel_engines.md), the model is the demo model with wide
-experts and a head more. Placements are made of one half of the captured requests, batches are of the other
-half. Arms take turns in random order on one engine; a step's time is its wall time, the decision included.
+experts and a head more, in 32 bits, so that all arms must answer alike. Placements are made of one half of
+the captured requests, batches are of the other half. All arms take turns on one engine, whose slots are
+those of the largest replication; where an arm has fewer replicas the others are empty. A step's time is its
+wall time, the decision included.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,29 +24,52 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.harness import options
-from benchmarks.harness.capture import Captured, captured
+from benchmarks.harness.capture import GROUPS, Captured, captured
 from benchmarks.harness.ep_engine import Decoded, EpEngine
 from benchmarks.harness.replay import widened
-from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.expert_placement import Topology
 from offline.placement.affinity import co_activation
+from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
 from offline.placement.eplb import eplb_placement
+from offline.placement.forecast import expected_workload
 from offline.placement.grace import grace_placement
-from studies.prediction import expected_workload
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.results import RESULTS, publish
-from tools.stats import paired_change_percent
+from tools.stats import median_ci, paired_change_percent
 
 Ints = NDArray[np.int64]
 HEADS = 4  # which 2 and 4 ranks divide
+PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
 _PROMPT = 65  # tokens of a prompt, at most: what is measured is decode
 _SKIPPED = 2  # decode steps after the prefill, in no figure
+_BASE = "linear, none"  # at replication 1
+_EVEN = "eplb, even"
+# METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
+_PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
+_PAPER_METRO = {"paper_experts_pct": -42.3}
+_PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Times that every arm decodes each batch.")]
+Rounds = Annotated[
+    int,
+    typer.Option(
+        min=2, help="Times that every arm decodes, each with other prompts; more may be added later."
+    ),
+]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
+]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared: where experts are (int[L, P], -1: an empty slot), and who of them serves."""
+
+    placement: Ints
+    rule: str
 
 
 def ep_choice(
@@ -49,15 +77,17 @@ def ep_choice(
     batch: options.Batch = "8,32,128",
     replication: Annotated[str, typer.Option(help="Slots over experts, with commas.")] = "1,1.25,1.5,2",
     ranks: Ranks = 2,
-    tokens: Tokens = 32,
+    tokens: Tokens = 24,
     rounds: Rounds = 5,
     intermediate: options.Intermediate = 1024,
     requests: options.Captured = 640,
+    minutes: Minutes = None,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
+    ends = _ends(minutes)
     batches = [int(size) for size in batch.split(",")]
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
@@ -68,42 +98,55 @@ def ep_choice(
         )
     settings = {
         "prompts": str(prompts), "batch": batch, "replication": replication, "ranks": ranks,
-        "tokens": tokens, "rounds": rounds, "intermediate": intermediate, "requests": requests, "seed": seed,
+        "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_choice.jsonl", settings)
-    experts = data.trace.decode_counts.shape[2]
-    rows: list[dict[str, Any]] = []
-    for ratio in map(float, replication.split(",")):
-        slots = round(experts * ratio / ranks) * ranks
-        arms = dict(_arms(data, fit, slots, ranks, seed))
-        keys = {
-            (size, turn, name): f"{ratio}/{size}/{turn}/{name}"
-            for turn in range(rounds) for size in batches for name in arms
-        }  # fmt: skip
-        if any(journal.get(key) is None for key in keys.values()):
-            with EpEngine(
-                model, ranks=ranks, redundant=slots - experts, moves_a_slice=64, max_batch=max(batches)
-            ) as engine:
-                rng = np.random.default_rng([seed, slots])
-                for turn in range(rounds):
-                    for size in batches:
-                        chosen = [data.tokens[n][-_PROMPT:] for n in rng.choice(rest, size, replace=False)]
-                        for name in rng.permutation(list(arms)).tolist():
-                            key = keys[size, turn, name]
-                            if journal.get(key) is None:
-                                engine.place(*arms[name])
-                                journal.put(key, _summary(engine.decode(chosen, tokens)))
-        for size in batches:
-            measured = {
-                name: [journal.get(keys[size, turn, name]) for turn in range(rounds)] for name in arms
-            }
-            rows += _choice_rows(measured, size, slots / experts, seed)
+    load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
+    experts = load.shape[1]
+    sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
+    most = max(sizes.values())
+    arms = {
+        (ratio, name): arm
+        for ratio, slots in sizes.items()
+        for name, arm in _arms(data, fit, slots, most, ranks, seed)
+    }
+    taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
+    rng = np.random.default_rng([seed, 1])
+    turns = [
+        (turn, size, [list(arms)[n] for n in rng.permutation(len(arms))])
+        for turn in range(rounds)
+        for size in batches
+    ]
+    if any(journal.get(_key(turn, size, arm)) is None for turn, size, names in turns for arm in names):
+        with EpEngine(
+            model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
+        ) as engine:
+            for turn, size, names in turns:
+                if all(journal.get(_key(turn, size, arm)) is not None for arm in names):
+                    continue
+                chosen = [data.tokens[n][-_PROMPT:] for n in taken[size][turn]]
+                engine.decode(chosen, 2, name=f"{turn}/{size}")
+                for arm in names:
+                    _go_on(ends)
+                    if journal.get(_key(turn, size, arm)) is None:
+                        engine.place(arms[arm].placement, arms[arm].rule, load)
+                        decoded = engine.decode(chosen, tokens, name=f"{turn}/{size}")
+                        journal.put(_key(turn, size, arm), _summary(decoded))
+    rows = [
+        row
+        for size in batches
+        for row in choice_rows(
+            {arm: [journal.get(_key(turn, size, arm)) for turn in range(rounds)] for arm in arms}, size, seed
+        )
+    ]
     publish(
-        "ep_choice", rows, inputs=settings, seed=seed, out=out,
-        notes="one engine of `ranks` ranks on this machine's cores; decode steps of whole batches, greedy; "
-        "means over rounds of medians over steps; changes against `linear, even` where there are no "
-        "replicas and against `eplb, even` at the same replication, 95 % intervals by bootstrap over rounds; "
-        "away_pct: pairs served off the rank that the token would live on",
+        "ep_choice", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
+        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
+        "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
+        "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
+        "away_pct: pairs served off the rank that the token would live on; requests_equal_pct: answers that "
+        "are those of `linear, none`, token by token; paper_*: METRO's, on its GPUs, of even spread against "
+        "no replicas and of METRO against even spread",
     )  # fmt: skip
     journal.remove()
 
@@ -111,154 +154,294 @@ def ep_choice(
 def ep_shift(
     prompts: options.Prompts = options.PROMPTS,
     batch: Annotated[int, typer.Option(min=4, help="Requests of a window, which decode together.")] = 32,
-    windows: Annotated[int, typer.Option(min=4, help="Windows; the domain shifts in the middle.")] = 12,
-    domains: Annotated[str, typer.Option(help="Domain before and after, with a comma.")] = "code,medical",
+    windows: Annotated[int, typer.Option(min=4, help="Windows; the domains shift in the middle.")] = 10,
+    groups: Annotated[str, typer.Option(help="Workload before and after, with a comma.")] = "task,language",
     replication: Annotated[float, typer.Option(min=1, help="Slots over experts.")] = 1.25,
     choice: Annotated[str, typer.Option(help="Replica choice of all arms.")] = "even",
     ranks: Ranks = 2,
     tokens: Tokens = 48,
+    rounds: Rounds = 4,
     moves_a_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) that DIRECTOR plans by.")] = (
         RESULTS / "layer_cost_cpu.json"
     ),
     intermediate: options.Intermediate = 1024,
     requests: options.Captured = 640,
+    minutes: Minutes = None,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Follow a shift of domains by an offline, a reactive (EPLB) and a proactive (DIRECTOR) placement."""
+    ends = _ends(minutes)
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     settings = {
-        "prompts": str(prompts), "batch": batch, "windows": windows, "domains": domains,
+        "prompts": str(prompts), "batch": batch, "windows": windows, "groups": groups,
         "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
         "moves_a_slice": moves_a_slice, "cost": str(cost), "intermediate": intermediate,
         "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_shift.jsonl", settings)
-    traffic = list(_shifting(data, rest, domains.split(","), windows, batch, seed))
-    experts = data.trace.decode_counts.shape[2]
-    slots, topology = round(experts * replication / ranks) * ranks, Topology(ranks=ranks)
-    layer_cost = LayerCost.load(cost)
-    load = data.trace.decode_counts[fit].sum(axis=0)
+    load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
+    experts = load.shape[1]
+    slots = round(experts * replication / ranks) * ranks
     start = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
-
-    def reactive(window: int, held: Ints, seen: Ints | None) -> Ints | None:
-        return None if seen is None else eplb_placement(seen, slots, groups=1, nodes=1, ranks=ranks)
-
-    def proactive(window: int, held: Ints, seen: Ints | None) -> Ints | None:
-        coming = traffic[window]
-        expected = expected_workload(data.trace.prefill_counts[coming], data.trace.prompt_tokens[coming], 1)
-        return director_placement(
-            expected, topology=topology, slots=slots // ranks, cost=layer_cost, start=held, seed=seed
-        )[0]
-
-    plans: dict[str, Callable[[int, Ints, Ints | None], Ints | None]] = {
-        "offline": lambda window, held, seen: None, "reactive": reactive, "proactive": proactive,
-    }  # fmt: skip
-    for name, plan in plans.items():
-        if journal.get(name) is not None:
-            continue
+    plans = _plans(data, slots, ranks, LayerCost.load(cost), seed)
+    rng = np.random.default_rng([seed, 1])
+    turns = [
+        (
+            turn,
+            list(_shifting(data, rest, groups.split(","), windows, batch, rng)),
+            rng.permutation(list(plans)),
+        )
+        for turn in range(rounds)
+    ]
+    if any(journal.get(f"{turn}/{name}") is None for turn in range(rounds) for name in plans):
         with EpEngine(
             model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
         ) as engine:
-            engine.place(_placement(start, ranks, experts, "eplb"), choice)
-            found, held, seen = [], start, None
-            for window, coming in enumerate(traffic):
-                target = plan(window, held, seen)
-                decoded = engine.decode([data.tokens[n][-_PROMPT:] for n in coming], tokens, target)
-                found.append(
-                    _summary(decoded)
-                    | {"migration_ms": 1e3 * decoded.move_s, "experts_moved": decoded.experts_moved}
-                )
-                held, seen = decoded.placement, decoded.routed
-        journal.put(name, found)
-    rows = [
-        {"placement": name, "window": window, "domain": domains.split(",")[2 * window // windows]} | summary
-        for name in plans
-        for window, summary in enumerate(journal.get(name))
-    ]
+            for turn, traffic, names in turns:
+                given = [[data.tokens[n][-_PROMPT:] for n in coming] for coming in traffic]
+                known = [journal.get(f"{turn}/{name}") is not None for name in names]
+                if not all(known):
+                    for window, chosen in enumerate(given):
+                        engine.decode(chosen, 2, name=f"{turn}/{window}")
+                for name in names:
+                    _go_on(ends)
+                    if journal.get(f"{turn}/{name}") is not None:
+                        continue
+                    engine.place(start, choice, load)
+                    found, held, seen = [], start, None
+                    for window, chosen in enumerate(given):
+                        began = perf_counter()
+                        planned = plans[name](traffic[window], held, seen)
+                        plan_s = perf_counter() - began
+                        target, expected = planned or (None, None)
+                        decoded = engine.decode(
+                            chosen, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected
+                        )
+                        found.append(_summary(decoded) | _moved(decoded, plan_s))
+                        held, seen = decoded.placement, decoded.routed
+                    journal.put(f"{turn}/{name}", found)
+    measured = {name: [journal.get(f"{turn}/{name}") for turn in range(rounds)] for name in plans}
     publish(
-        "ep_shift", rows, inputs=settings, seed=seed, out=out,
-        notes="one engine an arm, `ranks` ranks on this machine's cores; a window's requests decode "
-        "together; step times are without migration_ms, which the window's slices took between its steps; "
-        "offline: EPLB on the other half of all domains; reactive: EPLB on the window before; proactive: "
-        "DIRECTOR on the window's own prefill counts",
+        "ep_shift", list(shift_rows(measured, seed)), inputs=settings | {"rounds": rounds}, seed=seed,
+        out=out,
+        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
+        "together, those of different windows are different; the arms take turns, each from the offline "
+        "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
+        "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
+        "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
+        "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
+        "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs",
     )  # fmt: skip
     journal.remove()
 
 
+def _ends(minutes: float | None) -> float:
+    return float("inf") if minutes is None else monotonic() + 60 * minutes
+
+
+def _go_on(ends: float) -> None:
+    if monotonic() > ends:
+        raise BadInput("the time is up; what was measured is kept, start again to go on")
+
+
+def _key(turn: int, size: int, arm: tuple[float, str]) -> str:
+    return f"{turn}/{size}/{arm[0]}/{arm[1]}"
+
+
+def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
+    """So many batches of `size`; none has a request of an earlier one while there are others."""
+    drawn: list[Ints] = []
+    left = among[:0]
+    for _ in range(number):
+        if len(left) < size:
+            left = rng.permutation(among)
+        drawn.append(left[:size])
+        left = left[size:]
+    return drawn
+
+
 def _arms(
-    data: Captured, fit: Ints, slots: int, ranks: int, seed: int
-) -> Iterator[tuple[str, tuple[ExpertPlacement, str]]]:
-    """(name, (placement, choice of replicas)); the first is what the others are held against."""
+    data: Captured, fit: Ints, slots: int, most: int, ranks: int, seed: int
+) -> Iterator[tuple[str, Arm]]:
+    """(name, arm) at one replication, in `most` slots."""
     load = data.trace.decode_counts[fit].sum(axis=0)
     layers, experts = load.shape
     affinity = co_activation(np.concatenate([data.routes(int(n)) for n in fit]), experts)
     grace = grace_placement(affinity, load, slots, Topology(ranks=ranks), seed=seed)[0]
     eplb = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
     if slots == experts:
-        rows = {
-            "linear, even": np.tile(np.arange(experts), (layers, 1)),
-            "eplb, even": eplb,
-            "grace, even": grace,
-        }
+        rows = {_BASE: np.tile(np.arange(experts), (layers, 1)), "eplb, none": eplb, "grace, none": grace}
     else:
-        rows = {"eplb, even": eplb, "eplb, metro": eplb, "grace, metro": grace}
+        rows = {_EVEN: eplb, "eplb, metro": eplb, "grace, metro": grace}
         rows |= {"grace, local": grace, "grace, weighted": grace}
     for name, placed in rows.items():
-        method, rule = name.split(", ")
-        yield name, (_placement(placed, ranks, experts, method), rule)
+        yield name, Arm(spread(placed, most, ranks), name.split(", ")[1])
 
 
-def _placement(rows: Ints, ranks: int, experts: int, method: str) -> ExpertPlacement:
-    return ExpertPlacement(np.asarray(rows), ranks, experts, model="eldr-demo", method=method)
+def spread(placement: Ints, slots: int, ranks: int) -> Ints:
+    """The placement int[L, P] in more slots a rank; the others are empty (-1)."""
+    by_rank = np.asarray(placement).reshape(len(placement), ranks, -1)
+    empty = slots // ranks - by_rank.shape[2]
+    return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
+
+
+Planned = tuple[Ints, NDArray[np.float64]] | None  # placement and load, None: all stays
+Plan = Callable[
+    [Ints, Ints, Ints | None], Planned
+]  # of a window's requests, the placement, the routes before
+
+
+def _plans(data: Captured, slots: int, ranks: int, cost: LayerCost, seed: int) -> dict[str, Plan]:
+    def offline(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+        return None
+
+    def reactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+        if seen is None:
+            return None
+        target = eplb_placement(seen, slots, groups=1, nodes=1, ranks=ranks)
+        return aligned(held, target, ranks, alike=True), seen.astype(float)
+
+    def proactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+        expected = expected_workload(data.trace.prefill_counts[coming], data.trace.prompt_tokens[coming], 1)
+        target = director_placement(
+            expected, topology=Topology(ranks=ranks), slots=slots // ranks, cost=cost, start=held, seed=seed
+        )[0]
+        return aligned(held, target, ranks, alike=True), expected
+
+    return {"offline": offline, "reactive": reactive, "proactive": proactive}
 
 
 def _shifting(
-    data: Captured, rest: Ints, domains: list[str], windows: int, batch: int, seed: int
+    data: Captured, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
 ) -> Iterator[Ints]:
-    """Indices of each window's requests: of the first domain, then of the second."""
-    if len(domains) != 2:
-        raise BadInput("--domains takes two, with a comma")
-    rng = np.random.default_rng([seed, 1])
-    for window in range(windows):
-        domain = domains[2 * window // windows]
-        there = rest[np.asarray(data.trace.domains)[rest] == domain]
-        if len(there) < batch:
-            raise BadInput(f"a batch of {batch} needs as many held-out {domain!r} requests, not {len(there)}")
-        yield rng.choice(there, batch, replace=False)
+    """Indices of each window's requests: of the first workload, then of the second."""
+    if len(groups) != 2 or not set(groups) <= set(GROUPS):
+        raise BadInput(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
+    halves = windows // 2, windows - windows // 2
+    for group, number in zip(groups, halves, strict=True):
+        there = rest[np.isin(rest, data.group(group))]
+        if len(there) < batch * number:
+            raise BadInput(
+                f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(there)}"
+            )
+        yield from disjoint(there, batch, number, rng)
 
 
-def _summary(decoded: Decoded) -> dict[str, float]:
+def _summary(decoded: Decoded) -> dict[str, Any]:
     """A batch's figures: medians over steps for times, means over steps and layers else."""
     log = decoded.log[:, _SKIPPED:]
     activated, pairs, home = log[..., 1], log[..., 2], log[..., 3]
     return {
-        "step_p50_ms": 1e3 * float(np.median(decoded.seconds[_SKIPPED:])),
-        "step_mean_ms": 1e3 * float(np.mean(decoded.seconds[_SKIPPED:])),
+        "step_ms": 1e3 * float(np.median(decoded.seconds[_SKIPPED:])),
+        "steps": len(decoded.seconds),
         "worst_rank_experts": float(activated.max(axis=0).mean()),
         "experts_all_ranks": float(activated.sum(axis=0).mean()),
         "worst_rank_pairs": float(pairs.max(axis=0).mean()),
         "away_pct": 100 * (1 - float(home.sum() / pairs.sum())),
+        "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
     }
 
 
-def _choice_rows(
-    measured: dict[str, list[dict[str, float]]], batch: int, replication: float, seed: int
+def _moved(decoded: Decoded, plan_s: float) -> dict[str, float]:
+    moved_ms = 1e3 * decoded.move_s
+    return {
+        "plan_ms": 1e3 * plan_s,
+        "migration_ms": moved_ms,
+        "with_moves_ms": 1e3 * float(np.median(decoded.seconds[_SKIPPED:])) + moved_ms / len(decoded.seconds),
+        "experts_moved": decoded.experts_moved,
+        "slices": decoded.slices,
+        "slices_left": decoded.slices_left,
+    }
+
+
+def choice_rows(
+    measured: dict[tuple[float, str], list[dict[str, Any]]], batch: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    base = np.array([one["step_p50_ms"] for one in next(iter(measured.values()))])
-    for name, found in measured.items():
+    """One row an arm, of what each of them measured in each round."""
+    base = next(found for (ratio, name), found in measured.items() if (ratio, name) == (1.0, _BASE))
+    for (ratio, name), found in measured.items():
         placement, choice = name.split(", ")
-        mine = np.array([one["step_p50_ms"] for one in found])
-        change = paired_change_percent(mine, base, np.mean, seed=seed) if len(mine) > 1 else (None,) * 3
+        even = measured.get((ratio, _EVEN))
+        papers: dict[str, float] = {}
+        if name == _EVEN and ratio >= 1.5:
+            papers = _PAPER_EVEN
+        elif choice == "metro":
+            papers = _PAPER_METRO
         yield {
-            "replication": replication, "batch_size": batch, "placement": placement, "choice": choice,
-            **{key: float(np.mean([one[key] for one in found])) for key in found[0]},
-            **dict(zip(("step_change_pct", "step_low_pct", "step_high_pct"), change, strict=True)),
+            "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
+            **_interval("step", found),
+            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct")),
+            **_change("change", found, base, "step_ms", seed),
+            **(_change("even", found, even, "step_ms", seed) if even else {}),
+            **({"even_experts_pct": _experts_pct(found, even)} if even else {}),
+            "none_experts_pct": _experts_pct(found, base),
+            "requests_equal_pct": _equal_pct(found, base),
+            "paper_experts_pct": None, "paper_step_pct": None, **papers,
         }  # fmt: skip
+
+
+def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> Iterator[dict[str, Any]]:
+    """One row an arm and phase, of what was measured in each round and window."""
+    windows = len(measured["offline"][0])
+    middle = windows // 2
+    parts = dict(
+        zip(PHASES, (range(middle), range(middle, middle + 1), range(middle + 1, windows)), strict=True)
+    )
+    for name, turns in measured.items():
+        for phase, part in parts.items():
+            found, base = (
+                [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
+            )
+            yield {
+                "placement": name, "phase": phase, "windows": len(found),
+                **_interval("step", found),
+                **_change("step", found, base, "step_ms", seed),
+                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in found])),
+                **_change("with_moves", found, base, "with_moves_ms", seed),
+                **_means(found, ("worst_rank_experts", "worst_rank_pairs")),
+                **_means(
+                    found, ("plan_ms", "migration_ms", "experts_moved", "slices", "slices_left")
+                ),
+                "requests_equal_pct": _equal_pct(found, base),
+                "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
+            }  # fmt: skip
+
+
+def _interval(name: str, found: list[dict[str, Any]]) -> dict[str, float]:
+    value, low, high = median_ci([one[f"{name}_ms"] for one in found])
+    return {f"{name}_ms": value, f"{name}_low_ms": low, f"{name}_high_ms": high}
+
+
+def _means(found: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
+    return {key: float(np.mean([one[key] for one in found])) for key in keys}
+
+
+def _change(
+    name: str, found: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
+) -> dict[str, float]:
+    mine, its = (np.array([one[key] for one in of]) for of in (found, base))
+    change = paired_change_percent(mine, its, np.median, seed=seed)
+    return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
+
+
+def _experts_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
+    mine, its = (float(np.mean([one["worst_rank_experts"] for one in of])) for of in (found, base))
+    return 100 * (mine / its - 1)
+
+
+def _equal_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
+    """Of all answers."""
+    pairs = [
+        mine == its
+        for one, other in zip(found, base, strict=True)
+        for mine, its in zip(one["answers"], other["answers"], strict=True)
+    ]
+    return 100 * float(np.mean(pairs))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import httpx
 
 # Names in the status -> ours
 _TOTALS = {"steps": "steps", "requests": "batch", "active_experts": "active", "seconds": "seconds"}
+_SWAP_S = 600.0  # slices of a swap go between steps, engine after engine
 _STILL_S = 3.0  # decode replicas report their steps every second
 
 
@@ -60,6 +61,19 @@ class Client:
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
         """Swap the predictor, given as a SignaturePredictor file's content; returns the live settings."""
         return self._ask("PUT", "/eldr/predictor", content=predictor)
+
+    def place_experts(
+        self, placement: bytes, described: bytes, replicas: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Bring decode engines' experts to a placement; returns what each replica's swap took.
+
+        Args:
+            placement: content of an ExpertPlacement's file.
+            described: content of its sidecar.
+            replicas: names in the status; None: all.
+        """
+        body = {"map": json.loads(placement), "meta": json.loads(described), "replicas": replicas}
+        return self._ask("PUT", "/eldr/experts", json=body, timeout=_SWAP_S)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
         """Until no request holds a lease."""

@@ -191,6 +191,26 @@ def predictor(
     )
 
 
+@app.command(rich_help_panel=_SERVICE)
+def experts(
+    file: Annotated[
+        Path | None, typer.Argument(help="ExpertPlacement to swap in, of eldr place; none shows the live.")
+    ] = None,
+    replica: Annotated[
+        list[str] | None, typer.Option(help="Decode replica, may be given again; none: all.")
+    ] = None,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show where expert-parallel decode engines hold their experts, or move them while they serve."""
+    client = _client(url, admin_key)
+    if file is None:
+        _print_json(client.status().get("ingress", {}).get("experts"))
+        return
+    described = file.with_suffix(".meta.json")
+    _print_json(client.place_experts(file.read_bytes(), described.read_bytes(), replica))
+
+
 @app.command(rich_help_panel=_DEPLOYMENT)
 def deployments(
     name: Annotated[str | None, typer.Argument(help="File to show; none lists all.")] = None,

@@ -97,6 +97,11 @@ class ExpertPlacement:
         """Slots of a layer beyond one an expert; what engines are told as redundant experts."""
         return int(self.physical_to_logical.shape[1]) - self.num_experts
 
+    @property
+    def id(self) -> str:
+        """See placement_id."""
+        return placement_id(self.physical_to_logical, self.ranks)
+
     def to_json(self) -> bytes:
         """The canonical file's content."""
         return json.dumps({_KEY: self.physical_to_logical.tolist()}).encode() + b"\n"
@@ -147,12 +152,17 @@ class ExpertPlacement:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a file and its sidecar; ArtifactError names the first thing that is wrong."""
-        name = str(path)
-        content, beside = read_file(path), _sidecar(Path(path))
-        record = parse_record(_PlacementRecord, read_file(beside), str(beside))
+        beside = _sidecar(Path(path))
+        return cls.parse(read_file(path), read_file(beside), (str(path), str(beside)))
+
+    @classmethod
+    def parse(cls, content: bytes, described: bytes | str, names: tuple[str, str]) -> Self:
+        """As `load`, from the contents of the file and its sidecar, which complaints name so."""
+        name, beside = names
+        record = parse_record(_PlacementRecord, described, beside)
         slots = build(name, lambda: _map(content, record.layers, record.slots))
         if hashlib.sha256(content).hexdigest() != record.map_sha256:
-            raise ArtifactError(f"{name} is not the placement that {beside.name} describes")
+            raise ArtifactError(f"{name} is not the placement that {Path(beside).name} describes")
         return build(
             name,
             lambda: cls(
@@ -182,6 +192,20 @@ def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.b
     if len(missing):
         raise ValueError(f"expert {missing[0][1]} of layer {missing[0][0]} has no slot")
     return hosts
+
+
+def placement_id(placement: ArrayLike, ranks: int) -> str:
+    """12 hex digits, equal for placements that differ in nothing but the order of slots within a rank.
+
+    Args:
+        placement: int[L, P], rank-major; -1: an empty slot, which does not count.
+    """
+    rows = np.asarray(placement)
+    held = [
+        [sorted(expert for expert in rank if expert >= 0) for rank in row]
+        for row in rows.reshape(len(rows), ranks, -1).tolist()
+    ]
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
 
 
 def check_fits(placement: ArrayLike, *, layers: int, slots: int, num_experts: int, ranks: int) -> None:

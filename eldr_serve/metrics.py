@@ -221,7 +221,26 @@ OWN = {
     ),
 }  # fmt: skip
 OWN = {key: replace(metric, status=f"ingress.{key}") for key, metric in OWN.items()}
-INGRESS = _by_name(*OWN.values())
+
+_MOVABLE = "with expert-parallel decode engines on CPU"
+
+# Of each decode replica, by their keys under `ingress.experts.REPLICA`.
+EXPERTS = {
+    "slices_left": Metric(
+        "eldr_expert_slices_left", GAUGE, "slices", "to come of a swap of the replica's expert placement",
+        ("worker",), only=_MOVABLE,
+    ),
+    "experts_moved": Metric(
+        "eldr_experts_moved", GAUGE, "experts", "that changed slots since the replica's start", ("worker",),
+        only=_MOVABLE,
+    ),
+    "replica_bytes": Metric(
+        "eldr_expert_replica_bytes", GAUGE, "bytes", "of slots for replicas of experts, all ranks",
+        ("worker",), only=_MOVABLE,
+    ),
+}  # fmt: skip
+EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key, metric in EXPERTS.items()}
+INGRESS = _by_name(*OWN.values(), *EXPERTS.values())
 
 # -- of each engine, by vLLM's own way to its metrics -----------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness.replay_engine import ENGINE_ENV
-from eldr_serve.artifacts import ExpertPlacement
 from tools.cli import BadInput
 
 Ints = NDArray[np.int64]
@@ -29,17 +27,22 @@ class Decoded:
     """The pure decode steps of a batch.
 
     Attributes:
+        answers: int64[requests, tokens].
         seconds: float64[N] of each step, wall clock, without moves.
         move_s: of the slices of a migration between them; in all.
         experts_moved: by them, in all layers.
+        slices, slices_left: of the migration, and how many of them the batch ended before.
         log: int64[G, N, L, 4], what each rank did (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
         routed: int64[L, E], tokens of each expert, prefill too.
-        placement: int64[L, P] at the end: a migration may not have come to its own.
+        placement: int64[L, P] at the end: a migration may not have come to its own. -1: an empty slot.
     """
 
+    answers: Ints
     seconds: NDArray[np.float64]
     move_s: float
     experts_moved: int
+    slices: int
+    slices_left: int
     log: Ints
     routed: Ints
     placement: Ints
@@ -67,17 +70,31 @@ class EpEngine:
             initargs=(str(model), ranks, redundant, moves_a_slice, max_batch),
         )  # fmt: skip
 
-    def place(self, placement: ExpertPlacement, rule: str) -> None:
-        """Bring the experts there at once, and choose replicas by the rule."""
-        self._pool.submit(_place, placement, rule).result()
+    def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+        """Bring the experts to int[L, P] at once (-1: an empty slot), and choose replicas by the rule.
 
-    def decode(self, prompts: Sequence[list[int]], tokens: int, migrate_to: Ints | None = None) -> Decoded:
+        Args:
+            load: float[L, E], tokens that each expert is expected to get.
+        """
+        self._pool.submit(_place, placement, rule, load).result()
+
+    def decode(
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        *,
+        name: str,
+        migrate_to: Ints | None = None,
+        load: NDArray[np.float64] | None = None,
+    ) -> Decoded:
         """Decode greedily so many tokens of each prompt, all at once.
 
         Args:
+            name: of these prompts; their KV blocks are read from the prefix cache after the first time.
             migrate_to: int[L, P]; from the first decode step on, a slice between two steps.
+            load: float[L, E] that goes with it; None: as before.
         """
-        return self._pool.submit(_decode, prompts, tokens, migrate_to).result()
+        return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
 
     def __enter__(self) -> EpEngine:
         return self
@@ -111,7 +128,8 @@ def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch
     _engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=model, max_model_len=1024, max_num_seqs=max_batch, max_num_batched_tokens=4096, seed=0,
-            block_size=32, enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
+            dtype="float32", block_size=32, enable_prefix_caching=True,
+            enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
             tensor_parallel_size=ranks, enable_expert_parallel=True,
             worker_extension_cls="eldr_serve.engine.vllm.worker.EldrWorkerExtension",
             additional_config={
@@ -134,35 +152,42 @@ def _ask(method: str, *arguments: Any) -> list[Any]:
     return answers
 
 
-def _place(placement: ExpertPlacement, rule: str) -> None:
-    from eldr_serve.engine.vllm.ep.swap import swap_placement
-
-    async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
-        answers: list[Any] = _engine.collective_rpc(method, args=args)
-        return answers
-
+def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
     _ask("choose", rule)
-    asyncio.run(swap_placement(call, placement))
+    left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
+    while left:
+        left = _ask("move")[0]
 
 
-def _decode(prompts: Sequence[list[int]], tokens: int, migrate_to: Ints | None) -> Decoded:
+def _decode(
+    prompts: Sequence[list[int]],
+    tokens: int,
+    name: str,
+    migrate_to: Ints | None,
+    load: NDArray[np.float64] | None,
+) -> Decoded:
     global _sent
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    first = _sent + 1
     for prompt in prompts:
         _sent += 1
-        given = {"prompt_token_ids": prompt, "cache_salt": str(_sent)}
-        _engine.add_request(str(_sent), given, params)
+        _engine.add_request(str(_sent), {"prompt_token_ids": prompt, "cache_salt": name}, params)
     begun = _ask("batches", 2**40)[0][0]
     before, moved = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
     seconds, decoding = [], 0
-    move_s, left = 0.0, 0 if migrate_to is None else _ask("begin", migrate_to.tolist(), _ranks)[0]
+    move_s = 0.0
+    slices = left = 0
+    if migrate_to is not None:
+        slices = left = _ask("begin", migrate_to.tolist(), _ranks, None if load is None else load.tolist())[0]
+    answers: dict[int, Sequence[int]] = {}
     while _engine.has_unfinished_requests():
         start = perf_counter()
         outputs = _engine.step()
         seconds.append(perf_counter() - start)
         decoding += len(outputs) == len(prompts)
+        answers |= {int(o.request_id) - first: o.outputs[0].token_ids for o in outputs if o.finished}
         if left and decoding:
             start = perf_counter()
             left = _ask("move")[0]
@@ -174,6 +199,7 @@ def _decode(prompts: Sequence[list[int]], tokens: int, migrate_to: Ints | None) 
     after = _ask("status")[0]
     routed = np.array(_ask("routed")[0]) - before
     return Decoded(
-        np.array(seconds)[pure], move_s, after["experts_moved"] - moved, log[:, pure], routed,
+        np.array([answers[number] for number in range(len(prompts))]),
+        np.array(seconds)[pure], move_s, after["experts_moved"] - moved, slices, left, log[:, pure], routed,
         np.array(after["placement"]),
     )  # fmt: skip

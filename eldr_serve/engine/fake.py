@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
 
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.errors import Refused
+from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import Counts, pack_counts
 
@@ -109,6 +111,16 @@ class FakeEngine:
         """See protocol.Engine."""
         layers, experts = self._config.signatures[0].shape
         return layers, experts
+
+    async def place_experts(
+        self, placement: ExpertPlacement, load: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        """See protocol.Engine; it has no ranks."""
+        raise Refused("this engine's experts cannot be moved", status=400)
+
+    def experts(self) -> dict[str, Any] | None:
+        """See protocol.Engine."""
+        return None
 
     def kv_usage(self) -> float:
         """See protocol.Engine."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.routing.cost import StepSums
 
 
@@ -109,6 +110,35 @@ class Engine(Protocol):
 
         Raises:
             ConfigurationError: the engine fails that prompt, or counts no experts; one sentence says why.
+        """
+
+    async def place_experts(
+        self, placement: ExpertPlacement, load: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        """Bring the experts of the engine's ranks to a placement while it serves; answers do not change.
+
+        A call that is cancelled leaves the experts where it has moved them so far.
+
+        Args:
+            load: float[L, E], tokens that each expert is expected to get, for replica choices that ask;
+                None: as before.
+
+        Returns:
+            What it took, JSON-able: `placement` (its id), `slices` between two steps each, `experts` that
+            changed slots, `received_bytes` between ranks, `seconds`.
+
+        Raises:
+            Refused: the placement does not fit (400), another swap is under way (409), or the engine's
+                experts cannot be moved (400); all stays as it is.
+        """
+
+    def experts(self) -> dict[str, Any] | None:
+        """What its ranks hold, JSON-able; None where experts cannot be moved.
+
+        `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of a swap that is under way,
+        `experts_moved` since the start, and in bytes, over all ranks: `weight_bytes` without replicas,
+        `replica_bytes` of the redundant slots, `slice_bytes` that a swap may take beside them,
+        `bytes_received` since the start.
         """
 
     def kv_usage(self) -> float:

@@ -27,7 +27,7 @@ def aligned(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
     """The new placement with the slots of each rank in the order in which the fewest experts move.
 
     Args:
-        old, new: int[L, P], rank-major; -1 in `old`: the slot is empty.
+        old, new: int[L, P], rank-major; -1: the slot is empty.
         ranks: G.
 
     Returns:
@@ -46,7 +46,8 @@ def sliced(old: ArrayLike, new: ArrayLike, ranks: int, most: int) -> list[list[M
     """The moves from one placement to the next, layer by layer, in slices of at most `most` moves.
 
     All moves of a slice read what the slots held before it. A slice is larger only where experts without a
-    second copy change places in a ring: those go together.
+    second copy change places in a ring: those go together. A slot that shall be empty has a move of expert
+    -1 from itself.
 
     Args:
         old, new: int[L, P], aligned; every expert of a layer has a slot in both.
@@ -63,7 +64,7 @@ def sliced(old: ArrayLike, new: ArrayLike, ranks: int, most: int) -> list[list[M
     current: list[tuple[int, int]] = []  # (layer, slot) of the slice that is being filled
     held = before.copy()
     for layer in range(len(before)):
-        if set(after[layer].tolist()) != set(before[layer].tolist()) - {-1}:
+        if set(after[layer].tolist()) - {-1} != set(before[layer].tolist()) - {-1}:
             raise ValueError(f"layer {layer} would have other experts than before")
         for unit in _units(before[layer], after[layer]):
             if current and len(current) + len(unit) > most:
@@ -87,15 +88,16 @@ def pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
 
 def _in_place(old: Ints, new: Ints) -> Ints:
     """The new experts of a rank; those that it held keep their slots."""
-    slots = np.full(len(old), -1)
+    free_slot = -2  # an empty one has -1
+    slots = np.full(len(old), free_slot)
     coming = []
     for expert in new.tolist():
-        free = np.flatnonzero((old == expert) & (slots < 0))
+        free = np.flatnonzero((old == expert) & (slots == free_slot))
         if len(free):
             slots[free[0]] = expert
         else:
             coming.append(expert)
-    slots[slots < 0] = coming
+    slots[slots == free_slot] = coming
     return slots
 
 
@@ -119,7 +121,8 @@ def _units(old: Ints, new: Ints) -> Iterator[list[int]]:
                 copies[held[slot]] -= 1
         for slot in unit:
             held[slot] = new[slot]
-            copies[new[slot]] += 1
+            if new[slot] >= 0:
+                copies[new[slot]] += 1
         yield unit
 
 
@@ -133,6 +136,9 @@ def _with_sources(writes: list[tuple[int, int]], held: Ints, new: Ints, ranks: i
     moves = []
     for layer, slot in writes:
         expert = int(new[layer, slot])
+        if expert < 0:
+            moves.append(Move(layer, expert, slot, slot))
+            continue
         sources = np.flatnonzero(held[layer] == expert)
         rank = sources // size
         source = sources[np.lexsort((sends[rank], rank != slot // size))[0]]

@@ -19,7 +19,7 @@ from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_torch import TorchMetro
 
 Ints = NDArray[np.int64]
-Rule = Literal["even", "metro", "local", "weighted"]
+Rule = Literal["none", "even", "metro", "local", "weighted"]
 RULES: tuple[str, ...] = get_args(Rule)
 _KNUTH = 2654435769  # the multiplier of vLLM's own spread over replicas
 
@@ -48,6 +48,22 @@ class ReplicaChoice(ABC):
         Args:
             experts: int[T, k], the logical experts of each token.
         """
+
+
+class FirstReplica(ReplicaChoice):
+    """None: an expert's first slot serves all its tokens, and its replicas serve nobody.
+
+    Args:
+        row: int[P], as for `slots_by_rank`.
+        num_experts: E.
+    """
+
+    def __init__(self, row: ArrayLike, num_experts: int) -> None:
+        held = np.asarray(row)
+        self._slot = torch.tensor([int(np.argmax(held == expert)) for expert in range(num_experts)])
+
+    def slots(self, experts: Tensor) -> Tensor:
+        return self._slot[experts.long()]
 
 
 class EvenSpread(ReplicaChoice):
@@ -191,6 +207,8 @@ def make_choice(
     """
     if rule not in RULES:
         raise ValueError(f"unknown replica choice {rule!r}; there are {', '.join(RULES)}")
+    if rule == "none":
+        return FirstReplica(row, num_experts)
     if rule == "even":
         return EvenSpread(row, num_experts)
     slots = slots_by_rank(row, num_experts, topology.ranks)

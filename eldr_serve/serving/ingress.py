@@ -43,6 +43,7 @@ from eldr_serve.serving.admission import (
 )
 from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.decode_router import actor_name, connect
+from eldr_serve.serving.expert_swap import place_everywhere
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.loop_watch import LoopWatch
@@ -354,6 +355,7 @@ class EldrIngress:
             "stages": self._path.stages.summary(),
             "prefill_kv_usage": self._prefill.directory.budget.usage,
             "decode_kv_usage": self._decode.directory.budget.usage,
+            "experts": self._decode.directory.experts,
         }
 
     def _coarse(self) -> dict[str, Any]:
@@ -401,6 +403,10 @@ class EldrIngress:
         except ValueError as error:
             raise BadRequest(str(error)) from error
         return await self._administer("swap_predictor", await request.body(), self._client.tokenizer)
+
+    async def place_experts(self, request: Request) -> Response:
+        """Bring the experts of decode engines to a placement while they serve, one engine after the other."""
+        return JSONResponse(await place_everywhere(self._decode, await request.body()))
 
     async def _administer(self, method: str, *args: Any) -> Response:
         try:
@@ -511,6 +517,7 @@ def application() -> Starlette:
             Route("/eldr/live", endpoint("live")),
             Route("/eldr/table", endpoint("swap_table"), methods=["PUT"]),
             Route("/eldr/predictor", endpoint("swap_predictor"), methods=["PUT"]),
+            Route("/eldr/experts", endpoint("place_experts"), methods=["PUT"]),
         ],
         middleware=[
             Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),

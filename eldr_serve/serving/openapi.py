@@ -28,7 +28,7 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
         app.post(path)(_endpoint(requests[method]))
     for path in ("/v1/models", "/eldr/status", "/eldr/ready", "/eldr/live"):
         app.get(path)(_nothing)
-    for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table"):
+    for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table", "/eldr/experts"):
         app.put(path)(_nothing)
     return app.openapi()
 

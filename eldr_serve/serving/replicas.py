@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from eldr_serve.serving.budget import PrefillBudget
 
 BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
+EXPERTS = "eldr_experts"  # in a replica's routing stats, see protocol.Engine.experts
 
 
 class Replicas(Protocol):
@@ -31,6 +32,7 @@ class ReplicaDirectory:
         self._live: tuple[str, ...] = ()
         self._changed: Callable[[], None] = lambda: None
         self.budget = PrefillBudget()  # the prefill fleet sets its bound
+        self.experts: Mapping[str, Mapping[str, Any]] = {}  # of replicas whose experts can be moved
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -46,6 +48,11 @@ class ReplicaDirectory:
     def block_tokens(self) -> int:
         """Tokens of a block of the replicas' prefix caches; 0 if they have none, or are not known yet."""
         return max((found.get(BLOCK_TOKENS, 0) for found in self._metadata.values()), default=0)
+
+    def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Called by the request router with the newest routing stats of all live replicas, by name."""
+        self.budget.take(stats)
+        self.experts = {name: found[EXPERTS] for name, found in stats.items() if EXPERTS in found}
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Have `changed` called whenever the set changes, from whatever thread."""

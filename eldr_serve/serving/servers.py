@@ -17,7 +17,7 @@ from eldr_serve.channel import Answer, CallFailed
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.routing.cost import StepSums
-from eldr_serve.serving import true_signature
+from eldr_serve.serving import expert_swap, true_signature
 from eldr_serve.serving.address import MAX_CALLS, open_channel
 from eldr_serve.serving.autoscaling import IN_FLIGHT
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
@@ -25,7 +25,7 @@ from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.engine_watch import EngineWatch
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.loop_watch import LoopWatch
-from eldr_serve.serving.replicas import BLOCK_TOKENS
+from eldr_serve.serving.replicas import BLOCK_TOKENS, EXPERTS
 from eldr_serve.serving.wire import WAITED_S, WARM
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,11 @@ class EngineServer:
         return {METADATA: asdict(self._address)}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is."""
-        return {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
+        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is, and what
+        expert-parallel ranks hold."""
+        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
+        experts = self._engine.experts()
+        return found if experts is None else found | {EXPERTS: experts}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what it cannot count itself."""
@@ -160,9 +163,12 @@ class DecodeServer(EngineServer):
         return await super().record_replica_metadata() | {BLOCK_TOKENS: self._engine.prefix_cache()[0]}
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """As an EngineServer, and the call that whole engines take (see true_signature)."""
+        """As an EngineServer, the call that whole engines take (see true_signature), and that of a swap of
+        experts (see expert_swap)."""
         if method == true_signature.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
+        elif method == expert_swap.METHOD:
+            answer.send(await expert_swap.place(self._engine, body), 0)
         else:
             await super().answer(method, header, body, answer)
 

@@ -13,6 +13,7 @@ from eldr_serve.metrics import (
     BY_REASON,
     COUNTED,
     COUNTER,
+    EXPERTS,
     GAUGE,
     INGRESS,
     LOOP,
@@ -132,6 +133,9 @@ class IngressMetrics:
                     gauge.set(float(value), {"worker": worker})
             else:
                 gauge.set(float(found))
+        for worker, held in own["experts"].items():
+            for key, metric in EXPERTS.items():
+                self._made[metric.name].set(float(held[key]), {"worker": worker})
 
 
 class LoopMetrics:

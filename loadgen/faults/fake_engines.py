@@ -17,11 +17,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.errors import Refused
+from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import pack_counts
 from loadgen.faults.virtual_time import Process
@@ -157,6 +159,16 @@ class BlockEngine:
     async def shape(self) -> tuple[int, int]:
         """See protocol.Engine."""
         return LAYERS, EXPERTS
+
+    async def place_experts(
+        self, placement: ExpertPlacement, load: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        """See protocol.Engine; it has no ranks."""
+        raise Refused("this engine's experts cannot be moved", status=400)
+
+    def experts(self) -> dict[str, Any] | None:
+        """See protocol.Engine."""
+        return None
 
     def kv_usage(self) -> float:
         """See protocol.Engine."""

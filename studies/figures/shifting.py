@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.expert_placement import Topology, hosts_of
+from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, placed_work
+from offline.placement.forecast import decode_correction, expected_workload
 from offline.scenario import observed, routes_of
-from studies.migration import Links, aligned, plan_migration
-from studies.prediction import decode_correction, expected_workload
+from studies.migration import Links, plan_migration
 from tools.cli import BadInput
 from tools.trace import CalibrationTrace
 

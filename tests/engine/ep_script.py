@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,17 +154,38 @@ def main(model: str, expected: Path) -> None:
     check_death(session)
 
 
-def started_with(model: str, expected: Path, placement: str) -> None:
-    session = Session(
-        made(
-            model, 4, additional_config={"eldr_experts": {"placement": placement, "replica_choice": "metro"}}
-        )
-    )
-    assert session.answers() == json.loads(expected.read_text())
-    rows = json.loads(Path(placement).read_text())["physical_to_logical_map"]
+def started_with(model: str, expected: Path, first: str, *others: str) -> None:
+    """4 ranks start with a placement, and go to others while they serve."""
+    from eldr_serve.artifacts import ExpertPlacement
+
+    alone = json.loads(expected.read_text())
+    config = {"placement": first, "replica_choice": "metro", "moves_a_slice": 24}
+    session = Session(made(model, 4, additional_config={"eldr_experts": config}))
+    check_held(session, ExpertPlacement.load(first))
+    assert session.answers() == alone
+    for number, file in enumerate(others):
+        placed = ExpertPlacement.load(file)
+        left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
+        assert left > 1, f"{placed.method} is where the experts are already"
+
+        def between() -> None:
+            nonlocal left
+            left = session.ask("move")[0]
+
+        assert session.answers(between) == alone, f"on the way to {placed.method}"
+        while left:
+            between()
+        check_held(session, placed)
+        session.ask("choose", ("weighted", "local")[number % 2])
+        assert session.answers() == alone, placed.method
+
+
+def check_held(session: Session, placed: Any) -> None:
+    """All ranks know that each holds what it shall."""
+    from eldr_serve.expert_placement import placement_id
+
     for status in session.ask("status"):
-        held = np.sort(np.reshape(status["placement"], (len(rows), 4, -1)))
-        assert np.array_equal(held, np.sort(np.reshape(rows, (len(rows), 4, -1))))
+        assert placement_id(status["placement"], placed.ranks) == placed.id
 
 
 def compiled(model: str, expected: Path) -> None:
@@ -223,15 +243,32 @@ def check_refusals(session: Session) -> None:
 
 
 def check_death(session: Session) -> None:
-    """An engine ends with a rank that dies in a migration; it does not go on with the others, nor wait."""
+    """An engine ends with a rank that dies in the middle of a slice; it does not go on with the others."""
     executor = session._engine.engine_core.engine_core.model_executor
     backwards = [row[::-1] for row in session.ask("status")[0]["placement"]]
     assert session.ask("begin", backwards, RANKS)[0] > 1
-    os.kill(executor.workers[1].proc.pid, signal.SIGKILL)
-    # A first answer may have been on its way.
+    executor.collective_rpc(dies_when_it_has_sent)
     with pytest.raises(RuntimeError):
-        list(iter(lambda: session.ask("move"), None))
+        session.answers(lambda: session.ask("move"))
     assert executor.is_failed
+
+
+def dies_when_it_has_sent(worker: Any) -> None:
+    """Called in each rank: the last one ends once the first of an expert's weights have left it."""
+    import os
+    import signal
+
+    from eldr_serve.engine.vllm.ep import transfer
+
+    if worker.rank == 0:
+        return
+    send = transfer.dist.isend
+
+    def last(*arguments: Any, **named: Any) -> None:
+        send(*arguments, **named).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    transfer.dist.isend = last
 
 
 if __name__ == "__main__":
@@ -241,6 +278,6 @@ if __name__ == "__main__":
     elif sys.argv[2] == "compiled":
         compiled(sys.argv[1], Path(sys.argv[3]))
     elif sys.argv[2] == "placed":
-        started_with(sys.argv[1], Path(sys.argv[3]), sys.argv[4])
+        started_with(sys.argv[1], Path(sys.argv[3]), *sys.argv[4:])
     else:
         main(sys.argv[1], Path(sys.argv[3]))

@@ -29,6 +29,11 @@ from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.start import started
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
 from eldr_serve.expert_placement import Topology
+from offline.placement.affinity import co_activation
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement
+from offline.placement.eplb import eplb_placement
+from offline.placement.grace import grace_placement
 
 SWITCH = {"ELDR_EXPERT_PARALLEL": "1"}
 
@@ -42,14 +47,29 @@ def test_two_ranks_answer_as_one_process_whatever_the_placement(model: Path, tmp
     run_script("ep_script.py", model, "compiled", expected, **SWITCH, **compiled)
 
 
-def test_four_ranks_start_with_a_placement_of_the_demo_model(tmp_path: Path) -> None:
-    model, expected, placement = (str(tmp_path / name) for name in ("model", "alone.json", "placement.json"))
+def test_four_ranks_start_with_one_method_s_placement_and_go_to_those_of_others(tmp_path: Path) -> None:
+    model, expected = (str(tmp_path / name) for name in ("model", "alone.json"))
     widen(WEIGHTS, 32, Path(model), heads=4)
-    rng = np.random.default_rng(0)
-    rows = np.stack([rng.permutation([*range(64), *rng.choice(64, 16)]) for _ in range(6)])
-    ExpertPlacement(rows, 4, 64, model="eldr-demo", method="drawn").save(placement)
     run_script("ep_script.py", model, "alone", expected)
-    run_script("ep_script.py", model, "placed", expected, placement, **SWITCH)
+    run_script("ep_script.py", model, "placed", expected, *methods(tmp_path, 80, 4), **SWITCH)
+
+
+def methods(folder: Path, slots: int, ranks: int) -> list[str]:
+    """Files of placements of the demo model, as GRACE-MoE, EPLB and DIRECTOR make them of drawn routes."""
+    rng = np.random.default_rng(0)
+    routes = np.stack([rng.choice(64, 4, replace=False) for _ in range(600)]).reshape(100, 6, 4)
+    load = np.stack([np.bincount(routes[:, layer].ravel(), minlength=64) for layer in range(6)])
+    topology = Topology(ranks=ranks)
+    cost = LayerCost(fixed_s=1e-4, per_expert_s=1e-5, per_token_s=1e-5, near_byte_s=0, far_byte_s=0)
+    rows = {
+        "grace": grace_placement(co_activation(routes, 64), load, slots, topology, seed=0)[0],
+        "eplb": eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks),
+        "director": director_placement(load, topology=topology, slots=slots // ranks, cost=cost)[0],
+    }
+    for name, placed in rows.items():
+        made = ExpertPlacement(placed, ranks, 64, model="eldr-demo", method=name)
+        made.save(folder / f"{name}.json")
+    return [str(folder / f"{name}.json") for name in rows]
 
 
 def test_vllm_finds_the_plugin_and_it_does_nothing_by_itself() -> None:

@@ -55,6 +55,10 @@ BY_A_TEST = {
         "tests/e2e/test_demo.py",
         "test_the_demo_writes_its_figures",
     ),
+    "eldr experts": (
+        "tests/e2e/test_expert_parallel.py",
+        "test_experts_move_while_answers_run_and_change_none",
+    ),
     "eldr fit-predictor": (
         "tests/unit/offline/test_predictor.py",
         "test_the_command_writes_predictor_and_report",
@@ -153,6 +157,7 @@ BY_NONE = {
     "ray get-auth-token": "Ray's own command",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
     "python -m offline.live_refit": "a job without an end; its decisions are in test_live_refit.py",
+    "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
     "eldr place --help": "`--help` of every command is on the reference page",
 }
 HERE = (

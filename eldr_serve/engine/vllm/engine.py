@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pydantic_core
 import vllm
+from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailed
@@ -33,10 +34,13 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 )
 from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
 from eldr_serve.engine.vllm.continuation import Continuation
+from eldr_serve.engine.vllm.ep.held import HeldExperts
+from eldr_serve.engine.vllm.ep.plugin import switched_on
 from eldr_serve.engine.vllm.first_token import first_token
 from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests import parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, Refused, sentence
+from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import unpack_counts
 
@@ -62,6 +66,7 @@ class VllmEngine:
     def __init__(self, server: Any, model_id: str) -> None:
         self.server = server
         self._model_id = model_id
+        self._held: HeldExperts | None = None
 
     @classmethod
     async def start(cls, config: Any) -> VllmEngine:
@@ -78,7 +83,12 @@ class VllmEngine:
         replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
         for method in ("chat", "completions"):
             openai_serving(server.engine, method)  # raises now rather than with the first request
-        return cls(server, config.model_id)
+        engine = cls(server, config.model_id)
+        parallel = engine_client(server.engine).vllm_config.parallel_config
+        if parallel.enable_expert_parallel and switched_on():
+            engine._held = HeldExperts(server.collective_rpc)
+            await engine._held.look()
+        return engine
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """See protocol.Engine."""
@@ -166,6 +176,20 @@ class VllmEngine:
             ) from error
         await self.release(first.id)
         return layers, experts
+
+    async def place_experts(
+        self, placement: ExpertPlacement, load: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        """See protocol.Engine."""
+        if self._held is None:
+            raise Refused(
+                "this engine's experts cannot be moved: it has no expert parallelism of ours", status=400
+            )
+        return await self._held.place(placement, load)
+
+    def experts(self) -> dict[str, Any] | None:
+        """See protocol.Engine."""
+        return None if self._held is None else self._held.status
 
     def kv_usage(self) -> float:
         """See protocol.Engine."""

@@ -36,7 +36,7 @@ class CpuExpertsConfig(BaseModel):
         placement: as above; None: experts in equal blocks, and the redundant slots empty.
         redundant_experts: slots of a layer beyond one an expert, over all ranks; None: the placement's.
         replica_choice: even, metro and local as above, weighted: GRACE-MoE's polling by load; a token's own
-            rank is by its place in the batch.
+            rank is by its place in the batch. none: an expert's first replica, whatever others there are.
         moves_a_slice: experts that change slots between two steps, at most, when a placement is swapped.
     """
 

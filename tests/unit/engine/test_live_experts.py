@@ -13,10 +13,12 @@ from torch import distributed as dist
 from benchmarks.harness.ep_ranks import on_ranks
 from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine.vllm.ep import live as live_module
+from eldr_serve.engine.vllm.ep.held import HeldExperts
 from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import PlacementError, swap_placement
-from eldr_serve.expert_placement import Topology
+from eldr_serve.errors import Refused
+from eldr_serve.expert_placement import Topology, placement_id
 
 LAYERS, EXPERTS, SLOTS, MOST = 2, 6, 8, 2
 
@@ -202,6 +204,74 @@ def test_a_swap_that_is_cancelled_while_it_is_planned_leaves_none_under_way(alon
     assert experts.status()["slices_left"] == 0
     assert np.array_equal(experts.placement(), before)
     asyncio.run(swap_placement(call, placed(placements(5)[0])))
+
+
+def test_an_engine_says_what_its_ranks_hold_and_refuses_two_swaps(alone: None) -> None:
+    experts, began, go_on = started(), asyncio.Event(), asyncio.Event()
+    call = call_on(experts)
+
+    async def held_up(method: str, args: tuple[Any, ...]) -> list[Any]:
+        answers: list[Any] = await call(method, args)
+        if args[0] == "move":
+            began.set()
+            await go_on.wait()
+        return answers
+
+    async def swapped() -> None:
+        held, wanted = HeldExperts(held_up), placed(placements(5)[0])
+        await held.look()
+        before = held.status
+        assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
+        assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
+        with pytest.raises(Refused, match="for 2 ranks") as refused:
+            await held.place(placed(placements(5)[0], ranks=2))
+        assert refused.value.status == 400
+        assert held.status == before
+        swap = asyncio.create_task(held.place(wanted))
+        await began.wait()
+        with pytest.raises(Refused, match=r"under way: \d+ slices to come") as refused:
+            await held.place(placed(placements(5)[1]))
+        assert refused.value.status == 409
+        go_on.set()
+        took = await swap
+        assert held.status["slices_left"] == 0
+        assert held.status["placement"] == took["placement"] == wanted.id
+        assert held.status["experts_moved"] == took["experts"] > 0
+
+    asyncio.run(swapped())
+
+
+def test_an_engine_without_ranks_of_ours_says_so() -> None:
+    async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+        return ["this engine's experts cannot be moved"]
+
+    with pytest.raises(Refused, match="cannot be moved"):
+        asyncio.run(HeldExperts(call).look())
+
+
+def test_slots_that_shall_be_empty_are(alone: None) -> None:
+    experts = started()
+    full, bare = (
+        np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)),
+        np.tile([5, 4, 3, -1, 2, 1, -1, 0], (LAYERS, 1)),
+    )
+    for rows in (full, bare, full, bare):
+        left, moved = experts.begin(rows, 1), experts.status()["experts_moved"]
+        while left:
+            left = experts.move()
+            check_weights(experts, 0, 1)
+        assert np.array_equal(np.sort(experts.placement()), np.sort(rows))
+        assert (experts.status()["experts_moved"] == moved) == (rows is bare)  # what goes needs no copy
+    with pytest.raises(ValueError, match="expert 5 of layer 0 has no slot"):
+        experts.begin(np.where(bare == 5, -1, bare).clip(-1, 4), 1)
+
+
+def test_a_swap_without_a_load_keeps_the_one_before(alone: None) -> None:
+    experts, load = started(), np.arange(12.0).reshape(LAYERS, EXPERTS)
+    asyncio.run(swap_placement(call_on(experts), placed(placements(5)[0]), load))
+    asyncio.run(swap_placement(call_on(experts), placed(placements(5)[1])))
+    for number, layer in experts._layers.items():
+        assert np.array_equal(np.asarray(layer.load), load[number])
 
 
 def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,10 @@ class LiveExperts:
         """Plan a swap to placement int[L, P]; nothing moves yet.
 
         Args:
+            placement: -1: the slot shall be empty.
             ranks: that the placement is for.
-            load: float[L, E], tokens that each expert is expected to get, for choices that ask.
+            load: float[L, E], tokens that each expert is expected to get, for choices that ask; None: those
+                of the swap before.
 
         Returns:
             Slices to come.
@@ -48,17 +50,20 @@ class LiveExperts:
         first = self._layers[0]
         if ranks != first.topology.ranks:
             raise ValueError(f"the placement is for {ranks} ranks, the engine has {first.topology.ranks}")
+        rows = np.asarray(placement)
         check_fits(
-            placement,
+            # What is in place of nothing may be any expert that the layer has.
+            np.where(rows == -1, rows.max(axis=-1, keepdims=True), rows),
             layers=len(self._layers), slots=first.size * ranks, num_experts=first.num_experts, ranks=ranks,
         )  # fmt: skip
         if load is not None and np.shape(load) != (len(self._layers), first.num_experts):
             raise ValueError(f"the load is of shape {np.shape(load)}, not one number a layer and expert")
         old = self.placement()
-        self._waiting.extend(sliced(old, aligned(old, placement, ranks), ranks, self._most))
-        for number, layer in self._layers.items():
-            layer.load = None if load is None else np.asarray(load)[number]
-            layer.put(layer.row)
+        self._waiting.extend(sliced(old, aligned(old, rows, ranks), ranks, self._most))
+        if load is not None:
+            for number, layer in self._layers.items():
+                layer.load = np.asarray(load)[number]
+                layer.put(layer.row)
         return len(self._waiting)
 
     def choose(self, rule: str) -> None:
@@ -80,7 +85,7 @@ class LiveExperts:
                 self._received += transfer(self._layers, moves, self._group)
             except Exception as error:
                 raise SystemExit(f"experts could not be moved between ranks: {error}") from error
-            self._moved += len(moves)
+            self._moved += sum(move.expert >= 0 for move in moves)
             self._waiting.popleft()
         return len(self._waiting)
 

@@ -46,7 +46,8 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
 
     Args:
         call: `collective_rpc` of the engine's client.
-        load: float[L, E], tokens that each expert is expected to get, for replica choices that ask.
+        load: float[L, E], tokens that each expert is expected to get, for replica choices that ask; None:
+            those of the swap before.
 
     Raises:
         PlacementError: the placement does not fit the engine, or another swap is under way.

@@ -31,6 +31,8 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
     waiting: list[tuple[Tensor, int, Tensor, Any]] = []
     received = 0
     for tag, move in enumerate(moves):
+        if move.expert < 0:  # its slot becomes empty
+            continue
         layer = layers[move.layer]
         source, rank = move.source // layer.size, move.slot // layer.size
         for part, weight in enumerate(layer.weights):

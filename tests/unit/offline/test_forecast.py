@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from studies.prediction import decode_correction, expected_workload
+from offline.placement.forecast import decode_correction, expected_workload
 
 
 def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:

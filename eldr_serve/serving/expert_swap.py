@@ -1,0 +1,95 @@
+"""A new placement of experts for decode engines that serve: what is asked, of whom, and what it took."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_serve.artifacts import ArtifactError, ExpertPlacement
+from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.engine.protocol import Engine
+from eldr_serve.errors import BadRequest, Overloaded, Refused, sentence
+from eldr_serve.serving.fleet import Fleet
+
+METHOD = "place_experts"  # of a channel's call
+
+
+class ExpertsChange(BaseModel):
+    """Body of PUT /eldr/experts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    map: dict[str, Any] = Field(description="content of the placement's .json")
+    meta: dict[str, Any] = Field(description="content of its .meta.json")
+    load: list[list[float]] | None = Field(
+        default=None, description="tokens that each expert is expected to get, [layers][experts], for rules "
+        "of replica choice that ask",
+    )  # fmt: skip
+    replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
+
+    @classmethod
+    def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:
+        """The body, and the placement in it; BadRequest, with one sentence, if it is none."""
+        try:
+            change = cls.model_validate_json(body)
+            placed = ExpertPlacement.parse(
+                json.dumps(change.map).encode() + b"\n", json.dumps(change.meta), ("map", "meta")
+            )
+        except (ValidationError, ArtifactError) as error:
+            raise BadRequest(sentence(error)) from error
+        return change, placed
+
+
+async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
+    """Bring the decode engines to a placement, one after the other, so that one at a time is slowed.
+
+    Returns:
+        What each replica's swap took, see protocol.Engine.place_experts.
+
+    Raises:
+        Refused: what is asked is wrong, or an engine refuses; those before it keep the new placement.
+    """
+    change, _ = ExpertsChange.parse(body)
+    names = list(dict.fromkeys(decode.live if change.replicas is None else change.replicas))
+    if unknown := set(names).difference(decode.live):
+        raise BadRequest(f"there is no decode replica {min(unknown)!r}")
+    if not names:
+        raise Overloaded("no decode replica can be reached")
+    took: dict[str, Any] = {}
+    for name in names:
+        try:
+            took[name] = await _placed(decode, name, body)
+        except (CallFailed, ChannelLost) as error:
+            changed = f"; {', '.join(took)} have the new one" if took else ""
+            raise Refused(
+                f"decode replica {name}: {_said(error)}{changed}",
+                status=error.status if isinstance(error, CallFailed) else 503,
+            ) from error
+    return took
+
+
+async def _placed(decode: Fleet, name: str, body: bytes) -> Any:
+    call = decode.call(name, METHOD, {}, body)
+    try:
+        chunk = await call.read()
+    finally:
+        call.cancel()
+    return msgspec.msgpack.decode(chunk.payload if chunk else b"\xc0")
+
+
+def _said(error: CallFailed | ChannelLost) -> str:
+    if isinstance(error, ChannelLost):
+        return f"it was lost: {sentence(error)}"
+    try:
+        return str(json.loads(error.body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"it answered {error.status}"
+
+
+async def place(engine: Engine, body: bytes) -> bytes:
+    """The engine's side of such a call: what the swap took, as msgpack."""
+    change, placed = ExpertsChange.parse(body)
+    return msgspec.msgpack.encode(await engine.place_experts(placed, change.load))

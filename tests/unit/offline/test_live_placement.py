@@ -1,0 +1,98 @@
+"""When a service's experts are moved by themselves, and that it pays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from eldr_serve.artifacts import ExpertPlacement
+from eldr_serve.expert_placement import hosts_of
+from offline.live_placement import Planner, look
+from offline.placement.cost import LayerCost
+
+LAYERS, EXPERTS, RANKS, SLOTS = 2, 8, 2, 8
+COST = LayerCost(fixed_s=0, per_expert_s=1e-4, per_token_s=1e-4)
+
+
+def traffic(*hot: int, prompts: int = 40) -> list[NDArray[np.uint32]]:
+    """Prompts of 10 tokens, 2 experts a token; most choose these experts."""
+    counts = np.ones((LAYERS, EXPERTS), np.uint32)
+    counts[:, list(hot)] += np.uint32(12 // len(hot))
+    return [counts] * prompts
+
+
+class Service:
+    """What it holds is what was put last."""
+
+    def __init__(self, *names: str) -> None:
+        self.held: dict[str, dict[str, Any]] = {
+            name: {"placement": "at the start", "ranks": RANKS, "slots": SLOTS} for name in names
+        }
+        self.put: list[ExpertPlacement] = []
+
+    def status(self) -> dict[str, Any]:
+        return {"model": "m", "ingress": {"experts": self.held}}
+
+    def place_experts(self, placement: bytes, described: bytes, replicas: list[str]) -> dict[str, Any]:
+        assert replicas == sorted(self.held)
+        self.put.append(ExpertPlacement.parse(placement, described, ("map", "meta")))
+        for found in self.held.values():
+            found["placement"] = self.put[-1].id
+        return {name: {"experts": 3} for name in replicas}
+
+
+def planner(min_gain: float = 0.05) -> Planner:
+    return Planner(COST, 2, 32, min_gain, 0)
+
+
+def apart(placed: ExpertPlacement, *experts: int) -> bool:
+    """No two of them share a rank in any layer."""
+    hosts = hosts_of(placed.physical_to_logical, EXPERTS, RANKS)
+    return bool((hosts[:, list(experts)].sum(axis=1) <= 1).all())
+
+
+def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothing() -> None:
+    service: Any = Service("r0", "r1")
+    plans = planner()
+    assert look(plans, service, []) is None
+    assert "experts moved" in str(look(plans, service, traffic(0, 1)))
+    assert apart(service.put[-1], 0, 1)
+    assert look(plans, service, traffic(0, 1)) is None
+    together = service.put[-1].physical_to_logical.reshape(LAYERS, RANKS, -1)[0, 0]
+    pair = [int(expert) for expert in together if expert > 1][:2]
+    assert not apart(service.put[-1], *pair)
+    said = look(plans, service, [*traffic(0, 1), *traffic(*pair)])  # the newest 32 alone count
+    assert said is not None
+    assert f"placement {service.put[-1].id}" in said
+    assert apart(service.put[-1], *pair)
+    assert len(service.put) == 2
+    assert service.put[-1].report["gain"] >= 0.05
+
+
+def test_a_gain_below_what_is_asked_moves_nothing() -> None:
+    service: Any = Service("r0")
+    plans = planner(min_gain=0.99)
+    look(plans, service, traffic(0, 1))
+    assert look(plans, service, traffic(2, 3)) is None
+    assert look(plans, service, traffic(4, 5)) is None
+    assert len(service.put) == 1
+
+
+def test_what_somebody_else_has_moved_is_placed_anew() -> None:
+    service: Any = Service("r0", "r1")
+    plans = planner()
+    look(plans, service, traffic(0, 1))
+    service.held["r1"]["placement"] = "that of a new replica"
+    assert look(plans, service, traffic(0, 1)) is not None
+    assert len(service.put) == 2
+
+
+def test_replicas_of_two_shapes_are_refused_and_none_is_no_fault() -> None:
+    service: Any = Service("r0", "r1")
+    service.held["r1"]["slots"] = 10
+    with pytest.raises(ValueError, match="2 kinds of slots"):
+        look(planner(), service, traffic(0))
+    assert look(planner(), Service(), traffic(0)) is None  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""A placement of experts that an operator puts: each decode engine gets it, or one sentence says why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_server import serving
+from fake_fleet import FakeFleet, Sent
+from ingress_app import KEY, running_app
+from numpy.typing import ArrayLike
+
+from eldr_serve.artifacts import ExpertPlacement
+from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.engine.fake import FakeEngine
+from eldr_serve.errors import Refused
+from eldr_serve.expert_placement import placement_id
+from eldr_serve.serving import servers
+from eldr_serve.serving.expert_swap import METHOD, place, place_everywhere
+from eldr_serve.serving.replicas import EXPERTS, ReplicaDirectory
+
+# The destructor of a replica is a coroutine, which Serve awaits.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
+
+PLACED = ExpertPlacement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]]), 2, 3, model="m", method="by hand")
+
+
+class Ranked(FakeEngine):
+    """Two ranks that take any placement, but for one that is set to refuse."""
+
+    held: ExpertPlacement | None = None
+    load: Any = None
+    refuses: Exception | None = None
+
+    async def place_experts(
+        self, placement: ExpertPlacement, load: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        if self.refuses is not None:
+            raise self.refuses
+        self.held, self.load = placement, load
+        return {"placement": placement.id, "slices": 1}
+
+    def experts(self) -> dict[str, Any] | None:
+        return {"placement": self.held.id if self.held else None, "slices_left": 0}
+
+
+def body(**others: Any) -> bytes:
+    content, described = PLACED.files(Path("p.json")).values()
+    return json.dumps({"map": json.loads(content), "meta": json.loads(described)} | others).encode()
+
+
+@pytest.fixture
+def engines() -> dict[str, Ranked]:
+    return {name: object.__new__(Ranked) for name in ("r0", "r1")}
+
+
+@pytest.fixture
+def fleet(engines: dict[str, Ranked]) -> Any:
+    async def answer(sent: Sent) -> AsyncIterator[Any]:
+        assert sent.method == METHOD
+        yield await place(engines[sent.replica], sent.body), 0
+
+    return FakeFleet(answer, *engines)
+
+
+async def test_every_decode_engine_gets_it_or_those_that_are_named(
+    fleet: Any, engines: dict[str, Ranked]
+) -> None:
+    took = await place_everywhere(fleet, body(load=[[1.0, 2.0, 3.0]] * 2))
+    assert took == {name: {"placement": PLACED.id, "slices": 1} for name in engines}
+    for engine in engines.values():
+        assert engine.held is not None
+        assert np.array_equal(engine.held.physical_to_logical, PLACED.physical_to_logical)
+        assert engine.load == [[1.0, 2.0, 3.0]] * 2
+        engine.held = None
+    assert list(await place_everywhere(fleet, body(replicas=["r1"]))) == ["r1"]
+    assert [engine.held is None for engine in engines.values()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (Refused("a swap is under way", status=409), 409, "r1: a swap is under way; r0 have the new one"),
+        (ChannelLost("gone"), 503, "r1: it was lost: gone; r0 have the new one"),
+    ],
+)
+async def test_the_first_engine_that_refuses_ends_it_and_is_named(
+    fleet: Any, engines: dict[str, Ranked], error: Exception, status: int, sentence: str
+) -> None:
+    engines["r1"].refuses = error
+    with pytest.raises(Refused, match=sentence) as refused:
+        await place_everywhere(fleet, body())
+    assert refused.value.status == status
+    assert engines["r1"].held is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "sentence"),
+    [
+        (b"[", "Invalid JSON"),
+        (b"{}", "map: Field required"),
+        (body(map={"physical_to_logical_map": [[0, 1, 2, 1]] * 2}), "is not the placement that meta"),
+        (body(meta={}), "meta has a record that does not fit"),
+        (body(replicas=["r7"]), "no decode replica 'r7'"),
+        (body(where="here"), "where: Extra inputs"),
+        (body(load=[["much"]]), "load.0.0"),
+    ],
+)
+async def test_what_is_no_placement_reaches_no_engine(fleet: Any, sent: bytes, sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence) as refused:
+        await place_everywhere(fleet, sent)
+    assert refused.value.status == 400
+    assert not fleet.sent
+
+
+async def test_the_operator_alone_puts_one() -> None:
+    async with running_app() as app:
+        assert (await app.put("/eldr/experts", None, content=body())).status_code == 401
+        answer = await app.put("/eldr/experts", KEY, content=b"{}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "map: Field required"
+        assert not app.decode.sent
+
+
+async def test_a_decode_replica_takes_it_and_tells_what_it_holds() -> None:
+    async with serving(servers.DecodeServer, engine=Ranked.start, router_name="router") as (server, channel):
+        chunk = await channel.call(METHOD, {}, body()).read()
+        assert chunk is not None
+        stats = await server.record_routing_stats()
+        assert stats[EXPERTS]["placement"] == PLACED.id
+        directory = ReplicaDirectory()
+        directory.sample({"r0": stats, "r1": {}})
+        assert dict(directory.experts) == {"r0": stats[EXPERTS]}
+
+
+async def test_an_engine_without_ranks_refuses() -> None:
+    async with serving(servers.DecodeServer, router_name="router") as (server, channel):
+        with pytest.raises(CallFailed, match="cannot be moved") as failure:
+            await channel.call(METHOD, {}, body()).read()
+        assert failure.value.status == 400
+        assert EXPERTS not in await server.record_routing_stats()
+
+
+def test_the_order_of_slots_on_a_rank_makes_no_other_placement() -> None:
+    rows = PLACED.physical_to_logical
+    assert (
+        PLACED.id
+        == placement_id(rows[:, [1, 0, 3, 2]], 2)
+        == placement_id([[0, 1, -1, 2, 0, -1], [2, 1, -1, 0, 1, -1]], 2)
+    )
+    assert PLACED.id != placement_id(rows[:, [2, 1, 0, 3]], 2)
