@@ -73,7 +73,7 @@ def signature_bytes(
         beside = found.reshape(-1, 2, 4, *found.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
         rows.append(row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
     publish(
-        "signature_bytes", rows, inputs={"gptoss": None if gptoss is None else gptoss.name}, seed=seed, out=out,
+        "signature_bytes", rows, inputs={"gptoss": gptoss and gptoss.name}, seed=seed, out=out,
         notes="base64 text of zlib's fastest level",
     )  # fmt: skip
 
