@@ -1,4 +1,4 @@
-"""Tiny random drafters that look at a model's hidden states: an EAGLE head, and a layer of MTP."""
+"""Tiny random drafters of the kinds that take a model's hidden states: an EAGLE head, and a layer of MTP."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness.families import FAMILIES
 
-SMALL = 0.02  # of a drafter's own layer, so that it mostly passes on what it is given
-
 
 def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
-    """A head of one layer of Llama; it looks at the newest token, and so drafts that it comes again."""
+    """A head of one layer of Llama, which looks at the newest token alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -32,17 +30,14 @@ def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     layer = LlamaForCausalLM(config).model.layers[0].state_dict()
-    weights = {
-        f"layers.0.{name}": SMALL * tensor for name, tensor in layer.items() if name.endswith("proj.weight")
-    }
-    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights = {f"layers.0.{name}": tensor for name, tensor in layer.items() if name != "input_layernorm.weight"}
     weights["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder
 
 
 def glm_with_mtp(folder: Path) -> Path:
-    """GLM-4-MoE with a layer of MTP, which has experts: it looks at the hidden state of the newest token."""
+    """GLM-4-MoE with a layer of MTP, which has experts and looks at the newest token alone."""
     family, layers = FAMILIES["GLM-4-MoE"], 3
     replace(family, config=family.config | {"num_hidden_layers": layers + 1}).make(folder)
     saved = folder / "config.json"
@@ -50,11 +45,8 @@ def glm_with_mtp(folder: Path) -> Path:
     saved.write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
     mtp, hidden = f"model.layers.{layers}", config["hidden_size"]
-    for name, tensor in weights.items():
-        if name.startswith(mtp) and name.endswith("proj.weight"):
-            weights[name] = SMALL * tensor
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{mtp}.{name}.weight"] = torch.ones(hidden)
-    weights[f"{mtp}.eh_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+    weights[f"{mtp}.eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

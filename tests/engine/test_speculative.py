@@ -24,7 +24,7 @@ RUNS = {  # name -> role, method, scheduler, port of NIXL
     "asynchronous": ("decode", "draft_model", "async", "21883"),
     "prefill": ("prefill", "draft_model", "sync", "21884"),
     "EAGLE": ("decode", "eagle", "sync", "21885"),
-    "MTP": ("decode", "mtp", "async", "21886"),
+    "MTP": ("decode", "mtp", "sync", "21886"),
 }
 
 
