@@ -182,7 +182,7 @@ FAMILIES = {
         "Lfm2Moe",
         _EXPERTS_16 | {"num_hidden_layers": 4, "num_dense_layers": 1, "conv_L_cache": 3,
                        "layer_types": ["conv", "conv", "full_attention", "conv"]},
-        engine=_engine(24),
+        engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),  # see moe.py
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe",

@@ -1,22 +1,32 @@
-"""The start of one engine, as `eldr calibrate` starts it, with a vLLM that says it is another if asked."""
+"""The start of one engine for calibration or prefill, with a vLLM that says it is another if asked."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import vllm
 
 
-def main(model: str, port: str, version: str) -> None:
+def main(model: str, port: str, role: Any, version: str) -> None:
     vllm.__version__ = version or vllm.__version__
+    from eldr_serve.engine.vllm.compat.checked import clear_start
     from eldr_serve.engine.vllm.config import engine_kwargs
     from eldr_serve.engine.vllm.tracer import VllmTracer
 
-    kwargs = engine_kwargs("calibrate", device="cpu", dtype="float32", num_gpu_blocks_override=16)
-    VllmTracer(kwargs | {"model": model, "skip_tokenizer_init": True, "max_model_len": 128}, int(port))
+    kwargs = engine_kwargs(role, device="cpu", dtype="float32", num_gpu_blocks_override=16)
+    kwargs |= {"model": model, "skip_tokenizer_init": True, "max_model_len": 128}
+    if role == "calibrate":
+        VllmTracer(kwargs, int(port))  # as `eldr calibrate` does
+    else:
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = port
+        with clear_start():
+            vllm.LLM(**kwargs)
 
 
 if __name__ == "__main__":
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from eldr_serve.engine.vllm.config import ENVIRONMENT
+
+    os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     main(*sys.argv[1:])

@@ -20,8 +20,8 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     from eldr_serve.engine.vllm.connector import EldrConnector
 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
-    # A draft model with experts of its own, which are not to be counted.
-    drafting |= {"model": drafter} if method == "draft_model" else {"prompt_lookup_max": 3}
+    # A draft model and the layer of MTP have experts of their own, which are not to be counted.
+    drafting |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": drafter}
     steps: list[Any] = []  # of each step: prompt's number -> (position of its first token, its drafts)
     plan = EldrConnector._plan
 
@@ -41,6 +41,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     EldrConnector._plan = planned  # type: ignore[method-assign]
     llm = LLM(
         model=model,
+        skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=256,
         num_gpu_blocks_override=64,
@@ -59,6 +60,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     params = SamplingParams(
         max_tokens=TOKENS,
         temperature=0.0,
+        detokenize=False,
         ignore_eos=True,
         extra_args={"kv_transfer_params": {"do_remote_decode": True}} if role == "prefill" else None,
     )

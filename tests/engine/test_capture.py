@@ -71,6 +71,35 @@ def test_a_step_counts_what_its_tokens_chose(on_host: bool) -> None:
     assert active.wait().tolist() == [len(np.unique(chosen[:8, layer])) for layer in range(LAYERS)]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_rank_that_does_not_report_counts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool
+) -> None:
+    """As all ranks but the first of tensor parallelism: each has the rows, and one tells of them."""
+    copies: list[Tensor] = []
+    monkeypatch.setattr(HostCopies, "start", lambda _, tensor: copies.append(tensor))
+    routers = [[Router() for _ in range(LAYERS)] for _ in range(2)]
+    ranks = [
+        ExpertCapture(
+            of_rank, max_tokens=16, device="cpu", num_blocks=6, block_size=SIZE,
+            reports=rank == 0, on_host=on_host,
+        )
+        for rank, of_rank in enumerate(routers)
+    ]  # fmt: skip
+    chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS).topk(K).indices.int()
+    for of_rank in routers:
+        for layer, router in enumerate(of_rank):
+            router.show(chosen[:, layer])
+    first = ranks[0].after_forward(torch.tensor(SLOTS), PLAN)
+    assert first[0].prompts.keys() == {"a", "b"}
+    copies.clear()
+    counts, active = ranks[1].after_forward(torch.tensor(SLOTS), PLAN)
+    assert (counts.prompts, counts.routes, active, copies) == ({}, {}, None, [])
+    caches = [rank.cache.rows for rank in ranks if rank.cache is not None]
+    assert caches[0].sum() == PLAN.tokens * LAYERS * K
+    assert torch.equal(*caches)
+
+
 def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have none: what asks for one, or for a size that depends on one, raises."""
     monkeypatch.setattr(module, "HostCopies", lambda device: SimpleNamespace(start=lambda tensor: tensor))

@@ -10,7 +10,15 @@ import pytest
 from benchmarks.harness.families import FAMILIES
 from benchmarks.model_families import RUNNERS, rows
 
-ALWAYS = {("GPT-OSS", "V1"), ("Qwen3-Next", "V1")}  # sliding windows, and recurrent states
+ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states, convolutions
+    ("Qwen3-MoE", "V1"),
+    ("DeepSeek-V2", "V1"),
+    ("GPT-OSS", "V1"),
+    ("Qwen3-Next", "V1"),
+    ("LFM2-MoE", "V1"),
+    ("Qwen3-MoE", "V2"),
+    ("GPT-OSS", "V2"),
+}
 GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE": 4, "Qwen3.5-MoE": 4}
 REFUSED = {
     "ERNIE-4.5": "correction bias",

@@ -15,9 +15,11 @@ import pytest
 import torch
 import vllm
 from pydantic import BaseModel, field_validator
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -46,6 +48,8 @@ def config(
     layers: Any = None,
     return_experts: bool = False,
     kv_role: str = "kv_both",
+    kind: str = "qwen3_moe",
+    custom_ops: bool = True,
     **parallel: Any,
 ) -> Any:
     sizes = {
@@ -59,9 +63,13 @@ def config(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
         speculative_config=speculative,
         kv_transfer_config=SimpleNamespace(kv_role=kv_role),
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 12),
+        model_config=SimpleNamespace(
+            get_total_num_hidden_layers=lambda: 12, hf_text_config=SimpleNamespace(model_type=kind)
+        ),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=return_experts),
-        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers or {}, is_custom_op_enabled=lambda name: custom_ops
+        ),
     )
 
 
@@ -294,6 +302,27 @@ def test_a_correction_bias_that_the_cpu_router_leaves_out_is_refused() -> None:
     assert moe_routers(config(layers={"model.layers.0.mlp.experts": layer(grouped)})) == [(0, grouped)]
     with pytest.raises(UnsupportedEngineError, match=r"correction bias.*on GPUs"):
         moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router())}))
+
+
+def test_positions_that_the_cpu_kernel_embeds_wrongly_are_refused() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        rotary = get_rope(32, 64, is_neox_style=True, rope_parameters={"rope_type": "default"})
+    positions, queries, keys = torch.arange(5), torch.randn(5, 2, 32), torch.randn(5, 1, 32)
+
+    def turned(embed: Any, *shape: int) -> torch.Tensor:
+        query, _ = embed(positions, queries.reshape(shape).clone(), keys.reshape(5, -1).clone())
+        found: torch.Tensor = query.reshape(5, 2, 32)
+        return found
+
+    right = turned(rotary.forward_native, 5, 64)
+    torch.testing.assert_close(turned(rotary.forward_native, 5, 2, 32), right)
+    torch.testing.assert_close(turned(rotary.forward_cpu, 5, 64), right)
+    # a vLLM whose kernel takes heads apart needs no refusal
+    assert not torch.allclose(turned(rotary.forward_cpu, 5, 2, 32), right, atol=0.1)
+    layers = {"model.layers.0.feed_forward.experts": layer(Router(2, 8))}
+    assert moe_routers(config(layers=layers, kind="lfm2_moe", custom_ops=False))
+    with pytest.raises(UnsupportedEngineError, match=r'lfm2_moe wrongly on CPUs.*\["-rotary_embedding"\]'):
+        moe_routers(config(layers=layers, kind="lfm2_moe"))
 
 
 def test_a_side_channel_that_cannot_listen_is_refused() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_model
+from drafters import eagle, glm_with_mtp
 from scripts import run_script
 from speculative_script import PROMPTS, TOKENS
 
+from benchmarks.harness import families
 from eldr_serve.signature import unpack_counts
 
 RUNS = {  # name -> role, method, scheduler, port of NIXL
@@ -21,20 +23,43 @@ RUNS = {  # name -> role, method, scheduler, port of NIXL
     "draft model": ("decode", "draft_model", "sync", "21882"),
     "asynchronous": ("decode", "draft_model", "async", "21883"),
     "prefill": ("prefill", "draft_model", "sync", "21884"),
+    "EAGLE": ("decode", "eagle", "sync", "21885"),
+    "MTP": ("decode", "mtp", "sync", "21886"),
 }
 
 
 @pytest.fixture(scope="module")
-def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a layer of MTP."""
+    return glm_with_mtp(tmp_path_factory.mktemp("glm"))
+
+
+@pytest.fixture(scope="module")
+def chosen_by(
+    choices: Callable[[list[int]], np.ndarray], glm: Path
+) -> Callable[[str], Callable[[list[int]], np.ndarray]]:
+    """Name of a run -> tokens -> int[T,L,k], by Hugging Face's model."""
+    of_glm = cache(lambda: families.choices(glm))
+    return lambda name: of_glm() if name == "MTP" else choices
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """Name of a run -> its report."""
-    drafter = tiny_model.make(tmp_path_factory.mktemp("drafter"), seed=1)
+    drafters = {
+        "draft_model": tiny_model.make(tmp_path_factory.mktemp("drafter"), seed=1),
+        "eagle": eagle(tmp_path_factory.mktemp("eagle"), hidden=64, vocabulary=257),
+        "mtp": glm,
+        "ngram": "",
+    }
 
     @cache
     def report(name: str) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("engine") / "report.json"
         role, method, mode, port = RUNS[name]
+        target = glm if method == "mtp" else model
         run_script(
-            "speculative_script.py", model, drafter, out, role, method, mode,
+            "speculative_script.py", target, drafters[method], out, role, method, mode,
             VLLM_NIXL_SIDE_CHANNEL_PORT=port,
         )  # fmt: skip
         found: dict[str, Any] = json.loads(out.read_text())
@@ -49,14 +74,16 @@ def decode_steps(report: dict[str, Any]) -> list[dict[int, tuple[int, list[int]]
     return [s for s in steps if s and all(at >= len(PROMPTS[number]) for number, (at, _) in s.items())]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft model", "asynchronous"])
+@pytest.mark.parametrize("name", ["ngram", "draft model", "asynchronous", "EAGLE", "MTP"])
 def test_a_record_counts_the_experts_of_all_tokens_that_a_step_verifies(
-    run: Callable[[str], dict[str, Any]], choices: Callable[[list[int]], np.ndarray], name: str
+    run: Callable[[str], dict[str, Any]],
+    chosen_by: Callable[[str], Callable[[list[int]], np.ndarray]],
+    name: str,
 ) -> None:
-    report = run(name)
+    report, choices = run(name), chosen_by(name)
     steps = decode_steps(report)
     assert len(report["records"]) == len(steps)
-    rejected = 0
+    rejected = accepted = 0
     for step, record in zip(steps, report["records"], strict=True):
         verified, kv_tokens = [], 0
         for number, (at, drafts) in step.items():
@@ -64,18 +91,21 @@ def test_a_record_counts_the_experts_of_all_tokens_that_a_step_verifies(
             verified.append(choices(text[: at + 1] + drafts)[at:])
             kv_tokens += at + 1 + len(drafts)
             rejected += drafts != text[at + 1 : at + 1 + len(drafts)]
+            accepted += drafts[:1] == text[at + 1 : at + 2] != []
         experts = np.concatenate(verified)  # [tokens, L, k]
-        active = [len(np.unique(experts[:, layer])) for layer in range(tiny_model.LAYERS)]
+        active = [len(np.unique(experts[:, layer])) for layer in range(experts.shape[1])]
         assert record["active_by_layer"] == active
         assert record["requests"] == len(step)
         assert record["kv_tokens"] == kv_tokens
         assert record["seconds"] > 0
     assert rejected, "no draft was rejected, so a step's tokens are those of the text"
+    assert accepted
     assert len(steps) < len(PROMPTS) * TOKENS
 
 
 def test_drafts_change_no_text(run: Callable[[str], dict[str, Any]]) -> None:
-    assert run("ngram")["outputs"] == run("draft model")["outputs"] == run("asynchronous")["outputs"]
+    texts = [run(name)["outputs"] for name in ("ngram", "draft model", "asynchronous", "EAGLE")]
+    assert texts == [texts[0]] * len(texts)
 
 
 def test_a_prefill_engine_with_a_drafter_counts_its_prompts_alone(

@@ -39,7 +39,11 @@ def test_help_says_units_and_defaults(name: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["cache_memory", "capture_overhead --requests 0 --wide-requests 0 --calls 3 --tokens 64"],
+    [
+        "cache_memory",
+        "capture_overhead --requests 0 --wide-requests 0 --calls 3 --tokens 64",
+        "signature_bytes --prompts 1",
+    ],
 )
 def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"

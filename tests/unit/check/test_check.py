@@ -107,9 +107,16 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
         lambda args: args["prefill_config"]["engine_kwargs"].update(moe_backend="triton"),
         "OAITritonMxfp4ExpertsMonolithic",
     ),
-    "speculative": (
+    "longer_than_the_model": (
         *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(max_model_len=99999)),
         "99999",
+    ),
+    "speculative": (
+        "qwen3_30b_whole",
+        lambda args: args["decode_config"]["engine_kwargs"].update(
+            speculative_config={"method": "ngram", "num_speculative_tokens": 3}
+        ),
+        "prefills and decodes, where rejected tokens would be counted: leave speculative_config out",
     ),
     "nixl_in_rays_ports": (
         *qwen(decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 19990})),

@@ -31,6 +31,9 @@ with internal_imports():
 
 logger = logging.getLogger(__name__)
 
+# By table, vLLM 0.32.0: models with experts that embed positions in [tokens, heads, size], with heads apart.
+_TURNED_BY_HEAD = ("lfm2_moe",)
+
 
 def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     """(layer index, layer) of each MoE layer of the model, ascending; a drafter's layers are left out.
@@ -76,6 +79,23 @@ def _check_ranks(name: str, layer: Any) -> None:
         )
 
 
+def _check_rotary(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedEngineError where vLLM's CPU kernel embeds positions of other tokens.
+
+    It takes heads that come apart for tokens, so that all but the first has another's position or none.
+    """
+    model = vllm_config.model_config.hf_text_config.model_type
+    if (
+        model in _TURNED_BY_HEAD
+        and current_platform.is_cpu()
+        and vllm_config.compilation_config.is_custom_op_enabled("rotary_embedding")
+    ):
+        raise UnsupportedEngineError(
+            f"vLLM {vllm.__version__} embeds the positions of {model} wrongly on CPUs, so that tokens go to "
+            'other experts than the model\'s: set compilation_config to {"custom_ops": ["-rotary_embedding"]}'
+        )
+
+
 def _check_router(name: str, router: BaseRouter) -> None:
     """Raise UnsupportedEngineError if what the router shows is not what the model chose."""
     if isinstance(router, ZeroExpertRouter):
@@ -103,6 +123,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     That is its BaseRouter or, where the kernel routes inside, the kernel's own record of it.
     UnsupportedEngineError where a layer's choices are hidden, or layers differ in experts or top-k.
     """
+    _check_rotary(vllm_config)
     found = [(index, _shown(index, layer)) for index, layer in moe_layers(vllm_config)]
     first, shown = found[0]
     for index, other in found:

@@ -1,0 +1,66 @@
+"""Under vLLM's own profiler nothing that our part of a step calls waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from profiled import called, waiting
+from scripts import run_script
+
+RUNNERS = {"V1": "cpu_model_runner", "V2": "cpu.model_runner"}
+COUNTS = {"copy_", "index_put_", "scatter_add_", "index_select", "argsort", "searchsorted"}
+OURS, APART = "eldr_serve/engine/", "host_copy.py("  # the copies to the host are on a stream of their own
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_no_step_waits_for_the_device(model: Path, tmp_path: Path, runner: str) -> None:
+    run_script("profile_script.py", model, tmp_path, v2=runner == "V2")
+    assert (tmp_path / "runner").read_text() == f"vllm.v1.worker.{RUNNERS[runner]}"
+    (trace,) = tmp_path.glob("*.json")
+    ours, everything = called(trace, OURS, APART)
+    assert ours >= COUNTS
+    assert waiting(everything), "vLLM's own part of a step waits on CPUs, and no such call was seen"
+    assert not waiting(ours)
+
+
+def an_item(chosen: torch.Tensor) -> None:
+    chosen.sum().item()
+
+
+def a_truth(chosen: torch.Tensor) -> None:
+    if chosen[0] > 3:
+        chosen.add_(1)
+
+
+def a_mask(chosen: torch.Tensor) -> None:
+    chosen.nonzero()
+
+
+def booleans(chosen: torch.Tensor) -> None:
+    chosen[chosen > 2]
+
+
+def a_list(chosen: torch.Tensor) -> None:
+    chosen.tolist()
+
+
+def an_array(chosen: torch.Tensor) -> None:
+    chosen.numpy()
+
+
+@pytest.mark.parametrize("waits", [an_item, a_truth, a_mask, booleans, a_list, an_array])
+def test_a_call_that_would_wait_is_found_in_a_trace(tmp_path: Path, waits: object) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    trace, chosen = tmp_path / "trace.json", torch.arange(5)
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+        waits(chosen)  # type: ignore[operator]
+    profiler.export_chrome_trace(str(trace))
+    name = waits.__name__  # type: ignore[attr-defined]
+    ours, everything = called(trace, f": {name}", "nothing")
+    assert waiting(ours)
+    assert ours <= everything
+    assert not waiting(called(trace, ": another", "nothing")[0])
+    assert not waiting(called(trace, f": {name}", name)[0])
