@@ -37,10 +37,12 @@ SERVING = {
     "ep_shift",
     "handover",
     "live",
+    "lost_nodes",
     "model_families",
     "peers",
     "prefix_cache",
     "ray_up",
+    "stream_faults",
     "streams",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
