@@ -37,11 +37,13 @@ SERVING = {
     "ep_shift",
     "handover",
     "live",
+    "lost_nodes",
     "model_families",
     "peers",
     "prefix_cache",
     "ray_idle",
     "ray_up",
+    "stream_faults",
     "streams",
     "whole_replicas",
 }

@@ -89,6 +89,15 @@ def deploy(arguments: dict[str, Any]) -> None:
     serve.run_many([target], wait_for_applications_running=False)
 
 
+def whole() -> bool:
+    """Whether Serve has as many running replicas of each deployment as it wants, and no others."""
+    from ray import serve
+
+    state = serve.status().applications[NAME]
+    states = [deployment.replica_states for deployment in state.deployments.values()]
+    return state.status == "RUNNING" and all(set(found) == {"RUNNING"} for found in states)
+
+
 def stop() -> None:
     """End the application and its cluster."""
     import ray

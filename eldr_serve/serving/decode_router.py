@@ -145,9 +145,14 @@ class DecodeRouter:
 
     async def observe_steps(
         self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
-    ) -> None:
-        """Take what the steps of a decode replica's engine cost of late, and how much its cache holds."""
+    ) -> float:
+        """Take what the steps of a decode replica's engine cost of late, and how much its cache holds.
+
+        Returns:
+            Its share of the requests that wait in the decode queue.
+        """
         self._state.observe_steps(steps, replica, prefix_cache)
+        return self._state.queue_size / max(1, self._state.num_workers)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""

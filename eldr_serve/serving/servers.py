@@ -19,7 +19,7 @@ from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.serving import expert_swap, true_signature
 from eldr_serve.serving.address import MAX_CALLS, open_channel
-from eldr_serve.serving.autoscaling import IN_FLIGHT
+from eldr_serve.serving.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.engine_watch import EngineWatch
@@ -93,7 +93,7 @@ class EngineServer:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what it cannot count itself."""
-        return {IN_FLIGHT: float(self._channel.in_flight)}
+        return {IN_FLIGHT: float(self._channel.in_flight), KV_IN_USE: self._engine.kv_usage()}
 
     async def check_health(self) -> None:
         """Serve's hook: raises if the replica must be replaced."""
@@ -156,6 +156,7 @@ class DecodeServer(EngineServer):
     ) -> None:
         await super().__init__(llm_config, **kwargs)
         self._router_name = router_name
+        self._queued = 0.0  # requests that wait in the router for a worker, this one's share
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def record_replica_metadata(self) -> dict[str, Any]:
@@ -172,6 +173,11 @@ class DecodeServer(EngineServer):
         else:
             await super().answer(method, header, body, answer)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """As an EngineServer; requests that wait for a decode engine count as those that it has."""
+        stats = await super().record_autoscaling_stats()
+        return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._queued}
+
     async def _report_steps(self) -> None:
         router: Any = None  # an actor's handle
         sums = StepSums()  # not reported yet
@@ -179,14 +185,16 @@ class DecodeServer(EngineServer):
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = sums + self._engine.take_steps()
             if not sums.steps:
+                self._queued = 0.0  # who waits, waits for engines that work
                 continue
             try:
                 if router is None:  # a thread looks it up: that blocks while GCS is away
                     router = await asyncio.to_thread(find, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
-                await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
+                self._queued = await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
                 sums = StepSums()
             except (ValueError, RayError) as error:  # the router is away
+                self._queued = 0.0
                 if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)

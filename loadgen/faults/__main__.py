@@ -96,7 +96,10 @@ def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
     return failed
 
 
-_SIMULATED = "a row for each run of the command, of the code of its commit; kinds: how many requests ended how, as their clients saw it"
+_SIMULATED = (
+    "a row for each run of the command, of the code of its commit; kinds: how many requests ended how, as "
+    "their clients saw it"
+)
 _MUTATED = "each mutation with the first seed that fails with it and not without it; null: none"
 
 

@@ -38,7 +38,7 @@ from loadgen.remains import remains_of
 
 STOP_S, GCS_S = 5.0, 8.0
 SETTLE_S = 35.0  # until nothing may be left: KV blocks of a request that was cut off are held for 30 s
-_RECOVERY_S = 120.0
+_RECOVERY_S = 240.0  # an engine starts for a minute and more where cores are few
 _PROMPTS = 16
 _INGRESSES = 2
 _LOOKS = 40  # for each ingress to answer one, which the kernel chooses
@@ -54,6 +54,8 @@ FAULTS = (
     *(f"stop {role}" for role in STOPPED),
     "stop gcs", "swap table", "change policy", "redeploy",
 )  # fmt: skip
+# Whose processes a fault takes away, beside its own role's: they are spared until all is well again.
+_CONCERNS = {"redeploy": ("prefill", "decode", "ingress")}
 _CUT = ("not connected", "connection lost", "cut")  # how a request ends whose server has died
 _BEHIND_S = 3.0  # until Serve's proxy has told its client that the ingress has died
 
@@ -64,12 +66,14 @@ class Happened:
 
     Attributes:
         held: ports of clients whose connections the killed process held.
+        done_s: when it was dead; what was connected since at_s may have been in its hands too.
     """
 
     fault: str
     at_s: float
     recovery_s: float | None = None
     held: set[int] = field(default_factory=set)
+    done_s: float = 0.0
 
 
 @dataclass
@@ -113,8 +117,12 @@ def attributed(sent: Sent, faults: list[Happened]) -> str | None:
     """Which of record.APART a failed request is, of whose server the life ended with a fault; else None."""
     kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
     for happened in reversed(kills):
-        under_way = sent.began_s <= happened.at_s + 0.1 and sent.ended_s >= happened.at_s
-        if under_way and sent.kind in _CUT and sent.port in happened.held:
+        under_way = sent.began_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
+        between = happened.at_s <= sent.connected_s <= happened.done_s
+        its_own = sent.port in happened.held or (
+            between and sent.by_proxy == (happened.fault == "kill proxy")
+        )
+        if under_way and sent.kind in _CUT and its_own:
             return "own_connection"
         behind = sent.by_proxy and happened.fault == "kill ingress"
         failed = sent.kind in _CUT or sent.kind == "http 500"
@@ -129,6 +137,11 @@ def attributed(sent: Sent, faults: list[Happened]) -> str | None:
         ):
             return "nobody_listened"
     return None
+
+
+def concerned(fault: str) -> tuple[str, ...]:
+    """Roles that a fault takes a process of, or may; for an operation its own name as well."""
+    return (fault.split()[-1], *_CONCERNS.get(fault, ()))
 
 
 class Operator:
@@ -156,24 +169,30 @@ class Operator:
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
         self._run = run
         self._rng = rng
-        self._recovering: dict[str, asyncio.Task[None]] = {}
+        self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # whom a fault concerns
         self._shape: tuple[int, int] = (1, 1)
         self._epoch, self._seen = "", Counter[str]()
 
+    async def begin(self) -> None:
+        """Wait until the application is whole for the first time."""
+        while not await asyncio.to_thread(self._whole):
+            await asyncio.sleep(0.5)
+
     async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
-        """A fault every so often, each kind in turn; none for a role that has not got over its last."""
+        """A fault every so often, each kind in turn; none that concerns a role which has not got over one."""
         self._shape = await asyncio.to_thread(self._signature_shape)
         due: list[str] = []
         counting = asyncio.create_task(self._count())
         while time.monotonic() + every_s < until_s:
             if not due:
                 due = self._rng.sample(faults, len(faults))
-            role_free = [fault for fault in due if fault.split()[-1] not in self._recovering]
+            busy = {role for roles in self._recovering.values() for role in roles}
+            role_free = [fault for fault in due if busy.isdisjoint(concerned(fault))]
             if role_free:
                 due.remove(role_free[0])
                 await self._happen(role_free[0])
             await asyncio.sleep(every_s)
-        await asyncio.gather(*self._recovering.values())
+        await asyncio.gather(*self._recovering)
         await asyncio.sleep(1.5)
         counting.cancel()
 
@@ -191,6 +210,7 @@ class Operator:
             return
         if verb == "kill":
             happened.held = processes.kill(self._rng.choice(there))
+            happened.done_s = time.monotonic()
         elif verb == "stop":
             victim = self._rng.choice(there)
             processes.stop(victim)
@@ -199,8 +219,8 @@ class Operator:
         else:
             await self._tolerantly(_OPERATIONS[fault])
         task = asyncio.create_task(self._recover(happened, len(before)))
-        self._recovering[what] = task
-        task.add_done_callback(lambda _: self._recovering.pop(what, None))
+        self._recovering[task] = concerned(fault)
+        task.add_done_callback(self._recovering.pop)
 
     async def _tolerantly(self, operation: Callable[[Operator], None]) -> None:
         try:
@@ -253,7 +273,11 @@ class Operator:
         except (ServiceError, httpx.TransportError):
             return False
         ready = status["ingress"]["ready"] and not status["ingress"]["router_away"]
-        return ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
+        served = ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
+        try:
+            return served and application.whole()
+        except (RayError, RayServeException, ConnectionError, TimeoutError):  # the controller is away
+            return False
 
     async def _count(self) -> None:
         """Sum up the router's counters, which begin anew with each actor."""
@@ -294,6 +318,8 @@ async def drive(
 ) -> None:
     """The load and the faults; then what is left behind after some time."""
     rng, run = random.Random(seed), Run(record)
+    operator = Operator(service, proxy_url, arguments, run, rng, tell)
+    await operator.begin()
     tell("greedy answers without faults")
     prompts = await references(service.url, asked)
     tell("load")
@@ -301,7 +327,7 @@ async def drive(
     until_s = time.monotonic() + seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
-    await Operator(service, proxy_url, arguments, run, rng, tell).work(faults, every_s, until_s)
+    await operator.work(faults, every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
     tell(f"{run.sent} requests; what is left")
@@ -441,7 +467,8 @@ def run_chaos(
     Raises:
         BadInput: it does not start.
     """
-    os.environ |= {"RAY_metrics_report_interval_ms": "1000"}
+    # Ray's own niceness of 15 would leave engines what other work of the machine leaves over.
+    os.environ |= {"RAY_metrics_report_interval_ms": "1000", "RAY_worker_niceness": "0"}
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
         arguments[role]["engine_kwargs"] |= {"num_gpu_blocks_override": blocks, "max_model_len": 1024}

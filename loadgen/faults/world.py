@@ -392,8 +392,8 @@ async def _router_address(process: Process) -> Any:
     return await process.servable_object.address()
 
 
-async def _observe_steps(process: Process, *args: Any) -> None:
-    await process.servable_object.observe_steps(*args)
+async def _observe_steps(process: Process, *args: Any) -> Any:
+    return await process.servable_object.observe_steps(*args)
 
 
 async def _open_channel(handler: Any, *, describe: Any, limit: int = 10**6) -> tuple[Address, ChannelServer]:

@@ -141,6 +141,34 @@ async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pyte
     assert not operator._recovering
 
 
+async def test_whoever_has_not_got_over_a_fault_is_spared() -> None:
+    """A redeploy replaces all that may be killed, so nothing of it is, and it waits for what was."""
+    run = Run(Record())
+    operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
+    happened: list[str] = []
+
+    async def happen(fault: str) -> None:
+        happened.append(fault)
+        task = asyncio.create_task(asyncio.sleep(3600))
+        operator._recovering[task] = chaos.concerned(fault)
+
+    operator._happen = happen  # type: ignore[method-assign]
+    operator._signature_shape = lambda: (1, 1)  # type: ignore[method-assign]
+    faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
+    working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
+    async with asyncio.timeout(30):
+        while len(happened) < (2 if "redeploy" in happened else 3):
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    working.cancel()
+    if "redeploy" in happened:
+        assert sorted(happened) == ["redeploy", "swap table"]
+    else:
+        assert {fault.split()[-1] for fault in happened} == {"decode", "table", "ingress"}
+    for task in operator._recovering:
+        task.cancel()
+
+
 @pytest.mark.parametrize("fault", ["swap table", "change policy", "redeploy"])
 async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
     fault: str, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +183,10 @@ async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
     assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
 
 
-KILLED = [Happened("kill ingress", 10.0, 4.0, {77}), Happened("kill proxy", 20.0, 4.0, {88})]
+KILLED = [
+    Happened("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
+    Happened("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
+]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +195,11 @@ KILLED = [Happened("kill ingress", 10.0, 4.0, {77}), Happened("kill proxy", 20.0
         ("own_connection", {"began_s": 9, "ended_s": 10.1, "kind": "connection lost", "port": 77}),
         ("own_connection", {"began_s": 9, "ended_s": 10.1, "kind": "cut", "port": 77}),
         (None, {"began_s": 9, "ended_s": 10.1, "kind": "connection lost", "port": 78}),  # the other one's
+        (
+            "own_connection",
+            {"began_s": 10.1, "connected_s": 10.1, "ended_s": 10.3, "kind": "connection lost"},
+        ),
+        (None, {"began_s": 10.3, "connected_s": 10.3, "ended_s": 10.4, "kind": "connection lost"}),
         (None, {"began_s": 9, "ended_s": 10.1, "kind": "engine lost", "port": 77}),
         (None, {"began_s": 9, "ended_s": 10.1, "kind": "wrong text", "port": 77}),
         (None, {"began_s": 12, "ended_s": 13, "kind": "connection lost", "port": 77}),  # a later one's port

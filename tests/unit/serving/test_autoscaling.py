@@ -9,20 +9,27 @@ from ray.serve._private.autoscaling_state import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from eldr_serve.serving.app import engine_spec
-from eldr_serve.serving.autoscaling import IN_FLIGHT, by_requests_in_flight
+from eldr_serve.serving.autoscaling import IN_FLIGHT, KV_IN_USE, by_requests_in_flight
 
 POLICY = "eldr_serve.serving.autoscaling:by_requests_in_flight"
 
 
 def context(
-    counts: dict[str, float], *, running: int, target: int | None = None, now: float = 0.0, **config: Any
+    counts: dict[str, float],
+    *,
+    running: int,
+    target: int | None = None,
+    now: float = 0.0,
+    kv: dict[str, float] | None = None,
+    **config: Any,
 ) -> AutoscalingContext:
     """Replicas r0, r1, ... run; of some of them there are counts."""
+    told = {name: values for name, values in ((IN_FLIGHT, counts), (KV_IN_USE, kv)) if values}
     return AutoscalingContext(
         deployment_id=None, deployment_name="decode", app_name="eldr", current_num_replicas=running,
         target_num_replicas=running if target is None else target,
         running_replicas=[f"r{number}" for number in range(running)], total_num_requests=0,
-        total_queued_requests=0, aggregated_metrics={IN_FLIGHT: counts} if counts else {}, raw_metrics={},
+        total_queued_requests=0, aggregated_metrics=told, raw_metrics={},
         capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=16, policy_state={},
         last_scale_up_time=None, last_scale_down_time=None, current_time=now,
         config=AutoscalingConfig(max_replicas=16, target_ongoing_requests=10, **config),
@@ -40,6 +47,19 @@ def context(
 )
 def test_each_engine_gets_its_target(counts: dict[str, float], running: int, desired: float) -> None:
     assert by_requests_in_flight(context(counts, running=running)) == (pytest.approx(desired), {})
+
+
+@pytest.mark.parametrize(
+    ("kv", "desired"),
+    [
+        ({"r0": 0.9, "r1": 0.9}, 2.25),  # full caches ask for more engines though there are few requests
+        ({"r0": 0.4, "r1": 0.4}, 1.0),
+        ({"r0": 0.0, "r1": 0.0}, 0.2),
+    ],
+)
+def test_full_kv_caches_ask_for_engines_too(kv: dict[str, float], desired: float) -> None:
+    found = by_requests_in_flight(context({"r0": 1, "r1": 1}, running=2, kv=kv))
+    assert found == (pytest.approx(desired), {})
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'
 
 def router(*errors: Exception | None) -> Any:
     """The actor's handle; the first calls fail so, in turn."""
-    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat(None)))
+    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat(0.0)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
@@ -84,6 +84,31 @@ async def test_steps_that_could_not_be_reported_are_in_the_next_report(
     assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
 
 
+async def test_requests_that_wait_in_the_router_count_for_the_autoscaler_while_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
+    monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
+    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
+    monkeypatch.setattr(servers, "find", lambda name: actor)
+    async with serving(servers.DecodeServer, router_name="router") as (server, _):
+        monkeypatch.setattr(server._engine, "take_steps", lambda: StepSums(steps=1.0))
+
+        async def counted() -> float:
+            return float((await server.record_autoscaling_stats())["in_flight"])
+
+        async def until(wanted: float) -> None:
+            async with asyncio.timeout(30):
+                while await counted() != wanted:
+                    await asyncio.sleep(0.001)
+
+        await until(2.5)
+        actor.observe_steps.remote.side_effect = ActorUnavailableError("test", None)
+        await until(0.0)
+        server._reporter.cancel()
+
+
 # -- over an engine that computes nothing --------------------------------------------------------------
 
 
@@ -97,7 +122,7 @@ async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
         assert server._engine.held == {"a", "b"}
         await channel.call("release", {"id": "a"}).end()
         assert server._engine.held == {"b"}
-        assert await server.record_autoscaling_stats() == {"in_flight": 0.0}
+        assert await server.record_autoscaling_stats() == {"in_flight": 0.0, "kv_in_use": 0.0}
         samples = [await server.record_routing_stats() for _ in range(2)]
         assert [(sample[SAMPLE], sample[KV_USAGE]) for sample in samples] == [(0, 0.0), (1, 0.0)]
         await server.check_health()
