@@ -55,9 +55,7 @@ Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
 Rounds = Annotated[
     int,
-    typer.Option(
-        min=2, help="Times that every arm decodes, each with other prompts; more may be added later."
-    ),
+    typer.Option(min=2, help="Times that every arm decodes, each with other prompts; fewer end a run early."),
 ]
 Minutes = Annotated[
     float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
