@@ -34,6 +34,7 @@ NAMES = sorted(MODULES)
 SERVING = {
     "capture_overhead",
     "ep_choice",
+    "ep_policies",
     "ep_shift",
     "handover",
     "live",

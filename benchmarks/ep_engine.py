@@ -43,7 +43,7 @@ from tools.stats import median_ci, paired_change_percent
 Ints = NDArray[np.int64]
 HEADS = 4  # which 2 and 4 ranks divide
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
-_PROMPT = 65  # tokens of a prompt, at most: what is measured is decode
+PROMPT = 65  # tokens of a prompt, at most: what is measured is decode
 _SKIPPED = 2  # decode steps after the prefill, in no figure
 _BASE = "linear, none"  # at replication 1
 _EVEN = "eplb, even"
@@ -55,9 +55,7 @@ Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
 Rounds = Annotated[
     int,
-    typer.Option(
-        min=2, help="Times that every arm decodes, each with other prompts; more may be added later."
-    ),
+    typer.Option(min=2, help="Times that every arm decodes, each with other prompts; fewer end a run early."),
 ]
 Minutes = Annotated[
     float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
@@ -87,7 +85,7 @@ def ep_choice(
     out: options.Out = None,
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
-    ends = _ends(minutes)
+    ends = end_of(minutes)
     batches = [int(size) for size in batch.split(",")]
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
@@ -124,14 +122,14 @@ def ep_choice(
             for turn, size, names in turns:
                 if all(journal.get(_key(turn, size, arm)) is not None for arm in names):
                     continue
-                chosen = [data.tokens[n][-_PROMPT:] for n in taken[size][turn]]
+                chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
                 engine.decode(chosen, 2, name=f"{turn}/{size}")
                 for arm in names:
-                    _go_on(ends)
+                    go_on(ends)
                     if journal.get(_key(turn, size, arm)) is None:
                         engine.place(arms[arm].placement, arms[arm].rule, load)
                         decoded = engine.decode(chosen, tokens, name=f"{turn}/{size}")
-                        journal.put(_key(turn, size, arm), _summary(decoded))
+                        journal.put(_key(turn, size, arm), summary(decoded))
     rows = [
         row
         for size in batches
@@ -173,7 +171,7 @@ def ep_shift(
     out: options.Out = None,
 ) -> None:
     """Follow a shift of domains by an offline, a reactive (EPLB) and a proactive (DIRECTOR) placement."""
-    ends = _ends(minutes)
+    ends = end_of(minutes)
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
@@ -203,13 +201,13 @@ def ep_shift(
             model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
         ) as engine:
             for turn, traffic, names in turns:
-                given = [[data.tokens[n][-_PROMPT:] for n in coming] for coming in traffic]
+                given = [[data.tokens[n][-PROMPT:] for n in coming] for coming in traffic]
                 known = [journal.get(f"{turn}/{name}") is not None for name in names]
                 if not all(known):
                     for window, chosen in enumerate(given):
                         engine.decode(chosen, 2, name=f"{turn}/{window}")
                 for name in names:
-                    _go_on(ends)
+                    go_on(ends)
                     if journal.get(f"{turn}/{name}") is not None:
                         continue
                     engine.place(start, choice, load)
@@ -222,7 +220,7 @@ def ep_shift(
                         decoded = engine.decode(
                             chosen, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected
                         )
-                        found.append(_summary(decoded) | _moved(decoded, plan_s))
+                        found.append(summary(decoded) | _moved(decoded, plan_s))
                         held, seen = decoded.placement, decoded.routed
                     journal.put(f"{turn}/{name}", found)
     measured = {name: [journal.get(f"{turn}/{name}") for turn in range(rounds)] for name in plans}
@@ -240,11 +238,11 @@ def ep_shift(
     journal.remove()
 
 
-def _ends(minutes: float | None) -> float:
+def end_of(minutes: float | None) -> float:
     return float("inf") if minutes is None else monotonic() + 60 * minutes
 
 
-def _go_on(ends: float) -> None:
+def go_on(ends: float) -> None:
     if monotonic() > ends:
         raise BadInput("the time is up; what was measured is kept, start again to go on")
 
@@ -332,7 +330,7 @@ def _shifting(
         yield from disjoint(there, batch, number, rng)
 
 
-def _summary(decoded: Decoded) -> dict[str, Any]:
+def summary(decoded: Decoded) -> dict[str, Any]:
     """A batch's figures: medians over steps for times, means over steps and layers else."""
     log = decoded.log[:, _SKIPPED:]
     activated, pairs, home = log[..., 1], log[..., 2], log[..., 3]

@@ -20,6 +20,7 @@ from eldr_serve.metrics import (
     COUNTED,
     COUNTER,
     ENGINE,
+    EXPERTS,
     GAUGE,
     HISTOGRAM,
     INGRESS,
@@ -101,7 +102,7 @@ async def test_each_key_of_the_ingress_has_a_metric() -> None:
     async with running_app() as app:
         await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
         status = await app.status()
-    assert set(status["ingress"]) == set(OWN)
+    assert set(status["ingress"]) == set(OWN) | {"experts"}  # of which EXPERTS are metrics
     assert set(status["loops"]["ingress"]) == set(LOOP)
 
 
@@ -168,9 +169,14 @@ async def test_every_metric_of_an_ingress_has_its_sample(made: dict[str, FakeMet
     async with running_app() as app:
         await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
         own = (await app.status())["ingress"]
-    metrics.export(own | {"prefill_kv_usage": {"r0": 0.25}, "decode_kv_usage": {"r0": 0}})
+    held = {"slices_left": 2, "experts_moved": 30, "replica_bytes": 4096, "placement": "0123456789ab"}
+    metrics.export(
+        own | {"prefill_kv_usage": {"r0": 0.25}, "decode_kv_usage": {"r0": 0}, "experts": {"r1": held}}
+    )
     assert {name for name, metric in made.items() if metric.samples} == set(INGRESS)
     assert made["eldr_prefill_kv_usage_ratio"].samples == {(("worker", "r0"),): [0.25]}
+    for key, metric in EXPERTS.items():
+        assert made[metric.name].samples == {(("worker", "r1"),): [held[key]]}
     stages = made["eldr_stage_seconds"].samples
     median = stages[(("quantile", "0.5"), ("stage", "prefill"))]
     assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]

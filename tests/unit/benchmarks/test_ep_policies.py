@@ -1,0 +1,54 @@
+"""Who is placed where before engines are asked, and what becomes of their times; without engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from traces import synthetic_trace
+
+from benchmarks.ep_policies import ARMS, BASE, Case, policy_rows
+from benchmarks.harness.capture import Captured
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    trace = synthetic_trace(n=96, num_layers=2, num_experts=8)
+    return Case(Captured(trace, [[1]] * 96), "all", 2, 8, 3, 2, 0)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_request_of_a_round_is_on_one_worker_with_a_whole_placement(case: Case, arm: Any) -> None:
+    for turn in range(3):
+        batches = case.batches(arm, turn)
+        assert sorted(np.concatenate([mine for mine, _ in batches])) == sorted(case._rounds[turn])
+        for _, placement in batches:
+            assert np.sort(placement, axis=1).tolist() == [list(range(8))] * 2
+        assert arm[1] != "linear" or all((placed == np.arange(8)).all() for _, placed in batches)
+
+
+def test_an_own_placement_is_of_what_the_worker_was_given_before(case: Case) -> None:
+    own = [placement for _, placement in case.batches(("locality-band", "own"), 0)]
+    (one, another) = [placement for _, placement in case.batches(("shortest-queue", "one for all"), 0)]
+    assert np.array_equal(one, another)
+    assert not np.array_equal(own[0], own[1])
+
+
+def test_times_are_held_against_the_same_request_elsewhere() -> None:
+    def batch(step_ms: float, requests: list[int], answers: str, experts: float) -> dict[str, Any]:
+        found = {"step_ms": step_ms, "requests": requests, "answers": list(answers)}
+        return found | {"worst_rank_experts": experts, "experts_all_ranks": 2 * experts}
+
+    arms = {arm: [[batch(10, [1, 2], "ab", 8), batch(20, [3, 4], "cd", 8)]] for arm in ARMS}
+    band = "locality-band", "own"
+    arms[band] = [[batch(18, [4, 3, 1], "dca", 6), batch(9, [2], "x", 2)]]
+    rows = {(row["policy"], row["placement"]): row for row in policy_rows(arms, "language", 0)}
+    assert rows[BASE]["p50_pct"] == 0
+    assert rows[BASE]["tpot_p50_ms"] == 15
+    assert rows[band]["tpot_p50_ms"] == 18
+    assert rows[band]["worst_rank_experts"] == 5
+    assert rows[band]["requests_equal_pct"] == 75
+    assert rows[band]["largest_batch"] == 3
+    assert rows[band]["paper_p50_pct"] == "-2.7..-4.3"
+    assert policy_rows(arms, "all", 0)[4]["paper_p50_pct"] is None
