@@ -19,7 +19,7 @@ Each round has every system once with every workload, in random order on engines
 are medians over rounds with 95 % intervals. `--record` keeps what was measured, so that a run that is stopped
 goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same round, median
 and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of the engines'
-processes, prompts' included.
+processes, prompts' included. `server_..._mean_ms`: of plain servers by their own metrics, of all of a trial.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import numpy as np
 import typer
 
@@ -56,6 +57,7 @@ from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 from tools.cli import BadInput, run
 from tools.journal import Journal
+from tools.prometheus import total
 from tools.results import publish
 from tools.stats import median_ci
 from tools.trace import CalibrationTrace
@@ -73,11 +75,13 @@ METRICS = (
 )  # fmt: skip
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
 _SETTLE_S = 1.0  # for plain servers to drop what was cut off
+_SERVER_TIMES = {"server_ttft": "time_to_first_token", "server_queue": "request_queue_time"}
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
+_Opened = tuple[Callable[[str], _Send], Callable[[], dict[str, float]]]
 
 
 @contextmanager
-def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Callable[[str], _Send]]:
+def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[_Opened]:
     """Our application; gives what sends to it under a policy, which starts anew."""
     url = f"http://127.0.0.1:{port}"
     with serving(arguments, port=port):
@@ -90,14 +94,12 @@ def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Ca
             client.set_policy(POLICIES[name])
             return partial(_complete, url)
 
-        yield chosen
+        yield chosen, dict
         typer.echo(f"predictor: {client.status()['predictor']}")
 
 
 @contextmanager
-def _theirs(
-    arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int
-) -> Iterator[Callable[[str], _Send]]:
+def _theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int) -> Iterator[_Opened]:
     """Plain servers behind a vllm-router for each of the policies."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -117,7 +119,28 @@ def _theirs(
             time.sleep(_SETTLE_S)
             return partial(_complete, fronts[name])
 
-        yield chosen
+        yield chosen, partial(_server_times, urls)
+
+
+def _server_times(urls: Sequence[str]) -> dict[str, float]:
+    """Of plain servers: sums so far by vLLM's own clock, s, and requests."""
+    pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
+    return {
+        f"{ours}_{part}": total(pages, f"vllm:{theirs}_seconds_{part}")
+        for ours, theirs in _SERVER_TIMES.items()
+        for part in ("sum", "count")
+    }
+
+
+def _mean_times(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """{"server_ttft_mean_ms", ...} of the requests between two calls of `_server_times`."""
+    return {
+        f"{name}_mean_ms": 1000
+        * (after[f"{name}_sum"] - before[f"{name}_sum"])
+        / max(1.0, after[f"{name}_count"] - before[f"{name}_count"])
+        for name in _SERVER_TIMES
+        if f"{name}_sum" in after
+    }
 
 
 def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
@@ -184,6 +207,9 @@ def _rows(
             pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
             if system != OURS and pairs:
                 _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
+        for name in (f"{name}_mean_ms" for name in _SERVER_TIMES):
+            if all(name in found for found in mine.values()):
+                row[name] = float(np.median([found[name] for found in mine.values()]))
         for part in sorted({part for found in mine.values() for part in found["cpu_ms"]}):
             of_part = [found["cpu_ms"].get(part, 0.0) for found in mine.values()]
             row[f"{part}_cpu_ms"] = float(np.median(of_part))
@@ -292,7 +318,7 @@ def whole_replicas(
             else:
                 assert vllm_router_venv is not None
                 opened = _theirs(arguments, vllm_router_venv, names, port + 20)
-            with opened as chosen:
+            with opened as (chosen, times):
                 tag = f"{order.getrandbits(32):08x}"
                 chains = many_domains(asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight)
                 first = chosen("round-robin" if side == "eldr" else names[0])
@@ -301,7 +327,8 @@ def whole_replicas(
                     # Requests are those of the round and workload; only what they begin with is the trial's.
                     tag = f"{order.getrandbits(32):08x}"
                     chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
-                    found = asyncio.run(_trial(chosen(system.partition("/")[2]), chains, **sizes))
+                    send, before = chosen(system.partition("/")[2]), times()
+                    found = asyncio.run(_trial(send, chains, **sizes)) | _mean_times(before, times())
                     trials[f"{number}/{load}/{system}"] = found
                     if journal:
                         journal.put(f"{number}/{load}/{system}", found)

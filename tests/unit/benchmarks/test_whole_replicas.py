@@ -109,6 +109,23 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
     assert not any(key.startswith("ours_") for key in ours)
     assert [other[f"ours_tpot_p50_pct{end}"] for end in ("", "_low", "_high")] == pytest.approx([-10] * 3)
     assert other["engines_cpu_ms"] == 2
+    for found in trials.values():
+        found |= whole_replicas._mean_times(
+            {
+                "server_ttft_sum": 1.0,
+                "server_ttft_count": 2,
+                "server_queue_sum": 0.0,
+                "server_queue_count": 2,
+            },
+            {
+                "server_ttft_sum": 3.0,
+                "server_ttft_count": 6,
+                "server_queue_sum": 1.0,
+                "server_queue_count": 6,
+            },
+        )
+    (row,) = whole_replicas._rows(trials, [whole_replicas.OURS], ["sessions"])
+    assert (row["server_ttft_mean_ms"], row["server_queue_mean_ms"]) == (500, 250)
     # A system that a stopped run has not come to has no row.
     assert whole_replicas._rows(trials, ["eldr/random"], ["sessions"]) == []
 
