@@ -41,6 +41,7 @@ SERVING = {
     "peers",
     "prefix_cache",
     "ray_up",
+    "shadow",
     "streams",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}

@@ -31,7 +31,7 @@ from tools.cli import BadInput
 from tools.journal import Journal
 from tools.stats import Slo
 
-_KEY = "live"
+KEY = "live"
 _KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
 
 
@@ -68,7 +68,7 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
 @contextmanager
 def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
     """The application with these `args`, ready at `port`; Serve's proxy is at the next one."""
-    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": _KEY, "ingress": {"port": port}}
+    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": KEY, "ingress": {"port": port}}
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 
@@ -105,12 +105,12 @@ class Comparison:
         url = f"http://127.0.0.1:{port}"
         out = self.folder / "comparison"
         table.save(self.folder / "table.safetensors")
-        Client(url, _KEY).swap_table(table.to_bytes())
+        Client(url, KEY).swap_table(table.to_bytes())
         options = load | {"host": url, "out": out}
         with probed(self.folder / "cpu_speed"):
             done = subprocess.run(
                 [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-                env=os.environ | {"ELDR_ADMIN_KEY": _KEY},
+                env=os.environ | {"ELDR_ADMIN_KEY": KEY},
                 check=False,
             )
         if done.returncode:

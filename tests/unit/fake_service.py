@@ -48,6 +48,7 @@ class FakeService:
         """Every step: 2 requests, 20 active experts, 10 ms."""
         n = self.steps
         totals = {"steps": n, "requests": 2 * n, "active_experts": 20 * n, "seconds": 0.01 * n}
+        totals["token_seconds"] = 2 * totals["seconds"]
         status = {
             "policy": self.policy["name"], "parameters": self.policy["parameters"],
             "workers": [{"replica": r, "in_flight": self.in_flight // 2} for r in REPLICAS],
