@@ -78,7 +78,7 @@ def _row(
         row |= {f"{name}_{q}_ms": stages[name][f"{q}_ms"] for q in ("mean", "p50", "p99")}
     return row | {
         "kv_pull_bucketed_ms": kv_pull_ms,
-        "transport_mean_ms": stages["first_chunk"]["mean_ms"] - stages["engine"]["mean_ms"],
+        "transport_mean_ms": stages["first_token"]["mean_ms"] - stages["engine"]["mean_ms"],
         "before_step_mean_ms": before_step,
         "before_step_share_of_ttft_pct": 100 * before_step / ttft,
     }

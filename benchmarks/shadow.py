@@ -43,6 +43,7 @@ from tools.journal import Journal
 from tools.results import publish
 from tools.stats import interval, resampled_counts
 
+_SUMS = ("tokens", "live", "shadow", "steps", "requests", "active", "seconds", "waited")
 _STARTS_S = 4.0  # of the load generator: its clock is that much behind a trial's
 
 
@@ -70,7 +71,7 @@ class Part:
 
 
 def sums(status: dict[str, Any]) -> NDArray[np.float64]:
-    """float64[8] of a status, in the order of Part."""
+    """float64[8] of a status, in the order of _SUMS."""
     now, totals = status["comparison"]["now"], status["decode_totals"]
     tokens = now.get("tokens") or 0
     priced = [tokens, *(tokens * (now.get(name) or 0.0) / 1e3 for name in ("live_ms", "shadow_ms"))]
@@ -89,14 +90,10 @@ def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> 
     pairs = {
         f"priced, {ours} live": ([p.live / p.tokens for p in a], [p.shadow / p.tokens for p in a]),
         f"priced, {other} live": ([p.shadow / p.tokens for p in b], [p.live / p.tokens for p in b]),
-    } | {
-        name: ([of(p) for p in a], [of(p) for p in b])
-        for name, of in (
-            ("step", lambda p: p.waited / p.requests),
-            ("engine", lambda p: p.seconds / p.requests),
-            ("tpot", lambda p: p.tpot),
-            ("experts", lambda p: p.active / p.steps),
-        )
+        "step": ([p.waited / p.requests for p in a], [p.waited / p.requests for p in b]),
+        "engine": ([p.seconds / p.requests for p in a], [p.seconds / p.requests for p in b]),
+        "tpot": ([p.tpot for p in a], [p.tpot for p in b]),
+        "experts": ([p.active / p.steps for p in a], [p.active / p.steps for p in b]),
     }
     counts = resampled_counts(np.arange(len(a)), seed=seed, whole_rounds=True)
     step, step_draws = _change(pairs["step"], counts)
@@ -143,7 +140,8 @@ def _measure(service: Client, step: Step, shadow: str, shape: Shape, scratch: Pa
     if len(ends) < len(wanted) or not known or (ends[1] - ends[0])[[0, 4]].min() <= 0:
         raise BadInput(f"{step.key} measured nothing: make trials longer")
     first, last = ends
-    return Part(*(last - first).tolist(), tpot=float(np.mean(known)), step_cost=costs)
+    between: dict[str, Any] = dict(zip(_SUMS, (last - first).tolist(), strict=True))
+    return Part(**between, tpot=float(np.mean(known)), step_cost=costs)
 
 
 def shadow(
@@ -206,8 +204,8 @@ def shadow(
         found += [{"intermediate": width, **row} for row in rows((names[0], names[1]), parts, seed)]
     publish(
         "shadow", found, inputs=about, seed=seed, out=out,
-        notes="ms, but for experts; off_pct: the change less that of step, points; intervals: 95 %, bootstrap "
-        "over rounds, of which there are few",
+        notes="ms, but for experts; off_pct: the change less that of step, points; intervals: 95 %, "
+        "bootstrap over rounds, of which there are few",
     )  # fmt: skip
     journal.remove()
 

@@ -191,8 +191,8 @@ ROUTER = _by_name(
     ),
     Metric(
         "eldr_shadow_live_seconds", GAUGE, "s",
-        "decode step time that a token waits for under the live policy, as the step cost prices it", _SHADOWED,
-        status="comparison.now.live_ms", only=_SHADOW,
+        "decode step time that a token waits for under the live policy, as the step cost prices it",
+        _SHADOWED, status="comparison.now.live_ms", only=_SHADOW,
     ),
     Metric(
         "eldr_shadow_measured_seconds", GAUGE, "s", "the same, as the engines measured it", _SHADOWED,

@@ -98,7 +98,7 @@ class StepSums:
         relative = features / time[:, None]
         steps, in_all, _, activated = features.sum(axis=0)
         plain = {"steps": steps, "requests": in_all, "experts": activated, "seconds": time.sum()}
-        return cls(relative.T @ relative, relative.sum(axis=0), **plain, waited=features[:, 1] @ time)
+        return cls(relative.T @ relative, relative.sum(axis=0), **plain, waited=float(features[:, 1] @ time))
 
     @classmethod
     def of_prompts(
