@@ -1,12 +1,18 @@
-"""The rows of the shadow's benchmark, from trials that are made up."""
+"""The shadow's benchmark over a fake service, and its rows from trials that are made up."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fake_service import KEY, fake_service
 
+from benchmarks import shadow as module
 from benchmarks.shadow import Part, rows, shadow, sums
+from eldr_serve import client
 from tools.cli import BadInput
 
 # 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.
@@ -51,3 +57,28 @@ def test_a_status_before_the_first_token_has_sums_too() -> None:
 def test_bad_input_is_a_sentence(bad: dict[str, str]) -> None:
     with pytest.raises(BadInput, match=r"\A--.+"):
         shadow(**bad)
+
+
+@pytest.mark.slow
+def test_each_policy_is_live_once_a_round_with_the_other_as_its_shadow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, policies = tmp_path / "out.json", ["random", "shortest-queue"]
+    with fake_service() as service:
+        service.reports_steps, service.model = True, "eldr-demo"
+        monkeypatch.setattr(module, "KEY", KEY)
+        monkeypatch.setattr(module, "_STARTS_S", 0.5)
+        monkeypatch.setattr(client, "_STILL_S", 0.1)  # the fake's steps are counted at once
+        monkeypatch.setattr(module, "serving", lambda arguments, port: nullcontext())
+        load = {"rounds": 1, "trial_seconds": 4, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
+        port = int(service.url.rpartition(":")[2])
+        shadow(policies=",".join(policies), intermediate="32", port=port, work=tmp_path, out=out, **load)
+    assert sorted(service.policies_set) == sorted(service.shadows) == policies
+    assert service.policies_set != service.shadows
+    found = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
+    # Both are alike here, so each prices its shadow at 10 of its own 11 ms.
+    assert found["priced, random live"]["change_pct"] == pytest.approx(10, abs=0.1)
+    assert found["priced, shortest-queue live"]["change_pct"] == pytest.approx(-100 / 11, abs=0.1)
+    assert found["step"]["random"] == pytest.approx(10, abs=0.1)
+    assert found["tpot"]["random"] > 10
+    assert not (tmp_path / "shadow.jsonl").exists()
