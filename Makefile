@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder # files that take long first, as they are named
 STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
+comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-engine test-families test-faults test-demo test-e2e lint format demo bench \
-	tables docs package clean
+.PHONY: help setup browser test test-unit test-engine test-families test-faults test-demo test-e2e test-package lint \
+	format demo bench tables docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -20,18 +21,23 @@ setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
 # asked, which knows it.
 # The registries' torchvision, torchaudio and torchcodec are CUDA builds; beside CPU torch they break
 # `import transformers`, and text models need none of them.
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	@echo 'installing into $(VENV): about 2 GB, some minutes'
-	@$(BIN)/pip install --quiet --progress-bar off -e '.[$(EXTRA),dev]' || { \
+# $(1): folder of the environment; $(2): what pip installs into it; $(3): the target
+define installed
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --upgrade pip
+	@echo 'installing into $(1): about 2 GB, some minutes'
+	@$(1)/bin/pip install --quiet --progress-bar off $(2) || { \
 	[ '$(EXTRA)' = cpu ] && \
 	echo 'pip could not install it (see above); trying uv, which knows where PyTorch keeps its CPU builds' >&2 && \
-	$(BIN)/pip install --quiet uv && \
-	$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu -e '.[cpu,dev]'; } || { \
+	$(1)/bin/pip install --quiet uv && \
+	$(1)/bin/uv pip install --python $(1)/bin/python --torch-backend cpu $(2); } || { \
 	echo 'nothing was installed (see above): check the network, or name a place of the missing wheels' \
-	'in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, and run make setup again' >&2; exit 1; }
-	@if [ '$(EXTRA)' = cpu ]; then $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	'in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, and run make $(3) again' >&2; exit 1; }
+	@if [ '$(EXTRA)' = cpu ]; then $(1)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+endef
+
+$(STAMP): pyproject.toml
+	$(call installed,$(VENV),-e '.[$(EXTRA)$(comma)dev]',setup)
 	@touch $@
 
 # The report's test opens it in a browser.
@@ -88,6 +94,14 @@ docs: setup ## build the documentation site into out/site, without network
 
 package: setup ## build sdist and wheel into out/dist
 	$(BIN)/python -m build --no-isolation --outdir out/dist
+
+# Nothing of this checkout is in that environment, or in the folder where the demo runs.
+test-package: package ## the wheel with its dependencies in a clean environment, `eldr demo` in an empty folder
+	rm -rf out/package && mkdir -p out/package/empty
+	$(call installed,out/package/venv,"$$(ls -t out/dist/eldr_serve-*.whl | head -1)[$(EXTRA)]",test-package)
+	cd out/package/empty && env -u PYTHONPATH ../venv/bin/eldr demo --seconds 5 --rounds 1 --calibration 20 --intermediate 64
+	test -s out/package/empty/out/demo/report.html
+	rm -rf out/package
 
 clean: ## remove what runs left behind (not .venv)
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis

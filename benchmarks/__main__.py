@@ -44,6 +44,7 @@ SERVING = {
     "prefix_cache",
     "ray_idle",
     "ray_up",
+    "shadow",
     "stream_faults",
     "streams",
     "whole_replicas",

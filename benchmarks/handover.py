@@ -63,7 +63,7 @@ def _row(in_flight: int, stages: dict[str, dict[str, float]], answers: list[Answ
     for name in ("prefill", "handover", "place", "engine", "admit", "wait", "pull", "step"):
         row |= {f"{name}_{q}_ms": stages[name][f"{q}_ms"] for q in ("mean", "p50", "p99")}
     return row | {
-        "transport_mean_ms": stages["first_chunk"]["mean_ms"] - stages["engine"]["mean_ms"],
+        "transport_mean_ms": stages["first_token"]["mean_ms"] - stages["engine"]["mean_ms"],
         "before_step_mean_ms": before_step,
         "before_step_share_of_ttft_pct": 100 * before_step / ttft,
     }

@@ -102,6 +102,7 @@ def ray_up(
             rows.append(_execute("ray stop", STOP))
         finally:
             rows.append(_execute("ray down", DOWN))
+        Path(_TRACE).unlink(missing_ok=True)
         left = left_behind(folder)
         for command in left:
             typer.echo(f"still running: {command[:160]}", err=True)

@@ -10,7 +10,13 @@ from typing import Any
 import httpx
 
 # Names in the status -> ours
-_TOTALS = {"steps": "steps", "requests": "batch", "active_experts": "active", "seconds": "seconds"}
+_TOTALS = {
+    "steps": "steps",
+    "requests": "batch",
+    "active_experts": "active",
+    "seconds": "seconds",
+    "token_seconds": "waited",
+}
 _SWAP_S = 600.0  # slices of a swap go between steps, engine after engine
 _STILL_S = 3.0  # decode replicas report their steps every second
 
@@ -54,6 +60,10 @@ class Client:
         """Change the policy; returns the settings that are live then."""
         return self._ask("PUT", "/eldr/policy", json={"name": name, "parameters": parameters or {}})
 
+    def set_shadow(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Compare the live policy with this one; returns the settings that are live then."""
+        return self._ask("PUT", "/eldr/shadow", json={"name": name, "parameters": parameters or {}})
+
     def swap_table(self, table: bytes) -> dict[str, Any]:
         """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
         return self._ask("PUT", "/eldr/table", content=table)
@@ -86,7 +96,8 @@ class Client:
     def decode_totals(self) -> dict[str, float] | None:
         """Sums over all decode steps that engines have reported; None while the router does not know them.
 
-        `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`.
+        `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`; `waited`, seconds times
+        requests.
         """
         totals = self.status().get("decode_totals")
         return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}

@@ -190,6 +190,15 @@ ROUTER = _by_name(
         "eldr_shadow_change_high_ratio", GAUGE, "ratio", "upper end of its 95 % interval", _SHADOWED,
         status="comparison.now.high_pct", only=_SHADOW,
     ),
+    Metric(
+        "eldr_shadow_live_seconds", GAUGE, "s",
+        "decode step time that a token waits for under the live policy, as the step cost prices it",
+        _SHADOWED, status="comparison.now.live_ms", only=_SHADOW,
+    ),
+    Metric(
+        "eldr_shadow_measured_seconds", GAUGE, "s", "the same, as the engines measured it", _SHADOWED,
+        status="comparison.now.measured_ms", only=_SHADOW,
+    ),
 )  # fmt: skip
 
 # -- of each ingress replica, by their keys under `ingress` in the status --------------------------------
@@ -284,6 +293,11 @@ ENGINE = _by_name(
     Metric(
         "eldr_decode_seconds_total", COUNTER, "s", "sum of eldr_decode_step_seconds", _ENGINE,
         status="decode_totals.seconds", only=_STEPPED,
+    ),
+    Metric(
+        "eldr_decode_token_seconds_total", COUNTER, "s",
+        "sum over decode steps of their time, once for each request: what tokens waited", _ENGINE,
+        status="decode_totals.token_seconds", only=_STEPPED,
     ),
 )  # fmt: skip
 

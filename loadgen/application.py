@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from typing import Any
 
 from eldr_serve.client import Client, ServiceError
@@ -103,8 +105,9 @@ def stop() -> None:
     import ray
     from ray import serve
 
-    serve.shutdown()
-    ray.shutdown()
+    with redirect_stdout(io.StringIO()):  # Ray's error that the controller, which it kills itself, is dead
+        serve.shutdown()
+        ray.shutdown()
 
 
 def _ingress_status(service: Client) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from tools.journal import Journal
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
-_SCHEMA = "eldr-compare/5"  # of trials in the journal
+_SCHEMA = "eldr-compare/6"  # of trials in the journal
 _A_WORKER = 8  # requests in flight, where no loop is asked for
 
 
@@ -240,8 +240,9 @@ def _publish(
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
         "batch size are means over decode steps, engine ms per token is the time of all decode steps over "
-        "their tokens (on CPU that of the engine's thread, whoever else waits for the core), all with the "
-        "warm-up; end is the time to the last token"
+        "their tokens (on CPU that of the engine's thread, whoever else waits for the core), step ms per "
+        "token the mean time of the step that a token waits for, all with the warm-up; end is the time to "
+        "the last token"
     )
     print_table(
         "value [95 % interval], difference to the best policy by load alone [its interval]",

@@ -84,11 +84,12 @@ def policy_rows(
                 for row, (value, draws) in zip(rows, values, strict=True):
                     change = relative_percent(value, pool.quantile(q), draws, pool_drawn[:, column])
                     _put(row, f"{name}_pooled_change_pct", change)
-    spent = [row["engine_ms_per_token"] for row in rows]
-    best = _best(policies, spent, more_is_better=False)
-    for number, row in enumerate(rows):
-        if best is not None and best != number:
-            row["engine_ms_per_token_change_pct"] = 100 * (spent[number] / spent[best] - 1)
+    for name in ("engine_ms_per_token", "step_ms_per_token"):
+        spent = [row[name] for row in rows]
+        best = _best(policies, spent, more_is_better=False)
+        for number, row in enumerate(rows):
+            if best is not None and best != number:
+                row[f"{name}_change_pct"] = 100 * (spent[number] / spent[best] - 1)
     good = [_good(records[p], unit, slo) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
     return [{key: _known(value) for key, value in row.items()} for row in rows]
@@ -120,6 +121,7 @@ def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) ->
         "active_experts": sum(e["active"] for e in engines) / steps,
         "batch_size": tokens / steps,
         "engine_ms_per_token": 1000 * sum(e["seconds"] for e in engines) / (tokens or math.nan),
+        "step_ms_per_token": 1000 * sum(e["waited"] for e in engines) / (tokens or math.nan),
         "best_worker_share": sum(b.best for b in trials) / placed if placed else math.nan,
     }
 

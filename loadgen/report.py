@@ -35,7 +35,7 @@ _SHOWN = {
 
 _COUNTED = (
     "requests", "failures", "late_p99_ms", "active_experts", "batch_size", "engine_ms_per_token",
-    "best_worker_share",
+    "step_ms_per_token", "best_worker_share",
 )  # fmt: skip
 
 

@@ -100,7 +100,8 @@ def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
     requests = [_normalised(record, clock) for record in trial.requests]
     engines = trial.engines
     if engines is not None and requests:
-        engines = engines | {"seconds": engines["seconds"] / clock.slowdown(*_span(trial))}
+        slower = clock.slowdown(*_span(trial))
+        engines = engines | {key: engines[key] / slower for key in ("seconds", "waited")}
     return replace(trial, requests=requests, engines=engines)
 
 

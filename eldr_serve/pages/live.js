@@ -103,6 +103,13 @@ function verdict(found) {
   return `${percent} ${found.change_pct <= 0 ? "less" : "more"} decode step time a token${interval}`;
 }
 
+function measured({live_ms, measured_ms}) {
+  if (measured_ms == null) return "";
+  const off = 100 * (live_ms / measured_ms - 1);
+  return `The engines measured ${fixed(measured_ms, 2)} ms for the live policy: the price is
+    ${fixed(Math.abs(off))} % too ${off > 0 ? "high" : "low"}. `;
+}
+
 function drawSaving({now, failed, past}, cost) {
   let html = "<p>No policy is compared with the live one.</p>";
   if (failed) html = `<p class="bad">The shadow failed and is off: ${esc(failed)}</p>`;
@@ -118,7 +125,8 @@ function drawSaving({now, failed, past}, cost) {
         ${bar(now.shadow.name, now.shadow_ms, "var(--other)")}</div>
         <p class="faint">Priced over ${now.tokens} tokens of the last hour by the step cost fitted to
         ${fixed(cost.steps, 0)} steps${cost.relative_error == null ? ", not enough yet: the default cost"
-          : `, relative error ${fixed(100 * cost.relative_error)} %`}. In brackets: 95 % interval.</p>`;
+          : `, relative error ${fixed(100 * cost.relative_error)} %`}. ${measured(now)}In brackets: 95 % interval.
+        Not in it: queueing, transport, prefill, and what engines on the same cores wait for each other.</p>`;
     }
   }
   $("saving-figures").innerHTML = html;

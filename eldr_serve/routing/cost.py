@@ -74,6 +74,7 @@ class StepSums:
         requests, experts, seconds: plain sums over them; experts over MoE layers too, time in s.
         prompts: float64[5], of steps of whole engines that computed prompts too, which are in no other sum:
             steps, requests, KV tokens, prompt tokens, seconds.
+        waited: sum of seconds times requests: how long tokens waited for the decode steps that made them, s.
     """
 
     gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((_TERMS, _TERMS)))
@@ -83,6 +84,7 @@ class StepSums:
     experts: float = 0.0
     seconds: float = 0.0
     prompts: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
+    waited: float = 0.0
 
     @classmethod
     def of(
@@ -95,7 +97,8 @@ class StepSums:
         features, time = np.stack(columns, axis=-1)[known], time[known]
         relative = features / time[:, None]
         steps, in_all, _, activated = features.sum(axis=0)
-        return cls(relative.T @ relative, relative.sum(axis=0), steps, in_all, activated, time.sum())
+        plain = {"steps": steps, "requests": in_all, "experts": activated, "seconds": time.sum()}
+        return cls(relative.T @ relative, relative.sum(axis=0), **plain, waited=float(features[:, 1] @ time))
 
     @classmethod
     def of_prompts(

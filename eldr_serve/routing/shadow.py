@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.activation import ExpectedActivation
-from eldr_serve.routing.cost import StepCost
+from eldr_serve.routing.cost import StepCost, StepSums
 from eldr_serve.routing.ledger import LoadLedger
 from eldr_serve.routing.policies import Policy
 from eldr_serve.routing.types import Decision, Loads, PlacementRequest
@@ -28,7 +28,8 @@ class Saving:
 
     Attributes:
         tokens: that were priced.
-        live_ms, shadow_ms: a token.
+        live_ms, shadow_ms: a token, as the step cost prices it.
+        measured_ms: a token under the live policy, as the engines measured it; None while they report none.
         change_pct: of the live policy against the shadow; below 0 the live one is faster.
         low_pct, high_pct: 95 % interval of it, by the means of 10 s blocks; None with fewer than 3.
     """
@@ -39,6 +40,7 @@ class Saving:
     change_pct: float
     low_pct: float | None
     high_pct: float | None
+    measured_ms: float | None
 
 
 class Shadow:
@@ -57,7 +59,8 @@ class Shadow:
         table_version: of that table; scores of another one are not used.
 
     Attributes:
-        totals: float64[3], tokens so far and the seconds that they cost live and in the shadow.
+        totals: float64[5], tokens so far and the seconds that they cost live and in the shadow; tokens of the
+            engines' decode steps and the seconds that these waited for them.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class Shadow:
         self._requests: dict[str, PlacementRequest] = {}
         self._generated: dict[str, int] = {}  # tokens of each
         self._cost = StepCost()
-        self.totals = np.zeros(3)
-        self._blocks: deque[NDArray[np.float64]] = deque([np.zeros(3)], maxlen=_BLOCKS)
+        self.totals = np.zeros(5)
+        self._blocks: deque[NDArray[np.float64]] = deque([np.zeros(5)], maxlen=_BLOCKS)
         self._block_ends_s = clock() + _BLOCK_S
 
     # -- what the placer tells ---------------------------------------------------------------------
@@ -105,6 +108,10 @@ class Shadow:
         """A decode step costs this at present."""
         self._events.append(partial(self._price_by, cost))
 
+    def observe_steps(self, steps: StepSums) -> None:
+        """Engines have made these decode steps under the live policy."""
+        self._events.append(partial(self._count, np.array([0, 0, 0, steps.requests, steps.waited])))
+
     # -- work --------------------------------------------------------------------------------------
 
     def catch_up(self, budget_s: float = float("inf")) -> bool:
@@ -126,13 +133,16 @@ class Shadow:
         blocks = np.array([block for block in self._blocks if block[0]])
         if not len(blocks):
             return None
-        tokens, live, other = blocks.sum(axis=0)
+        tokens, live, other, measured, waited = blocks.sum(axis=0)
         change, half = live / other - 1, None
         if (n := len(blocks)) > 2:  # of a ratio of sums, by its residuals
             residuals = blocks[:, 1] - live / other * blocks[:, 2]
             half = 1.96 * np.sqrt(n / (n - 1) * (residuals**2).sum()) / other
         low, high = (None, None) if half is None else (100 * (change - half), 100 * (change + half))
-        return Saving(int(tokens), 1e3 * live / tokens, 1e3 * other / tokens, 100 * change, low, high)
+        return Saving(
+            int(tokens), 1e3 * live / tokens, 1e3 * other / tokens, 100 * change, low, high,
+            1e3 * waited / measured if measured else None,
+        )  # fmt: skip
 
     def _set_workers(self, workers: tuple[str | None, ...], open_: NDArray[np.bool_]) -> None:
         stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
@@ -166,7 +176,7 @@ class Shadow:
             if name in self._live.slots and name in self._other.slots:
                 more = tokens - self._generated[name]
                 costs = live[self._live.slots[name]], other[self._other.slots[name]]
-                self._count(more * np.array([1.0, *costs]))
+                self._count(more * np.array([1.0, *costs, 0.0, 0.0]))
         self._generated |= known
         self._live.progress(known)
         self._other.progress(known)
@@ -174,7 +184,7 @@ class Shadow:
 
     def _count(self, priced: NDArray[np.float64]) -> None:
         if (now := self._clock()) > self._block_ends_s:
-            self._blocks.append(np.zeros(3))
+            self._blocks.append(np.zeros(5))
             self._block_ends_s = now + _BLOCK_S
         self.totals += priced
         self._blocks[-1] += priced

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eldr_serve.errors import sentence
-from eldr_serve.routing import Placer, Policy, Shadow, StepCost
+from eldr_serve.routing import Placer, Policy, Shadow, StepCost, StepSums
 from eldr_serve.serving.messages import Settings
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,6 @@ class Comparison:
     Args:
         counters: those of the status.
         clock: s.
-
-    Attributes:
-        totals: float64[3] of the present one, see Shadow.totals; None without a shadow.
     """
 
     def __init__(
@@ -54,6 +51,11 @@ class Comparison:
                 "shadow": asdict(settings.shadow),
             }
         self._placer.set_shadow(self._shadow)
+
+    def observe_steps(self, steps: StepSums) -> None:
+        """What an engine did since its last report."""
+        if self._shadow is not None:
+            self._shadow.observe_steps(steps)
 
     def catch_up(self, budget_s: float = float("inf")) -> bool:
         """Let the shadow work for about so long; whether it is behind still."""

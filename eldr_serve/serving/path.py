@@ -349,7 +349,7 @@ class RequestPath:
             run.record.handover_s = now - prefilled.done_at
             self.stages.record(
                 place=placing.seconds,
-                first_chunk=now - decoding.begun_s,
+                first_token=now - decoding.begun_s,
                 handover=run.record.handover_s,
             )
 

@@ -260,6 +260,7 @@ class RouterState:
         if block_tokens and replica in self._slots:  # the last word of one that has gone may come late
             self.placer.prefixes.holds(replica, kv_tokens, block_tokens)
         self.view.observe_steps(replica, steps)
+        self.comparison.observe_steps(steps)
         self._all_steps += steps
         keep = 0.5 ** ((now - self._steps_at) / _COST_HALF_LIFE_S)
         self._steps, self._steps_at = self._steps.faded(keep) + steps, now
@@ -499,6 +500,7 @@ class RouterState:
             "requests": steps.requests,
             "active_experts": steps.experts / self._signature_shape[0],  # mean over layers
             "seconds": steps.seconds,
+            "token_seconds": steps.waited,
         }
 
     def _domain(self, slot: int) -> str | None:

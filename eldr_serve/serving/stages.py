@@ -12,8 +12,9 @@ WINDOW = 256  # newest requests that percentiles are taken of
 class Stages:
     """Times of the newest requests, by name of the stage.
 
-    Stages of a request: `prefill` (the prefill call), `place` (router), `first_chunk` (decode call to
-    its first chunk), and `handover` (end of the last prefill to first decode chunk).
+    Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its
+    first chunk; transport, which is told after that, is in it), and `handover` (end of the last prefill to
+    first decode chunk).
     """
 
     def __init__(self) -> None:

@@ -112,6 +112,9 @@ class RouterMetrics:
         for key, name in (("change_pct", ""), ("low_pct", "_low"), ("high_pct", "_high")):
             if now.get(key) is not None:
                 self._set(f"eldr_shadow_change{name}_ratio", now[key] / 100, tags)
+        for name in ("live", "measured"):
+            if now.get(f"{name}_ms") is not None:
+                self._set(f"eldr_shadow_{name}_seconds", now[f"{name}_ms"] / 1000, tags)
 
 
 class IngressMetrics:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.routing import Saving
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -27,6 +29,7 @@ class Outcome:
         imbalance, spread: one entry a sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
         sample_s: when each was taken.
+        saving: what the shadow said, where there was one.
     """
 
     arrival_s: Floats
@@ -45,6 +48,7 @@ class Outcome:
     imbalance: Floats
     spread: Floats
     sample_s: Floats
+    saving: Saving | None = None
 
     @property
     def finished(self) -> NDArray[np.bool_]:

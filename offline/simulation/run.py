@@ -22,6 +22,8 @@ from eldr_serve.routing import (
     Placer,
     Policy,
     PromptBlocks,
+    Saving,
+    Shadow,
     State,
 )
 from eldr_serve.routing.policies import CentroidTable
@@ -58,6 +60,8 @@ def simulate(
     experts: Experts | None = None,
     ranks: NDArray[np.integer] | None = None,
     changes: Sequence[Change] = (),
+    in_flight: int | None = None,
+    shadow: Policy | None = None,
     seed: int = 0,
     on_finished: Callable[[int], None] = lambda number: None,
 ) -> Outcome:
@@ -69,12 +73,18 @@ def simulate(
         ranks: int[L,E], the EP rank of each expert, the same on all workers, or int[K,L,E]; a step then
             pays in each layer for the rank with most active experts. None: one rank.
         changes: in any order.
+        in_flight: a closed loop of so many requests: the next one comes when one ends, whatever its arrival
+            time. None: an open loop, by arrival times.
+        shadow: fresh; places the same requests beside the policy (see routing.Shadow), whose `saving` is in
+            the outcome.
         on_finished: told how many more requests have ended, now and then.
 
     Raises:
         SimulationError: a request that no worker can hold, or kinds that `experts` lacks.
     """
-    return _Simulation(requests, policy, cluster, experts, ranks, changes, seed, on_finished).run()
+    return _Simulation(
+        requests, policy, cluster, experts, ranks, changes, in_flight, shadow, seed, on_finished
+    ).run()
 
 
 class _Worker:
@@ -159,6 +169,8 @@ class _Simulation:
         experts: Experts | None,
         ranks: NDArray[np.integer] | None,
         changes: Sequence[Change],
+        in_flight: int | None,
+        shadow: Policy | None,
         seed: int,
         on_finished: Callable[[int], None],
     ) -> None:
@@ -183,7 +195,16 @@ class _Simulation:
             for name in self._names:
                 size = decode.whole.block_tokens
                 self._placer.prefixes.holds(name, decode.whole.cache_blocks * size, size)
-        self._wants_progress = type(policy).on_progress is not Policy.on_progress
+        self._shadow: Shadow | None = None
+        if shadow is not None:
+            self._shadow = Shadow(shadow, seed=seed, clock=lambda: self._now)
+            self._shadow.update_cost_model(decode.cost)
+            self._placer.set_shadow(self._shadow)
+        self._reads_counts = policy.reads_counts or shadow is not None
+        self._wants_progress = shadow is not None or type(policy).on_progress is not Policy.on_progress
+        self._arrival_s = requests.arrival_s.copy()
+        self._begun = n if in_flight is None else min(in_flight, n)  # requests that have come
+        self._arrival_s[: 0 if in_flight is None else n] = 0.0
         self._told_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
         self._start = np.zeros(n, np.int64)
@@ -204,6 +225,7 @@ class _Simulation:
         self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
         self._sampled_at = -np.inf
         self._ended = 0
+        self._gone = 0  # requests that have ended since the last one came
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -216,7 +238,7 @@ class _Simulation:
             _CHANGE: self._changed,
         }
         events = self._events
-        for j, arrival in enumerate(self._requests.arrival_s.tolist()):
+        for j, arrival in enumerate(self._arrival_s[: self._begun].tolist()):
             while events and events[0][0] <= arrival:
                 now, _, kind, whom = heapq.heappop(events)
                 handlers[kind](now, whom)
@@ -224,16 +246,26 @@ class _Simulation:
         while events:
             now, _, kind, whom = heapq.heappop(events)
             handlers[kind](now, whom)
+            while self._gone and self._begun < len(self._requests):
+                self._gone, self._begun = self._gone - 1, self._begun + 1
+                self._arrival_s[self._begun - 1] = now
+                self._arrive(now, self._begun - 1)
         self._expire(np.inf)
         self._on_finished(self._ended)
         batch, experts, seconds, step_worker = self._log
         return Outcome(
-            self._requests.arrival_s, self._prefilled_s, self._placed_s, self._first_s, self._last_s,
+            self._arrival_s, self._prefilled_s, self._placed_s, self._first_s, self._last_s,
             self._worker, self._requests.output_tokens, self._hit, self._preempted,
             np.array(batch, np.int64), np.array(experts, np.int64), np.array(seconds),
             np.array(step_worker, np.int64), np.array(self._imbalance), np.array(self._spread),
-            np.array(self._sample_s),
+            np.array(self._sample_s), self._saving(),
         )  # fmt: skip
+
+    def _saving(self) -> Saving | None:
+        if self._shadow is None:
+            return None
+        self._shadow.catch_up()
+        return self._shadow.saving()
 
     def _at(self, time: float, kind: int, whom: int) -> None:
         self._number += 1
@@ -275,7 +307,7 @@ class _Simulation:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
         predicted = whole is not None and self._experts.predicted is not None
         known = self._experts.foretold if predicted else self._experts.signature
-        counts = known(kind, prompt) if policy.reads_counts else None
+        counts = known(kind, prompt) if self._reads_counts else None
         domain = self._experts.domains[kind]
         similarity = self._similarity.get(kind)
         return PlacementRequest(
@@ -308,6 +340,8 @@ class _Simulation:
             self._tell_progress(now)
         for placement in self._placer.submit(placements):
             self._placed(now, int(placement.request_id), placement.slot)
+        if self._shadow is not None:
+            self._shadow.catch_up()
 
     def _expire(self, now: float) -> None:
         """Requests that have waited for too long leave the decode queue."""
@@ -501,6 +535,7 @@ class _Simulation:
         return left
 
     def _count_end(self) -> None:
+        self._gone += 1
         self._ended += 1
         if self._ended >= 1000:
             self._on_finished(self._ended)

@@ -39,20 +39,23 @@ class FakeService:
         self.more_status: dict[str, Any] = {}
         self.policy: dict[str, Any] = {"name": "locality-band", "parameters": {"band": 0.2}}
         self.policies_set: list[str] = []
+        self.shadows: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.arrived_s: list[float] = []
         self.in_flight = 0
         self.steps = 0
 
     async def status(self, request: web.Request) -> web.Response:
-        """Every step: 2 requests, 20 active experts, 10 ms."""
+        """Every step: 2 requests, 20 active experts, 10 ms; the shadow prices them at 11 and 10 ms."""
         n = self.steps
         totals = {"steps": n, "requests": 2 * n, "active_experts": 20 * n, "seconds": 0.01 * n}
+        totals["token_seconds"] = 2 * totals["seconds"]
         status = {
             "policy": self.policy["name"], "parameters": self.policy["parameters"],
             "workers": [{"replica": r, "in_flight": self.in_flight // 2} for r in REPLICAS],
             "leases": self.in_flight, "counters": {"placed": len(self.bodies)},
-            "decode_totals": totals if self.reports_steps else None,
+            "decode_totals": totals if self.reports_steps else None, "step_cost": {"steps": n},
+            "comparison": {"now": {"tokens": 2 * n, "live_ms": 11.0, "shadow_ms": 10.0}},
         }  # fmt: skip
         return web.json_response(status | self.more_status)
 
@@ -65,6 +68,9 @@ class FakeService:
             return _refusal(401, "the admin key is missing or wrong")
         if change["name"] not in _POLICIES:
             return _refusal(400, f"unknown policy {change['name']!r}")
+        if request.path.endswith("/shadow"):
+            self.shadows.append(change["name"])
+            return web.json_response({})
         self.policy = change
         self.policies_set.append(change["name"])
         return web.json_response({})

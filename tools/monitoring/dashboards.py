@@ -131,7 +131,17 @@ PLACEMENT: Rows = {
                 "low": "max by (policy, shadow) (ray_eldr_shadow_change_low_ratio)",
                 "high": "max by (policy, shadow) (ray_eldr_shadow_change_high_ratio)",
             },
-            "Time of a token, less 1; below 0 the live policy is faster. Empty without a shadow.",
+            "Decode step time a token waits for, less 1; below 0 the live policy is faster. "
+            "Empty without a shadow.",
+        ),
+        Panel(
+            "Decode step time a token waits for", "s",
+            {
+                "priced": "max(ray_eldr_shadow_live_seconds)",
+                "measured": "max(ray_eldr_shadow_measured_seconds)",
+                "measured, 5 min": f"{_rate('decode_token_seconds')} / {_rate('decode_step_requests')}",
+            },
+            "Under the live policy. Where priced and measured part, the figure beside it is as wrong.",
         ),
         Panel(
             "Placed, by the rule that decided", "reqps",

@@ -24,6 +24,7 @@ _SUMMED = {
     "eldr_decode_step_requests_total": "requests",
     "eldr_decode_seconds_total": "seconds",
 }
+_WAITED = "eldr_decode_token_seconds_total"
 
 
 class EldrStats(KVConnectorStats):
@@ -90,6 +91,7 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._steps = {name: (self._made(name, labelnames), key) for name, key in _OBSERVED.items()}
         self._totals = {name: (self._made(name, labelnames), key) for name, key in _SUMMED.items()}
+        self._waited = self._made(_WAITED, labelnames)
         self._capture = self._made("eldr_capture_seconds", labelnames)
 
     def _made(self, name: str, labelnames: list[str]) -> dict[int, Any]:
@@ -126,3 +128,4 @@ class EldrPromMetrics(KVConnectorPromMetrics):
                 histogram[engine_idx].observe(step[key])
         for counter, key in self._totals.values():
             counter[engine_idx].inc(sum(step[key] if key else 1 for step in records))
+        self._waited[engine_idx].inc(sum(step["requests"] * step["seconds"] for step in records))

@@ -84,6 +84,7 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
             times | {"number": n, "sent_s": float(n), "sent_unix_s": 60.0 * slow + n} for n in range(5)
         ]
         engines = {"seconds": 10.0 * (1 + slow), "batch": 100.0, "steps": 10.0, "active": 50.0}
+        engines["waited"] = 12 * engines["seconds"]
         journal.put(step.key, asdict(Trial(step.policy, 0, requests, engines)))
     trials = read_trials(tmp_path / "comparison")
     wall = policy_rows(policies, trials, warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
@@ -97,8 +98,9 @@ def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> No
     assert len(rows) == 4
     for clock, change in (("wall", 100.0), ("even", 0.0)):
         row = rows[clock, "marginal-cost"]
-        found = [row["tpot_p50_ms_change_pct"], row["engine_ms_per_token_change_pct"]]
-        assert found == pytest.approx([change] * 2, abs=1.0)
+        names = ("tpot_p50_ms", "engine_ms_per_token", "step_ms_per_token")
+        found = [row[f"{name}_change_pct"] for name in names]
+        assert found == pytest.approx([change] * 3, abs=1.0)
         assert rows[clock, "random"]["active_experts"] == 5.0
     live.Comparison(tmp_path, {}).finish()
     assert not cpu_speed.exists()

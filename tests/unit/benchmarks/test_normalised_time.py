@@ -68,7 +68,7 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     quick = {"ttft_s": 2.0, "tpot_s": 0.1, "end_s": 12.0, "itl_s": [0.1] * 100, "handover_s": 0.5}
     slow = {k: [2 * gap for gap in v] if isinstance(v, list) else 2 * v for k, v in quick.items()}
     failed = record(70.0, error="HTTP 500")
-    engines = {"seconds": 6.0, "batch": 10.0}
+    engines = {"seconds": 6.0, "waited": 60.0, "batch": 10.0}
     trial = Trial("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
     even = normalised(trial, NormalisedTime([notes()]))
     first, second, unknown = even.requests
@@ -80,6 +80,7 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     assert unknown == failed
     assert even.engines["batch"] == 10.0
     assert 3.0 < even.engines["seconds"] < 6.0 == engines["seconds"]
+    assert even.engines["waited"] == pytest.approx(10 * even.engines["seconds"])
 
 
 @pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
@@ -93,7 +94,7 @@ def test_what_steps_feel_of_the_probe_is_learned_from_trials_of_a_policy(felt: f
     for n, policy in enumerate(policies):
         sent = record(100.0 * n + 10.0, ttft_s=10.0, tpot_s=0.1, end_s=80.0, itl_s=[], handover_s=None)
         seconds = (5.0 if policy == "marginal-cost" else 10.0) * slowdown[n] ** felt
-        trials.append(Trial(policy, 0, [sent], {"seconds": seconds, "batch": 100.0}))
+        trials.append(Trial(policy, 0, [sent], {"seconds": seconds, "waited": seconds, "batch": 100.0}))
     alike = ("random", "round-robin")
     clock = NormalisedTime([of_core])
     assert felt_by_engines(trials, clock, alike) == pytest.approx(felt, abs=0.02)

@@ -34,4 +34,5 @@ def test_steps_are_in_all_metrics_of_the_table() -> None:
     assert values["eldr_decode_step_experts_total"] == 60
     assert values["eldr_decode_step_requests_total"] == 6
     assert values["eldr_decode_seconds_total"] == 0.75
+    assert values["eldr_decode_token_seconds_total"] == 1.5
     assert values["eldr_active_experts_count"] == 3

@@ -1,8 +1,9 @@
-"""The RayService of each shipped deployment: KubeRay's fields, and that its pods hold what they should."""
+"""The RayService of each shipped deployment: valid for KubeRay, and its pods hold what they should."""
 
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import tomllib
 from collections.abc import Callable, Iterator
@@ -26,86 +27,15 @@ from tools.crd import faults
 
 SHIPPED = sorted((ROOT / "deployments").glob("*.yaml"))
 GPU = [path for path in SHIPPED if not path.stem.startswith("cpu_")]
+DEFINITIONS = sorted(Path(__file__).parent.glob("rayservice_crd_*.json.gz"))  # see README.md beside them
 PLAIN = Options("eldr", "image:1", "eldr", "eldr-models", {"gpu": "H200"}, SIZES["gpu"])
 Edit = Callable[[dict[str, Any]], None]
 
-# The fields of KubeRay 1.7.0's RayService v1 that are written here, by their types; "*" is any name.
-PROBE = {
-    "httpGet": {"path": "string", "port": ("integer", "string")},
-    "periodSeconds": "integer", "timeoutSeconds": "integer", "failureThreshold": "integer",
-}  # fmt: skip
-SECRET_KEY = {"name": "string", "key": "string", "optional": "boolean"}
-CONTAINER = {
-    "name": "string",
-    "image": "string",
-    "env": [{"name": "string", "value": "string", "valueFrom": {"secretKeyRef": SECRET_KEY}}],
-    "ports": [{"name": "string", "containerPort": "integer"}],
-    "readinessProbe": PROBE,
-    "resources": {"requests": {"*": ("integer", "string")}, "limits": {"*": ("integer", "string")}},
-    "volumeMounts": [{"name": "string", "mountPath": "string", "readOnly": "boolean"}],
-}
-VOLUME = {
-    "name": "string",
-    "emptyDir": {"medium": "string", "sizeLimit": ("integer", "string")},
-    "persistentVolumeClaim": {"claimName": "string"},
-    "secret": {"secretName": "string", "items": [{"key": "string", "path": "string"}]},
-}
-POD = {
-    "containers": [CONTAINER],
-    "volumes": [VOLUME],
-    "nodeSelector": {"*": "string"},
-    "readinessGates": [{"conditionType": "string"}],
-    "tolerations": [{"key": "string", "operator": "string", "effect": "string"}],
-}
-GROUP = {"rayStartParams": {"*": "string"}, "resources": {"*": "string"}, "template": {"spec": POD}}
-COUNTS = {name: "integer" for name in ("replicas", "minReplicas", "maxReplicas")}
-SPEC = {
-    "excludeHeadPodFromServeSvc": "boolean",
-    "rayClusterDeletionDelaySeconds": "integer",
-    "serveConfigV2": "string",
-    "rayClusterConfig": {
-        "rayVersion": "string",
-        "authOptions": {"mode": "string"},
-        "enableInTreeAutoscaling": "boolean",
-        "autoscalerOptions": {"idleTimeoutSeconds": "integer"},
-        "headGroupSpec": GROUP,
-        "workerGroupSpecs": [{"groupName": "string", **COUNTS, **GROUP}],
-    },
-}
 
-
-def _schema(fields: Any) -> dict[str, Any]:
-    match fields:
-        case str() | tuple():
-            return {"type": fields if isinstance(fields, str) else list(fields)}
-        case [item]:
-            return {"type": "array", "items": _schema(item)}
-        case {"*": value}:
-            return {"type": "object", "additionalProperties": _schema(value)}
-    return {"type": "object", "properties": {name: _schema(field) for name, field in fields.items()}}
-
-
-RAYSERVICE = {
-    "spec": {
-        "group": "ray.io",
-        "names": {"kind": "RayService"},
-        "versions": [
-            {
-                "name": "v1",
-                "schema": {
-                    "openAPIV3Schema": _schema(
-                        {
-                            "apiVersion": "string",
-                            "kind": "string",
-                            "metadata": {"name": "string"},
-                            "spec": SPEC,
-                        }
-                    )
-                },
-            }
-        ],
-    }
-}
+def defined(path: Path) -> dict[str, Any]:
+    """A CustomResourceDefinition."""
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +84,16 @@ def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
     return found
 
 
-def test_it_has_kuberays_fields(case: tuple[Deployment, dict[str, Any]]) -> None:
-    assert list(faults(RAYSERVICE, case[1])) == []
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda path: path.name)
+def test_it_is_valid_by_kuberays_definition(
+    definition: Path, case: tuple[Deployment, dict[str, Any]]
+) -> None:
+    known = defined(definition)
+    assert list(faults(known, case[1])) == []
+    wrong = copy.deepcopy(case[1])
+    wrong["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["container"] = []
+    wrong["spec"]["rayClusterDeletionDelaySeconds"] = "600"
+    assert len(list(faults(known, wrong))) == 2
 
 
 def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
@@ -295,7 +233,7 @@ def test_a_file_of_inference_keys_is_mounted_where_the_ingress_reads_it(tmp_path
         }  # fmt: skip
         mount = {"name": volume["name"], "mountPath": "/etc/eldr", "readOnly": True}
         assert mount in container["volumeMounts"]
-    assert not list(faults(RAYSERVICE, manifest))
+    assert not list(faults(defined(DEFINITIONS[-1]), manifest))
 
 
 def edited(folder: Path, edit: Edit, shipped: str = "qwen3_30b_8p16d") -> Deployment:

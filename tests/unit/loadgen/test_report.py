@@ -41,7 +41,10 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engines", "bad"),
-    [({"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0}, True), (None, False)],
+    [
+        ({"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0, "waited": 24.0}, True),
+        (None, False),
+    ],
 )
 def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, float] | None, bad: bool) -> None:
     made = trials(engines)

@@ -56,7 +56,8 @@ async def test_the_page_shows_all_and_fetches_from_its_host_alone(tmp_path: Path
     async with opened(actor, tmp_path) as (_, page):
         await page.evaluate(f"adminKey = {KEY!r}")
         text = await shown(page)
-        for said in ("marginal-cost", "shortest-queue", "decode step time a token", "worker 0", "worker 1"):
+        for said in ("marginal-cost", "shortest-queue", "decode step time a token", "The engines measured",
+                     "worker 0", "worker 1"):  # fmt: skip
             assert said in text
         running = len(actor.running)
         assert await page.evaluate("document.querySelectorAll('#path .grow i').length") == running > 2

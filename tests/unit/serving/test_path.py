@@ -50,7 +50,7 @@ async def test_prefill_then_place_then_decode() -> None:
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not world.prefill.released
-    assert set(world.path.stages.summary()) == {"prefill", "place", "first_chunk", "handover"}
+    assert set(world.path.stages.summary()) == {"prefill", "place", "first_token", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])

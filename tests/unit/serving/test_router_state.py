@@ -107,6 +107,7 @@ def test_all_steps_are_in_the_totals_however_old() -> None:
     now[0] += 36_000
     state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
     totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
+    totals["token_seconds"] = 2 * 0.01 + 4 * 0.02 + 6 * 0.03
     assert state.status()["decode_totals"] == pytest.approx(totals)
 
 

@@ -152,13 +152,16 @@ def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) 
         "step_cost": {"steps": 1.0, "relative_error": 0.1},
         "predictor": {"version": 1, "clients": 1, "prompts": 9, "on": 1, "cosine": 0.5, "gain": 0.4},
     }
-    status["comparison"]["now"] |= {"change_pct": -10.0, "low_pct": -12.0, "high_pct": -8.0}
+    status["comparison"]["now"] |= {
+        "change_pct": -10.0, "low_pct": -12.0, "high_pct": -8.0, "live_ms": 9.0, "measured_ms": 10.0,
+    }  # fmt: skip
     state.status = lambda: status  # type: ignore[method-assign]
     metrics.export(state)
     assert {name for name, metric in made.items() if metric.samples} == set(ROUTER)
     assert made["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
     shadow = (("policy", "shortest-queue"), ("shadow", "random"))
     assert made["eldr_shadow_change_low_ratio"].samples == {shadow: [-0.12]}
+    assert made["eldr_shadow_measured_seconds"].samples == {shadow: [0.01]}
     assert made["eldr_decode_in_flight"].samples.keys() == {
         (("policy", "shortest-queue"), ("worker", f"r{number}")) for number in range(3)
     }

@@ -1,0 +1,84 @@
+"""The shadow's benchmark over a fake service, and its rows from trials that are made up."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_service import KEY, fake_service
+
+from benchmarks import shadow as module
+from benchmarks.shadow import Part, rows, shadow, sums
+from eldr_serve import client
+from tools.cli import BadInput
+
+# 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.
+PART = Part(400, 4.4, 5.5, 100, 400, 2000, 1.0, 4.0, 0.02, {"steps": 100.0})
+
+
+def test_a_prediction_is_set_against_what_the_engines_measured() -> None:
+    other = replace(PART, live=5.5, shadow=4.4, seconds=1.2, waited=5.0, tpot=0.019, active=2500)
+    parts = {"marginal-cost": [PART, PART], "random": [other, other]}
+    found = {row["figure"]: row for row in rows(("marginal-cost", "random"), parts, seed=0)}
+    for live in parts:
+        row = found[f"priced, {live} live"]
+        assert (row["marginal-cost"], row["random"]) == pytest.approx((11.0, 13.75))
+        assert row["change_pct"] == pytest.approx(-20)
+        assert [row[f"off{end}_pct"] for end in ("", "_low", "_high")] == pytest.approx([0, 0, 0])
+    assert (found["step"]["marginal-cost"], found["step"]["random"]) == pytest.approx((10.0, 12.5))
+    assert found["step"]["off_pct"] is None
+    assert found["engine"]["change_pct"] == pytest.approx(100 / 1.2 - 100)
+    assert found["tpot"]["change_pct"] == pytest.approx(100 * (20 / 19 - 1))
+    assert found["tpot"]["off_pct"] == pytest.approx(found["tpot"]["change_pct"] + 20)
+    assert (found["experts"]["marginal-cost"], found["experts"]["random"]) == (20, 25)
+
+
+def test_rounds_that_differ_make_an_interval() -> None:
+    slow = replace(PART, live=8.8, shadow=5.5)
+    same = [PART, PART]
+    found = rows(("a", "b"), {"a": [PART, slow], "b": same}, seed=0)[0]
+    assert found["low_pct"] == pytest.approx(-20)
+    assert found["low_pct"] < found["change_pct"] < found["high_pct"]
+
+
+def test_a_status_before_the_first_token_has_sums_too() -> None:
+    names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
+    totals = dict(zip(names, range(1, 6), strict=True))
+    now = {"live": {}, "shadow": {}}
+    assert sums({"comparison": {"now": now}, "decode_totals": totals}).tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+    priced = now | {"tokens": 10, "live_ms": 100.0, "shadow_ms": 200.0}
+    assert sums({"comparison": {"now": priced}, "decode_totals": totals})[:3] == pytest.approx([10, 1, 2])
+
+
+@pytest.mark.parametrize("bad", [{"policies": "random"}, {"policies": "a,a"}, {"intermediate": "16"}])
+def test_bad_input_is_a_sentence(bad: dict[str, str]) -> None:
+    with pytest.raises(BadInput, match=r"\A--.+"):
+        shadow(**bad)
+
+
+@pytest.mark.slow
+def test_each_policy_is_live_once_a_round_with_the_other_as_its_shadow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, policies = tmp_path / "out.json", ["random", "shortest-queue"]
+    with fake_service() as service:
+        service.reports_steps, service.model = True, "eldr-demo"
+        monkeypatch.setattr(module, "KEY", KEY)
+        monkeypatch.setattr(module, "_STARTS_S", 0.5)
+        monkeypatch.setattr(client, "_STILL_S", 0.1)  # the fake's steps are counted at once
+        monkeypatch.setattr(module, "serving", lambda arguments, port: nullcontext())
+        load = {"rounds": 1, "trial_seconds": 4, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
+        port = int(service.url.rpartition(":")[2])
+        shadow(policies=",".join(policies), intermediate="32", port=port, work=tmp_path, out=out, **load)
+    assert sorted(service.policies_set) == sorted(service.shadows) == policies
+    assert service.policies_set != service.shadows
+    found = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
+    # Both are alike here, so each prices its shadow at 10 of its own 11 ms.
+    assert found["priced, random live"]["change_pct"] == pytest.approx(10, abs=0.1)
+    assert found["priced, shortest-queue live"]["change_pct"] == pytest.approx(-100 / 11, abs=0.1)
+    assert found["step"]["random"] == pytest.approx(10, abs=0.1)
+    assert found["tpot"]["random"] > 10
+    assert not (tmp_path / "shadow.jsonl").exists()
