@@ -133,7 +133,7 @@ def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
 
 
 def test_what_is_left_of_a_hand_over_is_without_the_pull_and_the_step() -> None:
-    names = ("prefill", "handover", "place", "first_chunk", "engine", "admit", "wait", "pull", "step")
+    names = ("prefill", "handover", "place", "first_token", "engine", "admit", "wait", "pull", "step")
     means = dict(zip(names, (20.0, 18.0, 2.0, 15.0, 14.0, 2.0, 4.0, 1.5, 7.0), strict=True))
     stages = {name: {"mean_ms": mean, "p50_ms": mean, "p99_ms": mean} for name, mean in means.items()}
     answers = [Answer(start=0.0, end=1.0, timing=StreamTiming([0.038, 0.05]))] * 2 + [Answer(0, 1, error="x")]
