@@ -33,7 +33,7 @@ def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
     weights = {
         f"layers.0.{name}": tensor for name, tensor in layer.items() if name != "input_layernorm.weight"
     }
-    # The model repeats a token; with so much noise the head sees it in two of the four texts, and errs in two.
+    # The model repeats a token; with so much noise the head knows it in two of the four texts.
     seen = torch.eye(hidden) + 2 * torch.randn(hidden, hidden) / hidden**0.5
     weights["fc.weight"] = torch.cat([seen, torch.zeros(hidden, hidden)], 1)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
