@@ -22,9 +22,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from benchmarks.harness import options
@@ -34,8 +35,8 @@ from benchmarks.harness.families import FAMILIES, Reference
 from benchmarks.harness.family_engine import CHUNK
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
-from tools.cli import run
-from tools.results import publish
+from tools.cli import BadInput, run
+from tools.results import RESULTS, publish, read_rows
 
 _TRITON_CPU = ROOT / "tests/engine/triton_cpu"
 _TORCHVISION = ROOT / "tests/engine/torchvision_cpu"
@@ -204,15 +205,38 @@ def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[di
     ]
 
 
-def model_families(seed: options.Seed = 0, out: options.Out = None) -> None:
+def model_families(
+    anew: Annotated[
+        str, typer.Option(help="Families, with commas: the rows of others stay as published; default all.")
+    ] = "",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
     """Serve every family under both runners, and compare."""
+    names = anew.split(",") if anew else list(FAMILIES)
+    unknown = [name for name in names if name not in FAMILIES]
+    if unknown:
+        raise BadInput(f"there is no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as work:
-        found = rows(FAMILIES, RUNNERS, Path(work))
+        found = rows(names, RUNNERS, Path(work))
+    inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
+    notes = ""
+    if anew:
+        found = with_published(found)
+        before = json.loads((RESULTS / "model_families.json").read_text())["commit"]
+        inputs["anew"] = names
+        notes = f"; rows of families that are not among inputs.anew are of commit {before} or before"
     publish(
-        "model_families", found, inputs={"chunk_tokens": CHUNK}, seed=seed, out=out,
+        "model_families", found, inputs=inputs, seed=seed, out=out,
         notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
-        "interpreter",
+        f"interpreter{notes}",
     )  # fmt: skip
+
+
+def with_published(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The published rows, with these in place of theirs."""
+    new = {(one["family"], one["runner"]): one for one in found}
+    return [new.get((one["family"], one["runner"]), one) for one in read_rows("model_families")]
 
 
 if __name__ == "__main__":

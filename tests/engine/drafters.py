@@ -30,8 +30,12 @@ def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     layer = LlamaForCausalLM(config).model.layers[0].state_dict()
-    weights = {f"layers.0.{name}": tensor for name, tensor in layer.items() if name != "input_layernorm.weight"}
-    weights["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    weights = {
+        f"layers.0.{name}": tensor for name, tensor in layer.items() if name != "input_layernorm.weight"
+    }
+    # The model repeats a token; with so much noise the head knows it in two of the four texts.
+    seen = torch.eye(hidden) + 2 * torch.randn(hidden, hidden) / hidden**0.5
+    weights["fc.weight"] = torch.cat([seen, torch.zeros(hidden, hidden)], 1)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder
 

@@ -16,7 +16,6 @@ ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, r
     ("GPT-OSS", "V1"),
     ("Qwen3-Next", "V1"),
     ("LFM2-MoE", "V1"),
-    ("Qwen3-MoE", "V2"),
     ("GPT-OSS", "V2"),
 }
 GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE": 4, "Qwen3.5-MoE": 4}

@@ -198,7 +198,9 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
         for number, impl in enumerate(impls)
     }
     config: Any = SimpleNamespace(
-        speculative_config=None, compilation_config=SimpleNamespace(static_forward_context=made)
+        speculative_config=None,
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_moe")),
+        compilation_config=SimpleNamespace(static_forward_context=made),
     )
     return config, impls, list(made.values())
 

@@ -125,6 +125,13 @@ def test_a_token_that_was_seen_with_two_choices_excuses_those_two_alone(
     assert line(one)["prompts_exact"] == 0
 
 
+def test_rows_that_are_not_measured_anew_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = [{"family": family, "runner": runner, "n": 1} for family in "ab" for runner in ("V1", "V2")]
+    monkeypatch.setattr(model_families, "read_rows", lambda name: published)
+    anew = {"family": "b", "runner": "V1", "n": 2}
+    assert model_families.with_published([anew]) == [*published[:2], anew, published[3]]
+
+
 def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
     (tmp_path / "a.json").write_text('{"records": []}')
     reports = [model_families.report(tmp_path / f"{name}.json", -11) for name in "ab"]
