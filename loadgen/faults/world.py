@@ -396,10 +396,10 @@ async def _observe_steps(process: Process, *args: Any) -> Any:
     return await process.servable_object.observe_steps(*args)
 
 
-async def _open_channel(handler: Any, *, describe: Any, limit: int = 10**6) -> tuple[Address, ChannelServer]:
+async def _open_channel(handler: Any, *, limit: int = 10**6, **options: Any) -> tuple[Address, ChannelServer]:
     """As address.open_channel, without Ray."""
     host = current().name
-    server = ChannelServer("secret", handler, describe=describe, limit=limit, full=RuntimeError)
+    server = ChannelServer("secret", handler, limit=limit, full=RuntimeError, **options)
     return Address(host, await server.start(host), "secret"), server
 
 

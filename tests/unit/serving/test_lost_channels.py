@@ -16,8 +16,8 @@ from eldr_serve.serving.router_calls import RouterCalls
 from eldr_serve.serving.router_settings import RouterSettings
 
 
-async def _open(handler: Any, *, describe: Any) -> tuple[Address, ChannelServer]:
-    server = ChannelServer("secret", handler, describe=describe, limit=9, full=RuntimeError)
+async def _open(handler: Any, **options: Any) -> tuple[Address, ChannelServer]:
+    server = ChannelServer("secret", handler, limit=9, full=RuntimeError, **options)
     return Address("127.0.0.1", await server.start("127.0.0.1"), "secret"), server
 
 
