@@ -30,9 +30,14 @@ async def in_a_process(*arguments: Any) -> tuple[bytes, str] | None:
         PolicyError: it cannot be imported here.
         RayError: it has failed.
     """
-    job = ray.remote(num_cpus=0, max_retries=0)(load(_JOB, "the job that refits"))
-    found: tuple[bytes, str] | None = await job.remote(*arguments)
+    found: tuple[bytes, str] | None = await (await asyncio.to_thread(_submit, *arguments))
     return found
+
+
+def _submit(*arguments: Any) -> Any:
+    """In a thread: the import takes long, and Ray waits for GCS before a function's first call."""
+    job = ray.remote(num_cpus=0, max_retries=0)(load(_JOB, "the job that refits"))
+    return job.remote(*arguments)
 
 
 class LiveRefit:

