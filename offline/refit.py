@@ -48,7 +48,8 @@ def refit(
     table, report = fit_table(loaded, workers, band=band, seed=seed)
     typer.echo(
         f"fitted {workers} clusters of sizes {report['cluster_sizes']} from {len(loaded.ids)} requests "
-        f"in {time.perf_counter() - start:.1f} s, rho {report['rho']:.3f}"
+        f"in {time.perf_counter() - start:.1f} s; prefill foretells decode "
+        f"with rho {report['rho']:.3f} (1: in full)"
     )
     if out is not None:
         table.save(out)

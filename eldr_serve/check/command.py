@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,6 +81,8 @@ def check(
         read = read_cluster(file)
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
 
+    if sys.stderr.isatty():
+        typer.echo("asking vLLM, which takes a minute on slow cores", err=True)
     logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
     try:
         from eldr_serve.check.check import check as check_all

@@ -138,6 +138,6 @@ def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
                 raise ValueError(f"{place} is no JSON: {error}") from error
             return text
     raise ValueError(
-        f"{role}_config: the config.json of {source} is neither in it nor in {path.parent / _MODELS}; "
-        "name one with --model-config"
+        f"{role}_config: the config.json of {source} is neither in a folder of that name nor in "
+        f"{path.parent / _MODELS}; nothing is downloaded: get it, and name it with --model-config FILE"
     )

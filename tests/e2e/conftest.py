@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from collector import Collector
 from service import POOL_TTL_S, ROOT, Background, Demo, Service, submit_job, wait_for
 
 PROMPTS = ROOT / "demo_model" / "prompts"
@@ -61,27 +60,17 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    """Where the demo's ingress and engines send their spans."""
-    with Collector() as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Demo]:
+def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     """The demo with five seconds of load under each policy, from its first moment."""
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
     arguments = document["applications"][0]["args"]
     arguments["path"] = {"queue_ttl_s": POOL_TTL_S}
-    arguments["ingress"]["tracing"] = {"endpoint": collector.url, "sample": 0.0}  # a client's traces alone
     for role in ("prefill_config", "decode_config"):
         arguments[role]["deployment_config"] |= {
             "health_check_period_s": 1,  # Serve replaces a dead replica when it next asks for its health
             "graceful_shutdown_timeout_s": 3,  # at the end one is just starting, and hears nothing
         }
-        arguments[role]["engine_kwargs"]["otlp_traces_endpoint"] = collector.url
-        arguments[role]["runtime_env"]["env_vars"]["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))

@@ -54,9 +54,10 @@ class FakeService:
             "policy": self.policy["name"], "parameters": self.policy["parameters"],
             "workers": [{"replica": r, "in_flight": self.in_flight // 2} for r in REPLICAS],
             "leases": self.in_flight, "counters": {"placed": len(self.bodies)},
-            "decode_totals": totals if self.reports_steps else None, "step_cost": {"steps": n},
-            "comparison": {"now": {"tokens": 2 * n, "live_ms": 11.0, "shadow_ms": 10.0}},
         }  # fmt: skip
+        if self.reports_steps:
+            now = {"tokens": 2 * n, "live_ms": 11.0, "shadow_ms": 10.0}
+            status |= {"decode_totals": totals, "step_cost": {"steps": n}, "comparison": {"now": now}}
         return web.json_response(status | self.more_status)
 
     async def models(self, request: web.Request) -> web.Response:

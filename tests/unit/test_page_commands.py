@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,16 +151,14 @@ BY_NONE = {
     "make demo": "make's targets call what is tested: here `eldr demo`",
     "make test": "that is the suite",
     "make lint": "that is the CI's",
-    "pip install": "a download",
+    "pip install": "a download; `make test-package` installs the wheel with its dependencies",
     "serve run": "Ray's own command; tests/e2e builds each file's application",
     "kubectl": "needs a cluster",
     "helm": "needs a cluster",
     "git": "another repository",
-    "ray get-auth-token": "Ray's own command",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
     "python -m offline.live_refit": "a job without an end; its decisions are in test_live_refit.py",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
-    "eldr place --help": "`--help` of every command is on the reference page",
 }
 HERE = (
     "eldr deployments",
@@ -169,6 +169,7 @@ HERE = (
     "eldr simulate",
 )
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
+TOKEN = "ray get-auth-token"
 ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
 
 
@@ -185,7 +186,7 @@ def shown() -> Iterator[str]:
 
 def where(line: str) -> str | None:
     """The longest beginning of the registry that the line has."""
-    known = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE)
+    known = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
     return max((k for k in known if line.startswith(k)), key=len, default=None)
 
 
@@ -203,7 +204,7 @@ def test_every_command_of_a_page_is_in_the_registry_and_the_registry_is_of_pages
     assert len(lines) > 60
     assert not [line for line in lines if where(line) is None]
     used = {where(line) for line in lines}
-    assert not {*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE} - used
+    assert not {*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN} - used
     assert where("eldr nosuch") is None
 
 
@@ -262,6 +263,18 @@ def test_commands_of_the_pages_that_need_no_service_run_as_they_stand(folder: Pa
     listed = json.loads(eldr(keys["list"]).stdout)
     (sha256,) = listed["search"]["keys"]
     assert eldr(keys["revoke"].replace("9f2c41", sha256)).exit_code == 0
+
+
+@pytest.mark.slow
+def test_rays_token_is_made_where_the_page_says(tmp_path: Path) -> None:
+    (line,) = of(TOKEN)
+    command = [Path(sys.executable).with_name("ray"), *line.split()[1:]]
+    done = subprocess.run(
+        command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / ".ray/auth_token").read_text().strip()
 
 
 @pytest.mark.slow
