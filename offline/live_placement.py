@@ -74,7 +74,9 @@ def look(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> st
     content, described = placed.files(Path("placement.json")).values()
     took = client.place_experts(content, described, sorted(held))
     moved = sum(swap["experts"] for swap in took.values())
-    return f"{placed.report['gain']:.1%} less by the cost: {moved} experts moved, placement {placed.id}"
+    gain = placed.report["gain"]
+    why = "the first look" if gain is None else f"{gain:.1%} less by the cost"
+    return f"{why}: {moved} experts moved, placement {placed.id}"
 
 
 class Planner:
@@ -125,7 +127,7 @@ class Planner:
         rows = director_placement(
             work, topology=topology, slots=slots // ranks, cost=self._cost, start=start, seed=self._seed
         )[0]
-        gain = 1.0
+        gain = None  # of what is there at the first look only its id is known
         if start is not None:
             rows = aligned(start, rows, ranks, alike=True)
             gain = 1 - self._seconds(work, rows, topology) / self._seconds(work, start, topology)

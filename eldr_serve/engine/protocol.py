@@ -135,9 +135,9 @@ class Engine(Protocol):
     def experts(self) -> dict[str, Any] | None:
         """What its ranks hold, JSON-able; None where experts cannot be moved.
 
-        `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of a swap that is under way,
-        `experts_moved` since the start, and in bytes, over all ranks: `weight_bytes` without replicas,
-        `replica_bytes` of the redundant slots, `slice_bytes` that a swap may take beside them,
+        `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of a swap that is
+        under way, `experts_moved` since the start, and in bytes, over all ranks: `weight_bytes` without
+        replicas, `replica_bytes` of the redundant slots, `slice_bytes` that a swap may take beside them,
         `bytes_received` since the start.
         """
 
