@@ -41,7 +41,6 @@ from eldr_serve.engine.vllm.compat.nixl import (
     NixlConnectorMetadata,
     NixlPullConnector,
     WithoutTransfers,
-    await_pull,
     check_side_channel,
     clear_refusal,
     expire_send_leases,
@@ -55,8 +54,6 @@ from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 from eldr_serve.signature import pack_counts
 
 logger = logging.getLogger(__name__)
-
-_PULL_WAIT_S = 0.001  # as long as vLLM's engine core sleeps after a step without tokens
 
 
 class EldrMetadata(NixlConnectorMetadata):
@@ -311,20 +308,14 @@ class EldrConnector(NixlPullConnector):
         self._count()
         # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
         expire_send_leases(self.connector_worker, self._abandoned.due())
-        if self._is_consumer_only and self._plan_now.tokens == 0:
-            await_pull(self.connector_worker, _PULL_WAIT_S)
         results = super().get_transfer_results(finished_req_ids)
         self._abandoned.freed(results.finished_sending)
         return results
 
-    @property
-    def _plan_now(self) -> StepPlan:
-        metadata = self._connector_metadata
-        assert isinstance(metadata, EldrMetadata)
-        return metadata.plan
-
     def _count(self) -> None:
-        plan, slots = self._plan_now, self._slots
+        metadata, slots = self._connector_metadata, self._slots
+        assert isinstance(metadata, EldrMetadata)
+        plan = metadata.plan
         if plan.tokens == 0:
             return
         if self._capture is None or self._timer is None or slots is None or len(slots) < plan.tokens:

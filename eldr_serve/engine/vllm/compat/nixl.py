@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +27,6 @@ __all__ = [
     "NixlPromMetrics",
     "NixlPullConnector",
     "WithoutTransfers",
-    "await_pull",
     "check",
     "check_side_channel",
     "clear_refusal",
@@ -40,8 +38,6 @@ __all__ = [
     "polled_nixl",
     "side_channel_stopped",
 ]
-
-_PULL_LOOK_S = 20e-6
 
 
 def check_side_channel(scheduler: Any) -> None:
@@ -74,23 +70,6 @@ def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
     for engine_id in engine_ids:
         if engine_id in worker._reqs_to_send:
             worker._reqs_to_send[engine_id] = 0.0
-
-
-def await_pull(worker: Any, at_most_s: float) -> None:
-    """Wait until one of the pulls under way has ended, if there are any; for who has nothing else to do.
-
-    vLLM looks at them once a step, and sleeps for 1 ms after a step without tokens: a pull that takes a part
-    of that would be noticed a millisecond, and a step, too late.
-    """
-    handles = [handle for pull in worker._recving_transfers.values() for handle in pull]
-    until = time.perf_counter() + at_most_s
-    while handles and time.perf_counter() < until:
-        try:
-            if any(worker.nixl_wrapper.check_xfer_state(handle) != "PROC" for handle in handles):
-                return
-        except Exception:  # vLLM looks at it next, and says what it is
-            return
-        time.sleep(_PULL_LOOK_S)
 
 
 @contextmanager
