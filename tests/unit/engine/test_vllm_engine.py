@@ -253,7 +253,10 @@ async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving
         server.engine = SimpleNamespace(
             _oai_serving_chat=serving,
             _oai_serving_completion=serving,
-            _engine_client=SimpleNamespace(logger_manager=None),
+            _engine_client=SimpleNamespace(
+                logger_manager=None,
+                vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(enable_expert_parallel=False)),
+            ),
             collective_rpc=collective_rpc,
         )
 
