@@ -276,7 +276,8 @@ def peers(
     inputs: dict[str, Any] = {
         "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
         "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
-        "dtype": dtype, "stream_interval": stream_interval, "deployment": deployment.stem, "prompts": prompts.name,
+        "dtype": dtype, "stream_interval": stream_interval, "deployment": deployment.stem,
+        "prompts": prompts.name,
         "max_prompt_tokens": max_prompt_tokens,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None

@@ -101,5 +101,5 @@ def test_weighted_follows_one_over_the_load() -> None:
 
 
 def test_a_rule_that_is_none_is_named() -> None:
-    with pytest.raises(ValueError, match="'best'; there are even, metro, local, weighted"):
+    with pytest.raises(ValueError, match="'best'; there are none, even, metro, local, weighted"):
         make_choice("best", [0, 1], 2, Topology(ranks=2))
