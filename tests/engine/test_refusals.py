@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -305,7 +307,8 @@ def test_a_correction_bias_that_the_cpu_router_leaves_out_is_refused() -> None:
 
 
 def test_positions_that_the_cpu_kernel_embeds_wrongly_are_refused() -> None:
-    with set_current_vllm_config(VllmConfig()):
+    # VllmConfig writes settings into the environment, which engines that other tests start would get.
+    with mock.patch.dict(os.environ), set_current_vllm_config(VllmConfig()):
         rotary = get_rope(32, 64, is_neox_style=True, rope_parameters={"rope_type": "default"})
     positions, queries, keys = torch.arange(5), torch.randn(5, 2, 32), torch.randn(5, 1, 32)
 
