@@ -222,7 +222,7 @@ def capture_overhead(
     engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
     wide_requests: Annotated[
         int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
-    ] = 100,
+    ] = 200,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
