@@ -324,7 +324,7 @@ PROCESS = _by_name(*LOOP.values())
 REPLICA = _by_name(
     Metric(
         "eldr_engine_lost_total", COUNTER, "times",
-        "the engine's core died, or answered nothing for `path.stall_limit_s`", ("role",),
+        "the engine's core died, was stopped, or answered nothing for `path.stall_limit_s`", ("role",),
     )
 )  # fmt: skip
 

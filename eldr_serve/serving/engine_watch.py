@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
+
+import psutil
 
 from eldr_serve.channel import ChannelServer
 from eldr_serve.engine.protocol import Engine
@@ -18,6 +21,7 @@ _PERIOD_S = 1.0
 class EngineWatch:
     """Looks once a period, and at once when a call has failed; asks the core only while there are calls.
 
+    A core that does not answer for a period is looked at: one that somebody has stopped is lost then.
     While the engine is lost its channel is closed to all, so that ingresses place elsewhere what it had.
 
     Args:
@@ -59,6 +63,8 @@ class EngineWatch:
                     self._found()
                 if asked is None and (self.lost or self._channel.in_flight):
                     asked = loop.create_task(self._ask())
+                if silent_s >= _PERIOD_S and self.lost is None and (stopped := _stopped_child()):
+                    self._lose(f"process {stopped} of its core is stopped")
                 if silent_s >= self._limit_s and self.proven:
                     self._lose(f"its core has answered nothing for {self._limit_s:g} s")
                 waited_s = await self._wait()
@@ -107,3 +113,12 @@ class EngineWatch:
             logger.warning("the engine answers again and takes calls")
             self.lost = None
             self._channel.resume()
+
+
+def _stopped_child() -> int | None:
+    """The id of a process that this one has started, or one of its children, and that SIGSTOP holds."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if child.status() == psutil.STATUS_STOPPED:
+                return int(child.pid)
+    return None

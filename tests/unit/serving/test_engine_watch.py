@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -121,6 +124,36 @@ async def test_a_core_that_stands_still_is_lost_until_it_goes_on(
     await server.check_health()
     assert errors(caplog)[1:] == ["the engine answers again and takes calls"]
     channel.close("the test ends")
+
+
+async def test_a_core_that_is_stopped_is_lost_before_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process says so, from the first: a compilation does not stop one."""
+    monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.05)
+
+    async def start(config: FakeConfig) -> Core:
+        return Core(config)
+
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        async with serving(servers.DecodeServer, engine=start, router_name="router") as (server, channel):
+            server._engine.runs.clear()
+            call = generate(channel)
+            await asyncio.sleep(0.3)
+            assert channel.open  # its process runs
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(ChannelLost):
+                async with asyncio.timeout(10):
+                    await call.read()
+            assert server._life.lost == f"process {process.pid} of its core is stopped"
+            process.send_signal(signal.SIGCONT)
+            server._engine.runs.set()
+            (await again(server)).close("the test ends")
+    finally:
+        process.kill()
+        process.wait()
+    assert len(errors(caplog)) == 2  # that it is lost, and that it answers again
 
 
 async def test_a_core_that_dies_is_lost_at_once_and_for_good(
