@@ -95,7 +95,7 @@ def ep_choice(
             f"a batch of {max(batches)} needs as many held-out requests, and there are {len(rest)}"
         )
     settings = {
-        "prompts": str(prompts), "batch": batch, "replication": replication, "ranks": ranks,
+        "prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks,
         "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_choice.jsonl", settings)
@@ -176,7 +176,7 @@ def ep_shift(
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     settings = {
-        "prompts": str(prompts), "batch": batch, "windows": windows, "groups": groups,
+        "prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups,
         "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
         "moves_a_slice": moves_a_slice, "cost": str(cost), "intermediate": intermediate,
         "requests": requests, "seed": seed,

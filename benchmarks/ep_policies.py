@@ -74,7 +74,7 @@ def ep_policies(
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     settings = {
-        "prompts": str(prompts), "workers": workers, "batch": batch, "groups": groups, "ranks": ranks,
+        "prompts": prompts.name, "workers": workers, "batch": batch, "groups": groups, "ranks": ranks,
         "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_policies.jsonl", settings)
