@@ -103,6 +103,7 @@ def handover(
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
+    max_prompt_tokens: options.Longest = 1900,
     record: Annotated[Path | None, typer.Option(help="Journal of all rounds, read and added to.")] = None,
     port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8320,
     seed: options.Seed = 0,
@@ -112,10 +113,14 @@ def handover(
     unwind_on_sigterm()
     allow_open_files(8192)
     loads = [int(count) for count in in_flight.split(",")]
-    work = bodies(prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens, seed=seed)
+    work = bodies(
+        prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens,
+        most_prompt_tokens=max_prompt_tokens, seed=seed,
+    )  # fmt: skip
     arguments = our_arguments(deployment, model, decode_replicas=1)
     inputs = {
-        "in_flight": loads, "requests": requests, "max_tokens": max_tokens,
+        "in_flight": loads, "requests": requests, "max_tokens": max_tokens, "prompts": prompts.name,
+        "max_prompt_tokens": max_prompt_tokens,
         "deployment": deployment.stem, "window": WINDOW,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
