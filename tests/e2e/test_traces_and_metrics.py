@@ -17,7 +17,7 @@ from service import ROOT, Service, wait_for
 from eldr_serve.metrics import METRICS, PREFIX
 from tools.monitoring.promql import FOREIGN
 
-CLIENT = "b7ad6b7169203331"
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {"prefill", "place", "transport", "first_token", "stream"}
 TOKENS = 9
 # Series of rules and dashboards that a request alone does not bring about, and what does.
@@ -51,16 +51,13 @@ def ask(service: Service, **headers: str) -> httpx.Response:
     return answer
 
 
-@pytest.mark.parametrize("trace", ["0af7651916cd43dd8448eb211c80319c"])
-def test_our_spans_and_those_of_both_engines_are_one_tree(
-    service: Service, collector: Collector, trace: str
-) -> None:
+def test_our_spans_and_those_of_both_engines_are_one_tree(service: Service, collector: Collector) -> None:
     not_sampled = ask(service).headers["x-eldr-trace"]
-    answer = ask(service, traceparent=f"00-{trace}-{CLIENT}-01")
-    assert answer.headers["x-eldr-trace"] == trace
+    answer = ask(service, traceparent=f"00-{TRACE}-{CLIENT}-01")
+    assert answer.headers["x-eldr-trace"] == TRACE
 
-    wait_for(lambda: len(collector.spans(trace)) >= len(STAGES) + 3, "all spans are exported", 20)
-    spans = collector.spans(trace)
+    wait_for(lambda: len(collector.spans(TRACE)) >= len(STAGES) + 3, "all spans are exported", 20)
+    spans = collector.spans(TRACE)
     (root,) = (span for span in spans if span.parent == CLIENT)
     assert root.name == "POST /v1/completions"
     children = [span for span in spans if span is not root]
