@@ -109,7 +109,7 @@ def test_every_metric_of_rules_and_dashboards_is_exported(service: Service) -> N
         return wanted - SOMETIMES.keys() <= exported
 
     with contextlib.suppress(pytest.fail.Exception):  # what is missing says more
-        wait_for(all_there, "every metric is exported", 25)
+        wait_for(all_there, "every metric is exported", 40)
     assert not wanted - SOMETIMES.keys() - exported
     assert SOMETIMES.keys() <= wanted
     for name in SOMETIMES.keys() - FOREIGN.keys():  # tests/unit finds those in the installed vLLM
