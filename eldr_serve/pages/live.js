@@ -98,7 +98,7 @@ function verdict(found) {
   const ends = [found.low_pct, found.high_pct].map(end => found.change_pct <= 0 ? -end : end).sort((a, b) => a - b);
   const interval = found.low_pct == null ? "" : ` [${fixed(ends[0])}, ${fixed(ends[1])}]`;
   const shown = `${percent} ${found.change_pct <= 0 ? "less" : "more"}${interval}`;
-  if (found.low_pct == null) return `Too few tokens for an interval: ${shown} so far`;
+  if (found.low_pct == null) return `Too few tokens for an interval: ${shown}`;
   if (!differs(found)) return `No difference is shown: ${shown}`;
   return `${percent} ${found.change_pct <= 0 ? "less" : "more"} decode step time a token${interval}`;
 }

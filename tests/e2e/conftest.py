@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from collector import Collector
 from service import POOL_TTL_S, ROOT, Background, Demo, Service, submit_job, wait_for
 
 PROMPTS = ROOT / "demo_model" / "prompts"
@@ -60,7 +61,14 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def collector() -> Iterator[Collector]:
+    """Where the demo's ingress and engines send their spans."""
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Demo]:
     """The demo with five seconds of load under each policy, from its first moment."""
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
@@ -72,6 +80,16 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
             "graceful_shutdown_timeout_s": 3,  # at the end one is just starting, and hears nothing
         }
     arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
+    # Nothing is traced but what its client wants traced; vLLM sends its spans in both of its ways.
+    arguments["ingress"] |= {"tracing": {"endpoint": collector.http, "sample": 0}}
+    over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    for role, endpoint, variables in (
+        ("prefill_config", collector.grpc, {}),
+        ("decode_config", collector.http, over_http),
+    ):
+        config = arguments[role]
+        config["engine_kwargs"] = config["engine_kwargs"] | {"otlp_traces_endpoint": endpoint}
+        config["runtime_env"] = {"env_vars": config["runtime_env"]["env_vars"] | variables}
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {
@@ -80,7 +98,8 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     }  # fmt: skip
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     said = out / "said.txt"
-    os.environ |= {"RAY_metrics_report_interval_ms": "1000"}  # or each test of a metric waits for 10 s
+    # Or each test of a metric waits for 10 s, and one of spans for 5 s.
+    os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     STRANGER.parent.mkdir(exist_ok=True)
     STRANGER.write_text(_POLICY)
     paths = [str(ROOT), str(STRANGER.parent), os.environ.get("PYTHONPATH")]

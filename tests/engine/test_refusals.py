@@ -41,6 +41,7 @@ from eldr_serve.engine.vllm.compat.moe import moe_routers
 from eldr_serve.engine.vllm.compat.nixl import check_side_channel
 from eldr_serve.engine.vllm.config import Role, engine_kwargs
 from eldr_serve.engine.vllm.gpu_worker import EldrWorker
+from eldr_serve.errors import ConfigurationError
 
 COMPAT = sorted(Path(checked.__file__).parent.glob("*.py"))
 
@@ -348,6 +349,14 @@ def test_a_side_channel_that_cannot_listen_is_refused() -> None:
 def test_an_unknown_role_is_refused() -> None:
     with pytest.raises(ValueError, match="calibrate"):
         engine_kwargs("router")  # type: ignore[arg-type]
+
+
+def test_spans_are_of_requests_and_need_the_statistics() -> None:
+    spans = {"otlp_traces_endpoint": "http://127.0.0.1:4317", "collect_detailed_traces": ["all"]}
+    assert spans.items() <= engine_kwargs("decode", **spans).items()  # type: ignore[arg-type]
+    assert not spans.keys() & engine_kwargs("calibrate", disable_log_stats=True, **spans).keys()  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="disable_log_stats"):
+        engine_kwargs("prefill", disable_log_stats=True, **spans)  # type: ignore[arg-type]
 
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
+from eldr_serve.errors import ConfigurationError
+
 Role = Literal["prefill", "decode", "whole", "calibrate"]
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "whole": "kv_both", "calibrate": "kv_both"}
 # Of an engine's process. NIXL moves the states of recurrent layers (GDN, Mamba) in this layout alone, and
@@ -16,6 +18,8 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 # whose drafter has no KV cache.
 _SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")
 _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
+# vLLM makes spans of its statistics, and without them fails with the first request.
+_SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +35,12 @@ def engine_kwargs(
         kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
         overrides: any further engine arguments; they win, but for `kv_transfer_config`, whose keys
             are laid over ours, and `speculative_config`, which serves engines that decode. A prefill engine
-            keeps it where the drafter has a KV cache, since NIXL wants that equal on both sides.
+            keeps it where the drafter has a KV cache, since NIXL wants that equal on both sides. A
+            calibrating engine, whose prompts are no requests, makes no spans.
 
     Raises:
         ValueError: an unknown role.
+        ConfigurationError: vLLM is asked for spans, and to keep no statistics.
     """
     if role not in _KV_ROLE:
         raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
@@ -44,6 +50,13 @@ def engine_kwargs(
         logger.warning("speculative decoding is off on the %s engine, which verifies no drafts", role)
         del overrides["speculative_config"]
         method = None
+    if role == "calibrate":
+        overrides = {name: value for name, value in overrides.items() if name not in _SPANS}
+    elif overrides.get("otlp_traces_endpoint") and overrides.get("disable_log_stats"):
+        raise ConfigurationError(
+            "engine_kwargs has otlp_traces_endpoint and disable_log_stats; vLLM makes its spans of the "
+            "statistics that the second one switches off"
+        )
     asynchronous = overrides.get("async_scheduling", role != "calibrate" and method not in _SYNCHRONOUS)
     transfer = {
         "kv_connector": "EldrConnector",
