@@ -109,21 +109,21 @@ MUTATIONS = (
     # -- the router's client
     Mutation("a release is not told", f"{_SERVING}.router_client", "self._released.append(request_id)"),
     Mutation(
-        "releases of a message that was not delivered are forgotten",
-        f"{_SERVING}.router_client",
-        "self._released[:0] = message.released",
+        "what a message that was not delivered told is never told",
+        f"{_SERVING}.router_link",
+        'self._epoch = ""  # it is told everything when it is back; until then nothing is kept for it',
     ),
     Mutation(
         "placements of a message that was not delivered are forgotten",
         f"{_SERVING}.router_client",
-        "                self._ask(placement)\n        self._released",
-        "                pass\n        self._released",
+        "                self._ask(placement)\n        self._counted",
+        "                pass\n        self._counted",
     ),
     Mutation(
         "a lease that comes after its request has gone is kept",
         f"{_SERVING}.router_client",
-        "self._withdraw(answer.request_id)\n            elif",
-        "pass\n            elif",
+        "            self._withdraw(request_id)\n\n    def count",
+        "            if answer is None:\n                self._withdraw(request_id)\n\n    def count",
     ),
     Mutation(
         "a request whose router is lost waits for it",
