@@ -250,7 +250,7 @@ async def test_what_an_engine_counted_reaches_the_router_and_the_one_after_it() 
 
 async def test_counts_of_a_message_that_was_not_delivered_are_told_again_to_the_same_actor() -> None:
     actor = with_predictor()
-    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+    async with connected(actor, "r0", "r1") as client:
         await client.place(request("first"), counts(0))
         await client.place(request("a", 3), None, token_ids=IDS)
         actor.alive = False
