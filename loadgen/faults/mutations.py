@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -305,12 +307,32 @@ def _imported() -> dict[str, ModuleType]:
     return _serving()
 
 
-def _find(task: tuple[Mutation, int]) -> Found:
-    return find(*task)
+def _find(mutation: Mutation, seeds: int, told: Connection) -> None:
+    told.send(find(mutation, seeds))
 
 
 def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Found]:
-    """All of them, a process each."""
+    """All of them, a process each.
+
+    None is started while the caller has what was yielded: a pool's threads would, and its process would
+    inherit the pipes of whatever program the caller starts, which then waits for their end.
+    """
     _imported()  # here once for all that serving imports
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap_unordered(_find, [(mutation, seeds) for mutation in mutations], chunksize=1)
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(reversed(mutations)), dict[Any, tuple[Mutation, BaseProcess]]()
+    while waiting or running:
+        while waiting and len(running) < processes:
+            mutation = waiting.pop()
+            hears, told = context.Pipe(duplex=False)
+            process = context.Process(target=_find, args=(mutation, seeds, told))
+            process.start()
+            told.close()
+            running[hears] = mutation, process
+        for ended in wait(list(running)):
+            mutation, process = running.pop(ended)
+            try:
+                found: Found = ended.recv()
+            except EOFError:
+                raise RuntimeError(f"the process of mutation {mutation.name!r} has failed") from None
+            process.join()
+            yield found
