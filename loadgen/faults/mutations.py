@@ -319,7 +319,8 @@ def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Fo
     """
     _imported()  # here once for all that serving imports
     context = multiprocessing.get_context("fork")
-    waiting, running = list(reversed(mutations)), dict[Any, tuple[Mutation, BaseProcess]]()
+    waiting = list(reversed(mutations))
+    running: dict[Connection, tuple[Mutation, BaseProcess]] = {}
     while waiting or running:
         while waiting and len(running) < processes:
             mutation = waiting.pop()
@@ -328,11 +329,12 @@ def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Fo
             process.start()
             told.close()
             running[hears] = mutation, process
-        for ended in wait(list(running)):
-            mutation, process = running.pop(ended)
+        ready = wait(list(running))
+        for hears in [one for one in running if one in ready]:
+            mutation, ended = running.pop(hears)
             try:
-                found: Found = ended.recv()
+                found: Found = hears.recv()
             except EOFError:
                 raise RuntimeError(f"the process of mutation {mutation.name!r} has failed") from None
-            process.join()
+            ended.join()
             yield found
