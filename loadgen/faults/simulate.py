@@ -372,6 +372,8 @@ class _Simulation:
         if places > _FEW:
             return
         loop = self.world.loop
+        # Nobody waits behind these places too: a policy with a decode queue lets some go before others.
+        self._state().set_policy("round-robin", {})
 
         def plan(number: int, tenant: str) -> Plan:
             return Plan(0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant)
