@@ -14,7 +14,7 @@ from typing import Any
 from eldr_serve.routing import State
 from eldr_serve.serving.outliers import FAILURES
 from loadgen.faults.clients import Outcome, Plan, ask
-from loadgen.faults.fake_engines import DecodeEngine, PrefillEngine
+from loadgen.faults.fake_engines import BLOCK_TOKENS, DecodeEngine, PrefillEngine
 from loadgen.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
 from loadgen.faults.virtual_network import Network
 from loadgen.faults.virtual_time import Livelock, Process, VirtualLoop
@@ -122,6 +122,7 @@ class _Simulation:
         self._check_drains()
         await self._one_more()
         await self._prefill_is_sick()
+        await self._an_engine_reads_late()
         await self._one_engine_is_sick()
         if world.keyed:
             await self._shares_are_fair()
@@ -349,6 +350,27 @@ class _Simulation:
         for engine in sick:
             engine.sick = False
         await self._until(self._all_back, CALL_S, "engines whose connections were cut are not back")
+
+    async def _an_engine_reads_late(self) -> None:
+        """A client leaves while its request waits for room in a decode engine, which hears of it late."""
+        world, process = self.world, self.world.live["ingress"][0]
+        if world.whole:
+            return
+        memories = [world.engines[name].blocks for name in world.known["decode"]]
+        taken = [
+            await blocks.take(BLOCK_TOKENS * (len(blocks.content) - blocks.in_use)) for blocks in memories
+        ]
+        plan = Plan(0.0, "completions", "2 7 1 8 2 8 1 8 2", 4, stream=True, leaves_s=0.5)
+        asked = world.loop.create_task(ask(world, plan, process))
+        await asyncio.sleep(0.4)
+        for end in world.network.of(process):
+            if end.peer.process.name in world.known["decode"]:
+                end.stall(1.0)
+        await asked
+        await asyncio.sleep(0.3)
+        for blocks, held in zip(memories, taken, strict=True):
+            blocks.give_back(held)
+        await asyncio.sleep(1.0)
 
     async def _one_engine_is_sick(self) -> None:
         """One that fails whatever comes is soon left alone, and costs nobody an answer."""
