@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -42,7 +43,7 @@ class DecodeRouter:
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
-        self._peers: dict[str, object] = {}  # client -> the connection that it came by last
+        self._peers: dict[str, object] = {}  # client -> the connection that it restored its leases by
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
 
@@ -69,8 +70,12 @@ class DecodeRouter:
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         arguments = pickle.loads(body)
-        if arguments and isinstance(arguments[0], Exchange | Restore):
-            self._peers[arguments[0].client] = answer.peer
+        message = arguments[0] if arguments else None
+        if isinstance(message, Restore):
+            self._peers[message.client] = answer.peer
+        elif isinstance(message, Exchange) and self._peers.get(message.client) is not answer.peer:
+            # Of a connection that its client has left it may come late, after what the client said since.
+            arguments = (replace(message, known_epoch=""),)
         result = await getattr(self, method)(*arguments)
         answer.send(pickle.dumps(result, protocol=5))
 

@@ -333,9 +333,6 @@ class RouterClient:
             placement = self.placements.get(request.request_id)
             if placement is not None and placement.state is State.SENT:
                 self._ask(placement)
-        self._released[:0] = message.released
-        self._progress = message.progress | self._progress
-        self._held |= {lease.request_id for lease in message.held} & self.placements.keys()
         self._counted |= {request.request_id for request in message.counted} & self.placements.keys()
         self._events.update(message.events)
         self._finished = deque([*message.answered, *self._finished], maxlen=_MOST_ANSWERED)
@@ -343,9 +340,9 @@ class RouterClient:
     def answered(self, placements: tuple[Placement, ...]) -> None:
         for answer in placements:
             own = self.placements.get(answer.request_id)
-            if own is None:  # given up since
-                self._withdraw(answer.request_id)
-            elif own.state is State.LEASED:
+            if own is None:
+                continue  # given up since, of which the actor is told
+            if own.state is State.LEASED:
                 if answer.state is State.LEASED and answer.replica != own.replica:
                     self._hold(answer.request_id)
             elif answer.state is State.LEASED:
@@ -362,7 +359,7 @@ class RouterClient:
                 self._settle(own)  # it is scored and sent again
 
     def snapshot(self) -> tuple[Placement, ...]:
-        self._released, self._progress, self._held, self._counted = [], {}, set(), set()
+        self._released, self._progress, self._held = [], {}, set()
         return tuple(p for p in self.placements.values() if p.state is State.LEASED)
 
     def lost(self) -> None:

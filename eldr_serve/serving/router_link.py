@@ -38,13 +38,16 @@ class Desk(Protocol):
         """All that the actor has not been told, which counts as told from now on."""
 
     def undelivered(self, message: Exchange) -> None:
-        """It has not been told after all."""
+        """It has not been told after all; a snapshot goes before the next message."""
 
     def answered(self, placements: tuple[Placement, ...]) -> None:
         """What the actor made of requests, in reply to a message or out of its decode queue."""
 
     def snapshot(self) -> tuple[Placement, ...]:
-        """All that hold a worker; what was still to be told of them is in it."""
+        """All that hold a worker; whatever else the actor holds for this process has ended.
+
+        Releases, progress and leases that were still to be told are in it.
+        """
 
     def lost(self) -> None:
         """The actor does not answer: no request waits for it."""

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,12 +101,24 @@ _SIMULATED = (
     "a row for each run of the command, of the code of its commit; kinds: how many requests ended how, as "
     "their clients saw it"
 )
-_MUTATED = "each mutation with the first seed that fails with it and not without it; null: none"
+_MUTATED = (
+    "each mutation with the first seed that fails with it and not without it, and the beginning of what was "
+    "wrong; null: none of those that were tried"
+)
+_TOLD = 300  # characters of what was wrong
 
 
-def _add(out: Path, name: str, row: dict[str, Any], key: str, notes: str) -> None:
-    """Put the row into the file, in place of an older one of the same key."""
+def _add(
+    out: Path, name: str, row: dict[str, Any], key: str, notes: str, *, there: Container[str] | None = None
+) -> None:
+    """Put the row into the file, in place of an older one of the same key.
+
+    Args:
+        there: rows of other keys are dropped, for there is no such thing any more.
+    """
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    if there is not None:
+        rows = [known for known in rows if known[key] in there]
     rows = sorted([*(known for known in rows if known[key] != row[key]), row], key=lambda known: known[key])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_result(out, name, rows, inputs={}, seed=0, notes=notes)
@@ -129,9 +142,9 @@ def mutate(
         by = "NOT FOUND" if found.seed is None else f"seed {found.seed}: {found.violation[:100]}"
         console.print(f"{found.mutation}: {by}", markup=False)
         if out is not None:
-            row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation}
+            row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation[:_TOLD]}
             row["commit"] = environment()["commit"]
-            _add(out, "faults_mutated", row, "mutation", _MUTATED)
+            _add(out, "faults_mutated", row, "mutation", _MUTATED, there={m.name for m in MUTATIONS})
         if found.seed is None:
             missed.append(found.mutation)
     console.print(f"{len(chosen)} mutations of the serving code, {len(missed)} not found")

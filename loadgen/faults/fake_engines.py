@@ -139,7 +139,7 @@ class BlockEngine:
 
     Attributes:
         running: requests that it works for.
-        sick: it fails whatever it is asked to generate.
+        sick: it fails whatever a client asks of it.
         failed: calls that it has failed so.
     """
 
@@ -151,6 +151,12 @@ class BlockEngine:
         self.time_s = time_s
         self.sick, self.failed = False, 0
         self._steps: list[tuple[int, int, int, float]] = []  # requests, KV tokens, experts, s
+
+    def fail_if_sick(self, request: EngineRequest) -> None:
+        """Warm-ups too, which do not count."""
+        if self.sick:
+            self.failed += not request.id.startswith("warm-")
+            raise RuntimeError("the engine is sick")
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
         """The prompt's tokens, whatever is asked."""
@@ -223,6 +229,7 @@ class PrefillEngine(BlockEngine):
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """See protocol.Engine."""
+        self.fail_if_sick(request)
         prompt = prompt_of(json.loads(request.body))
         context = prompt + _tokens(request.generated)
         blocks = await self.blocks.take(len(context))
@@ -306,9 +313,7 @@ class DecodeEngine(BlockEngine):
         fields = json.loads(request.body)
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
-        if self.sick:
-            self.failed += not request.id.startswith("warm-")
-            raise RuntimeError("the engine is sick")
+        self.fail_if_sick(request)
         beats = asyncio.create_task(self._prolong(request.kv)) if request.kv else None
         blocks: list[int] = []
         try:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -109,21 +111,21 @@ MUTATIONS = (
     # -- the router's client
     Mutation("a release is not told", f"{_SERVING}.router_client", "self._released.append(request_id)"),
     Mutation(
-        "releases of a message that was not delivered are forgotten",
-        f"{_SERVING}.router_client",
-        "self._released[:0] = message.released",
+        "what a message that was not delivered told is never told",
+        f"{_SERVING}.router_link",
+        'self._epoch = ""  # it is told everything when it is back; until then nothing is kept for it',
     ),
     Mutation(
         "placements of a message that was not delivered are forgotten",
         f"{_SERVING}.router_client",
-        "                self._ask(placement)\n        self._released",
-        "                pass\n        self._released",
+        "                self._ask(placement)\n        self._counted",
+        "                pass\n        self._counted",
     ),
     Mutation(
         "a lease that comes after its request has gone is kept",
         f"{_SERVING}.router_client",
-        "self._withdraw(answer.request_id)\n            elif",
-        "pass\n            elif",
+        "            self._withdraw(request_id)\n\n    def count",
+        "            if answer is None:\n                self._withdraw(request_id)\n\n    def count",
     ),
     Mutation(
         "a request whose router is lost waits for it",
@@ -305,12 +307,34 @@ def _imported() -> dict[str, ModuleType]:
     return _serving()
 
 
-def _find(task: tuple[Mutation, int]) -> Found:
-    return find(*task)
+def _find(mutation: Mutation, seeds: int, told: Connection) -> None:
+    told.send(find(mutation, seeds))
 
 
 def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Found]:
-    """All of them, a process each."""
+    """All of them, a process each.
+
+    None is started while the caller has what was yielded: a pool's threads would, and its process would
+    inherit the pipes of whatever program the caller starts, which then waits for their end.
+    """
     _imported()  # here once for all that serving imports
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap_unordered(_find, [(mutation, seeds) for mutation in mutations], chunksize=1)
+    context = multiprocessing.get_context("fork")
+    waiting = list(reversed(mutations))
+    running: dict[Connection, tuple[Mutation, BaseProcess]] = {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            mutation = waiting.pop()
+            hears, told = context.Pipe(duplex=False)
+            process = context.Process(target=_find, args=(mutation, seeds, told))
+            process.start()
+            told.close()
+            running[hears] = mutation, process
+        ready = wait(list(running))
+        for hears in [one for one in running if one in ready]:
+            mutation, ended = running.pop(hears)
+            try:
+                found: Found = hears.recv()
+            except EOFError:
+                raise RuntimeError(f"the process of mutation {mutation.name!r} has failed") from None
+            ended.join()
+            yield found

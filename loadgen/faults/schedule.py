@@ -143,7 +143,7 @@ def _state(process: Process) -> RouterState:
 
 def _policy(world: World, process: Process, fault: Fault) -> None:
     name = POLICIES[int(fault.choice * len(POLICIES))]
-    process.soon(lambda: _state(process).set_policy(name, {}))
+    process.soon(lambda: _state(process).set_policy(name, world.parameters(name)))
 
 
 def _swap(world: World, process: Process, fault: Fault) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 from eldr_serve.routing import State
 from eldr_serve.serving.outliers import FAILURES
 from loadgen.faults.clients import Outcome, Plan, ask
-from loadgen.faults.fake_engines import DecodeEngine, PrefillEngine
+from loadgen.faults.fake_engines import BLOCK_TOKENS, DecodeEngine, PrefillEngine
 from loadgen.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
 from loadgen.faults.virtual_network import Network
 from loadgen.faults.virtual_time import Livelock, Process, VirtualLoop
 from loadgen.faults.world import (
+    CALL_S,
     CLIENT_TIMEOUT_S,
     LEASE_S,
     LIMIT,
@@ -34,6 +35,8 @@ from loadgen.faults.world import (
 ALLOWED = ("ok", "left", "http 503", "http 429")  # what a client may see whatever happens
 LOST_AFTER = 2  # faults, before which no stream may be lost: an answer goes on elsewhere once
 _LONG, _LONG_S = 100, 2.0  # tokens of the streams that run while leases are compared, and s a token
+_STILL_S = 2.0  # that the router stands still, longer than clients wait for it
+_RESTORES_S = 1.6  # after that began: clients have told it what they hold, and do not know yet that it heard
 _OF_SICK = 12  # requests while an engine is sick
 _FEW = 6  # places of an ingress, so few that a crowd takes them all
 _TOLD_S = 3.0  # until ingresses have told each other what tenants have taken
@@ -112,11 +115,14 @@ class _Simulation:
             self._judge(outcome)
         await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
         await self._until(self._all_back, 30, "processes that were started anew are not back")
+        await self._clients_place()
         await self._compare_leases()
         await self._until(self._nothing_left, _SETTLE_S, "left behind")
         before = self._tasks()
         self._check_drains()
         await self._one_more()
+        await self._prefill_is_sick()
+        await self._an_engine_reads_late()
         await self._one_engine_is_sick()
         if world.keyed:
             await self._shares_are_fair()
@@ -190,6 +196,21 @@ class _Simulation:
         router = self.world.router()
         assert router is not None
         return router.servable_object._state
+
+    async def _clients_place(self) -> None:
+        """The router stands still: clients lease by own load, also while they restore what they hold.
+
+        Their streams run while leases are compared.
+        """
+        world, loop = self.world, self.world.loop
+        router = world.router()
+        assert router is not None
+        world.stop(router, _STILL_S)
+        for number, wait_s in enumerate((_RESTORES_S, _STILL_S - _RESTORES_S)):
+            for process in world.live["ingress"]:
+                plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
+                self._long.append(loop.create_task(ask(world, plan, process)))
+            await asyncio.sleep(wait_s)
 
     async def _compare_leases(self) -> None:
         """While long streams run, router and clients agree on who holds what."""
@@ -305,6 +326,52 @@ class _Simulation:
             self.run.violations.append(f"{what}: {outcome.kind} {outcome.detail}")
         return outcome
 
+    async def _prefill_is_sick(self) -> None:
+        """No prefill engine takes anything any more: a stream whose decode engine is lost goes on whole."""
+        world, process = self.world, self.world.live["ingress"][0]
+        sick = [world.engines[name] for name in world.known["prefill"]]
+        if not sick or len(world.known["decode"]) < 2:
+            return
+        plan = Plan(0.0, "completions", "3 1 4 1 5", 20, stream=True, token_s=0.1)
+        what = "a stream that loses its engine while prefill is sick"
+        asked = world.loop.create_task(self._answered(plan, process, what))
+        placements = process.servable_object._client.placements
+
+        def on() -> list[str]:
+            return [p.replica for p in placements.values() if p.generated_tokens]
+
+        await self._until(lambda: [] if on() or asked.done() else ["no token"], CALL_S, what)
+        for engine in sick:
+            engine.sick = True
+        for end in world.network.of(process):
+            if end.peer.process.name in on():
+                world.network.cut(end, half=False)
+        await asked
+        for engine in sick:
+            engine.sick = False
+        await self._until(self._all_back, CALL_S, "engines whose connections were cut are not back")
+
+    async def _an_engine_reads_late(self) -> None:
+        """A client leaves while its request waits for room in a decode engine, which hears of it late."""
+        world, process = self.world, self.world.live["ingress"][0]
+        if world.whole:
+            return
+        memories = [world.engines[name].blocks for name in world.known["decode"]]
+        taken = [
+            await blocks.take(BLOCK_TOKENS * (len(blocks.content) - blocks.in_use)) for blocks in memories
+        ]
+        plan = Plan(0.0, "completions", "2 7 1 8 2 8 1 8 2", 4, stream=True, leaves_s=0.5)
+        asked = world.loop.create_task(ask(world, plan, process))
+        await asyncio.sleep(0.4)
+        for end in world.network.of(process):
+            if end.peer.process.name in world.known["decode"]:
+                end.stall(1.0)
+        await asked
+        await asyncio.sleep(0.3)
+        for blocks, held in zip(memories, taken, strict=True):
+            blocks.give_back(held)
+        await asyncio.sleep(1.0)
+
     async def _one_engine_is_sick(self) -> None:
         """One that fails whatever comes is soon left alone, and costs nobody an answer."""
         process, names = self.world.live["ingress"][0], list(self.world.known["decode"])
@@ -327,6 +394,8 @@ class _Simulation:
         if places > _FEW:
             return
         loop = self.world.loop
+        # Nobody waits behind these places too: a policy with a decode queue lets some go before others.
+        self._state().set_policy("round-robin", {})
 
         def plan(number: int, tenant: str) -> Plan:
             return Plan(0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant)

@@ -63,6 +63,7 @@ TENANTS, LIMITED, LIMIT = ("a", "b"), "limited", 3
 LONG_AWAY_S = 12.0  # that a router is away at times, in which nobody may wait for it
 _MAX_UNREAD_BYTES = 40_000  # of a stream that its client does not read: more than 4 s of tokens
 _SAMPLE_PERIOD_S = 1.0
+SLOTS = (1, 2, 64)  # of a decode engine, under a policy with a decode queue: few, so that requests wait
 POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
 ROLES = ("prefill", "decode", "router", "ingress")
 
@@ -193,13 +194,19 @@ class World:
         self.whole, self.keyed = rng.random() < 0.25, rng.random() < 0.5
         self.retries_at_once = rng.choice(RETRIES_AT_ONCE)
         predicts = self.whole and rng.random() < 0.7
+        policy, self._slots = rng.choice(POLICIES), rng.choice(SLOTS)
         self.settings = RouterSettings(
             model_id=MODEL,
-            policy=rng.choice(POLICIES),
+            policy=policy,
+            parameters=self.parameters(policy),
             table=table(3).to_bytes(),
             predictor=predictor().to_bytes() if predicts else None,
             client_timeout_s=CLIENT_TIMEOUT_S,
         )
+
+    def parameters(self, policy: str) -> dict[str, Any]:
+        """With which this world runs a policy."""
+        return {"slots": self._slots} if policy == "balance-band" else {}
 
     # -- starting ----------------------------------------------------------------------------------
 

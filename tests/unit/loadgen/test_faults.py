@@ -6,12 +6,18 @@ import asyncio
 import importlib.util
 import random
 import time
+from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import python
 
+from eldr_serve.routing import Placement, Placer
+from eldr_serve.serving.path import RequestPath
+from eldr_serve.serving.router_link import RouterLink
+from eldr_serve.serving.router_state import RouterState
 from loadgen.faults import virtual_time
 from loadgen.faults.clients import Plan
 from loadgen.faults.fake_engines import Blocks, continuation
@@ -60,6 +66,68 @@ def test_a_seed_is_a_run_in_whatever_process() -> None:
 def test_every_mutation_of_the_code_is_found() -> None:
     done = python("-m", "loadgen.faults", "mutate", timeout_s=1790)
     assert done.returncode == 0, done.stdout
+
+
+class Wrong:
+    """Serving code with faults as `mutations` has them, and nothing is imported anew."""
+
+    @staticmethod
+    async def prefill_is_asked_again(path: RequestPath, run: Any) -> Any:
+        return await path._prefill(run)
+
+    @staticmethod
+    def own_leases_are_ignored(state: RouterState, lease: Placement) -> None:
+        """They are only told by `restore`."""
+
+    @staticmethod
+    def the_queue_keeps_it(placer: Placer, request_id: str) -> None:
+        placer._leave(request_id)
+
+    @staticmethod
+    def nothing_is_told_anew(link: RouterLink, error: BaseException) -> None:
+        link.away = True
+        link._desk.lost()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong", "seeds"),
+    [
+        (RequestPath, "_prefilled", Wrong.prefill_is_asked_again, 5),
+        (RouterState, "_hold", Wrong.own_leases_are_ignored, 5),
+        (Placer, "finish", Wrong.the_queue_keeps_it, 40),
+        (RouterLink, "_lose", Wrong.nothing_is_told_anew, 20),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_each_run_tries_finds_what_chance_seldom_does(
+    owner: type, method: str, wrong: Any, seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, wrong)
+    assert any(run_seed(seed).violations for seed in range(seeds))
+
+
+def test_requests_wait_in_the_decode_queue_in_some_runs_and_some_are_given_up_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish, enqueue = Placer.finish, Placer._enqueue
+    seen = Counter[str]()
+
+    def finished(placer: Placer, request_id: str) -> None:
+        seen["given up"] += request_id in placer.queue
+        finish(placer, request_id)
+
+    def enqueued(placer: Placer, placement: Placement) -> None:
+        seen["queued"] += 1
+        enqueue(placer, placement)
+
+    monkeypatch.setattr(Placer, "finish", finished)
+    monkeypatch.setattr(Placer, "_enqueue", enqueued)
+    for seed in range(40):
+        run_seed(seed)
+        if seen["given up"]:
+            break
+    assert seen["queued"]
+    assert seen["given up"]
 
 
 # -- the harness's own parts -----------------------------------------------------------------------------

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from router_talk import leased, settled
+from tables import request
 
 from eldr_serve.channel import Channel, ChannelServer
 from eldr_serve.serving import decode_router
 from eldr_serve.serving.address import Address
 from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.messages import Restore
+from eldr_serve.serving.messages import Exchange, Restore
 from eldr_serve.serving.router_calls import RouterCalls
 from eldr_serve.serving.router_settings import RouterSettings
 
@@ -55,5 +56,26 @@ async def test_leases_of_an_ingress_go_with_its_channel_unless_it_comes_again(
     alive.close()
     await settled(lambda: not router._state.placer.running)
     assert not router._peers
+    for task in router._tasks:
+        task.cancel()
+
+
+async def test_what_comes_late_by_a_connection_that_its_client_has_left_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would hear of the lease, nor release it."""
+    monkeypatch.setattr(decode_router, "open_channel", _open)
+    router = DecodeRouter(RouterSettings(model_id="m"))
+    address = await router.address()
+    left, now = _Calls(address), _Calls(address)
+    await left.call("restore", _restore("c"))
+    epoch = (await now.call("restore", Restore("c", ("r0",), None, ()))).epoch
+    message = Exchange("c", (request("late"),), known_epoch=epoch)
+    assert (await left.call("exchange", message)).refused == "unknown-client"
+    assert not router._state.placer.running
+    assert (await now.call("exchange", message)).refused is None
+    assert set(router._state.placer.running) == {"late"}
+    left.close()
+    now.close()
     for task in router._tasks:
         task.cancel()

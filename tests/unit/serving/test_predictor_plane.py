@@ -248,6 +248,23 @@ async def test_what_an_engine_counted_reaches_the_router_and_the_one_after_it() 
         await all_is_over(client, actor)
 
 
+async def test_counts_of_a_message_that_was_not_delivered_are_told_again_to_the_same_actor() -> None:
+    actor = with_predictor()
+    async with connected(actor, "r0", "r1") as client:
+        await client.place(request("first"), counts(0))
+        await client.place(request("a", 3), None, token_ids=IDS)
+        actor.alive = False
+        client.counted("a", IDS, counts(5, 40), 40)
+        await settled(lambda: client.router_away)
+        assert actor.running["a"].request.predicted
+        actor.alive = True
+        await settled(lambda: not actor.running["a"].request.predicted)
+        assert actor.running["a"].request.prompt_tokens == 40
+        for name in ("first", "a"):
+            client.release(name)
+        await all_is_over(client, actor)
+
+
 async def test_a_predictor_that_is_worse_than_the_mean_is_not_asked_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
