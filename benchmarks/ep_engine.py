@@ -178,7 +178,7 @@ def ep_shift(
     settings = {
         "prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups,
         "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
-        "moves_a_slice": moves_a_slice, "cost": str(cost), "intermediate": intermediate,
+        "moves_a_slice": moves_a_slice, "cost": cost.name, "intermediate": intermediate,
         "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_shift.jsonl", settings)
