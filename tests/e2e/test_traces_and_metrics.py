@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Iterator
 
 import httpx
 import pytest
-import yaml
 from collector import Collector, Received
+from monitoring_files import expressions
 from prometheus_client.parser import text_string_to_metric_families
-from service import ROOT, Service, wait_for
+from service import Service, wait_for
 
 from eldr_serve.metrics import METRICS, PREFIX
 from tools.monitoring.promql import FOREIGN
@@ -87,18 +85,8 @@ def made(span: Received) -> int:
     return int(span.attributes["gen_ai.usage.completion_tokens"])
 
 
-def shown() -> Iterator[str]:
-    """Each expression of the alert rules and dashboards that are shipped."""
-    folder = ROOT / "deployments/monitoring"
-    for group in yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]:
-        yield from (rule["expr"] for rule in group["rules"])
-    for file in folder.glob("*.json"):
-        for panel in json.loads(file.read_text())["panels"]:
-            yield from (target["expr"] for target in panel.get("targets", []))
-
-
 def test_every_metric_of_rules_and_dashboards_is_exported(service: Service) -> None:
-    wanted = {name for expr in shown() for name in re.findall(rf"\b{PREFIX}\w+", expr)}
+    wanted = {name for _, expr in expressions() for name in re.findall(rf"\b{PREFIX}\w+", expr)}
     assert len(wanted) > 60
     exported: set[str] = set()
 

@@ -61,12 +61,8 @@ class Core(FakeEngine):
 @pytest.fixture
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, Channel]]:
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.01)
-
-    async def start(config: FakeConfig) -> Core:
-        return Core(config)
-
     async with serving(
-        servers.DecodeServer, engine=start, stall_limit_s=LIMIT_S, router_name="router"
+        servers.DecodeServer, engine=Core.start, stall_limit_s=LIMIT_S, router_name="router"
     ) as found:
         yield found
 
@@ -131,13 +127,12 @@ async def test_a_core_that_is_stopped_is_lost_before_the_limit(
 ) -> None:
     """Its process says so, from the first: a compilation does not stop one."""
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.05)
-
-    async def start(config: FakeConfig) -> Core:
-        return Core(config)
-
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        async with serving(servers.DecodeServer, engine=start, router_name="router") as (server, channel):
+        async with serving(servers.DecodeServer, engine=Core.start, router_name="router") as (
+            server,
+            channel,
+        ):
             server._engine.runs.clear()
             call = generate(channel)
             await asyncio.sleep(0.3)

@@ -7,18 +7,17 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 from engine_server import serving
 from fake_fleet import answering, refusing
 from ingress_app import App, running_app
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+from otlp import HttpCollector
 from pydantic import ValidationError
 
 from eldr_serve.channel import ChannelLost
@@ -253,30 +252,13 @@ async def test_an_exporter_that_is_stuck_loses_spans_and_nothing_else(
 
 
 async def test_spans_are_sent_to_the_endpoint() -> None:
-    received: list[tuple[str, bytes]] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        serving_ = threading.Thread(target=collector.serve_forever)
-        serving_.start()
-        try:
-            endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-            async with running_app(tracing={"endpoint": endpoint}) as app:
-                await app.post(COMPLETIONS, HELLO)
-            # What is left is sent when the ingress ends.
-        finally:
-            collector.shutdown()
-            serving_.join()
-    ((path, body),) = received
+    with HttpCollector() as collector:
+        async with running_app(tracing={"endpoint": collector.http}) as app:
+            await app.post(COMPLETIONS, HELLO)
+        # What is left is sent when the ingress ends.
+    ((path, request),) = collector.received
     assert path == "/v1/traces"
-    (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    (resource,) = request.resource_spans
     (scope,) = resource.scope_spans
     assert {span.name for span in scope.spans} == {f"POST {COMPLETIONS}", *STAGES} - {"transport"}
 

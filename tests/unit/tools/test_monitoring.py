@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from monitoring_files import FOLDER, expressions
 from shipped import ROOT
 
-from tools.monitoring.__main__ import OUT, files, monitoring
+from tools.monitoring.__main__ import files, monitoring
 from tools.monitoring.alerts import ALERTS
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
 from tools.monitoring.promql import FOREIGN, problems
-
-FOLDER = ROOT / OUT
 
 
 def test_the_repository_has_what_the_command_writes(tmp_path: Path) -> None:
@@ -35,20 +32,10 @@ def test_an_address_of_the_runbook_is_in_every_rule() -> None:
         assert url == f"https://docs.example/runbook.html#{rule['alert'].lower()}"
 
 
-def _expressions() -> Iterator[tuple[str, str]]:
-    """(where, PromQL) of the files in the repository."""
-    (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
-    yield from ((rule["alert"], rule["expr"]) for rule in group["rules"])
-    for name in DASHBOARDS:
-        for panel in json.loads((FOLDER / f"{name}.json").read_text())["panels"]:
-            for target in panel.get("targets", []):
-                yield f"{name}: {panel['title']}", target["expr"]
-
-
 def test_every_expression_is_of_metrics_that_there_are_and_uses_them_well() -> None:
-    expressions = list(_expressions())
-    assert len(expressions) > 80
-    assert not {(where, expr): problems(expr) for where, expr in expressions if problems(expr)}
+    found = list(expressions())
+    assert len(found) > 80
+    assert not {(where, expr): problems(expr) for where, expr in found if problems(expr)}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +92,7 @@ def test_what_ray_and_vllm_export_is_in_their_installed_files() -> None:
             f"ray_vllm_{stem}",
             f"ray_vllm_{stem}_total",
         }
-    shown = " ".join(expr for _, expr in _expressions())
+    shown = " ".join(expr for _, expr in expressions())
     assert not [name for name in FOREIGN if name not in shown]
 
 
