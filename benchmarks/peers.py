@@ -13,6 +13,9 @@ Systems:
 
 One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Trials are
 in random order within each round, engines are started anew in each. Rows are medians over rounds.
+`--turns N` has all systems up at once instead, and N short trials of each in turn after every start: what the
+machine's speed and an engine's place in memory do to one does to the other. Its systems are those whose idle
+engines sleep; Ray's idle cost (docs/data_path.md) is then in the rows of all, in column `ray_cpu_ms`.
 `--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
 can be made in several short runs. `_cpu_ms` columns are CPU time a request of those that serve.
 `_over_SYSTEM_pct` columns are paired over rounds, with their 95 % intervals: how much more (less, if
@@ -79,7 +82,7 @@ _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
 
 @contextmanager
-def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[_Send]:
+def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[str, _Send]]:
     with local_ray(http_port=port, environment=QUIET if system == "eldr" else {}):
         from ray import serve
         from ray.serve.llm import build_pd_openai_app
@@ -94,7 +97,7 @@ def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[_Send]
         url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
         if ours:
             wait_ready(url, 240)
-        yield lambda http, body: complete(http, url, body)
+        yield {system: partial(_complete, url)}
 
 
 @contextmanager
@@ -233,7 +236,10 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
 
 def peers(
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Trials of each system; 0: only print --record.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="Starts of each system; 0: only print --record.")] = 3,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
+    ] = 1,
     requests: Annotated[
         int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
     ] = 40,
@@ -277,7 +283,7 @@ def peers(
     )  # fmt: skip
     loads = [int(load) for load in in_flight.split(",")]
     inputs: dict[str, Any] = {
-        "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
+        "turns": turns, "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
         "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
         "dtype": dtype, "stream_interval": stream_interval, "deployment": deployment.stem,
         "prompts": prompts.name,
@@ -295,23 +301,43 @@ def peers(
     groups = [[s] for s in chosen if s in RAY_SYSTEMS]
     for polled in (False, True):
         groups.append([s for s in chosen if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
+    groups = [group for group in groups if group]
+    if turns > 1:
+        _check_together(groups)
     for _ in range(rounds):
-        for group in order.sample([g for g in groups if g], k=sum(map(bool, groups))):
-            if group[0] in RAY_SYSTEMS:
-                with _serve(group[0], arguments, port) as send:
-                    keep(group[0], asyncio.run(_trial(send, loads, requests, asked, warm_up)))
-            else:
-                with _servers(group, arguments, port, vllm_router_venv) as sends:
-                    for system in order.sample(group, k=len(group)):
-                        keep(system, asyncio.run(_trial(sends[system], loads, requests, asked, warm_up)))
+        shuffled = order.sample(groups, k=len(groups))
+        for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
+            with ExitStack() as stack:
+                sends: dict[str, _Send] = {}
+                for group in up:
+                    if group[0] in RAY_SYSTEMS:
+                        sends |= stack.enter_context(_serve(group[0], arguments, port))
+                    else:
+                        servers = _servers(group, arguments, port + 1, vllm_router_venv)
+                        sends |= stack.enter_context(servers)
+                for turn in range(turns + (turns > 1)):
+                    for system in order.sample(list(sends), k=len(sends)):
+                        found = asyncio.run(_trial(sends[system], loads, requests, asked, warm_up))
+                        if turn or turns == 1:  # the first of several is a warm-up
+                            keep(system, found)
     if not trials:
         raise BadInput("there is no trial to report")
     publish(
         "peers", _rows(trials), inputs=inputs | {"blocks": trials},
         seed=seed, out=out,
-        notes="closed loop, greedy, one system at a time; plain NIXL spins one core an engine, which "
-        "its systems share the cores with; -polled: the same servers with our connector module, which polls",
+        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; plain NIXL "
+        "spins one core an engine, which the others share; -polled: the same servers with our "
+        "connector module, which polls",
     )  # fmt: skip
+
+
+def _check_together(groups: list[list[str]]) -> None:
+    """Raises BadInput if they cannot be up at once."""
+    if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
+        raise BadInput(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
+    spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]
+    if spinning:
+        raise BadInput(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
 
 
 def _chosen(systems: str, venv: Path | None, policies: str) -> list[str]:

@@ -58,6 +58,8 @@ def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: 
 
 def test_bad_input_is_one_sentence() -> None:
     assert "nobody" in sentence(command("benchmarks.peers", systems="nobody"))
+    assert "can be up at a time" in sentence(command("benchmarks.peers", systems="eldr,eldr-proxy", turns=2))
+    assert "no-router spin" in sentence(command("benchmarks.peers", systems="eldr,no-router", turns=2))
 
 
 def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
