@@ -44,6 +44,7 @@ SERVING = {
     "prefix_cache",
     "ray_idle",
     "ray_up",
+    "scaling",
     "shadow",
     "stream_faults",
     "streams",
