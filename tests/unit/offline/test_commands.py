@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,29 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
     assert sentence(command(*words.format(trace=trace, out=out).split()))
     assert not out.exists()
     assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """The kernel refuses to let a file of this process become larger than 1 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("which", ["fit", "fit_predictor"])
+def test_a_full_disk_is_one_sentence_and_the_old_files_stay(which: str, trace: Path) -> None:
+    options = {"trace": trace, "out": trace.with_name("artifact.safetensors")}
+    options |= {"workers": 3} if which == "fit" else {}
+    assert command(f"offline.{which}", **options).exit_code == 0
+    before = {path.name: path.read_bytes() for path in trace.parent.iterdir()}
+    with full_disk():
+        said = sentence(command(f"offline.{which}", **options, seed=1))
+    assert "File too large" in said
+    assert {path.name: path.read_bytes() for path in trace.parent.iterdir()} == before
 
 
 MODULES = [f"offline.{name}" for name in ("fit", "fit_predictor", "refit", "calibrate", "demo", "place")]
