@@ -36,7 +36,7 @@ _TIMEOUT_S = 120.0  # a request that takes longer has failed
 _PROMPTS = 8
 _STEADY_S = 20.0  # of load after a phase has its engines
 _MOST_S = 480.0  # until it must have them: four engines start on the cores that serve
-_TARGETS = {"prefill_config": 0.3, "decode_config": 4.0}  # requests in flight an engine
+_TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight an engine; prefills are short
 _DELAYS = {
     "upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1,
 }  # fmt: skip

@@ -264,7 +264,7 @@ def whole_replicas(
     min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 72,
     max_prompt_tokens: options.Longest = 128,
-    intermediate: options.Intermediate = 1536,
+    intermediate: options.Intermediate = 1024,  # 2.3 GiB an engine, of which eight are up
     stream_interval: options.Interval = 4,
     deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
     work: options.Work = options.WORK,

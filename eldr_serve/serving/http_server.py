@@ -21,6 +21,7 @@ _BACKLOG = 4096
 _REQUEST_ID = b"x-request-id"
 _PLAIN = re.compile(rb"[ -~]{1,256}")  # what of it is sent back: short printable ASCII
 _MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers; and what one read brings beyond
+_LAST_S = 1.0  # a connection's time to begin its last request when the server leaves: it may be on its way
 
 
 class _Server(uvicorn.Server):
@@ -31,11 +32,16 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """With what uvicorn leaves open: how many there are, and how large and slow a request's head may be."""
+    """With what uvicorn leaves open: how many there are, and how large and slow a request's head may be.
 
-    def __init__(self, options: IngressOptions, **given: Any) -> None:
+    When the server leaves, uvicorn would close each connection without a request at once, and cut off who has
+    just sent one. Here it has a last one, whose answer says that the connection ends.
+    """
+
+    def __init__(self, options: IngressOptions, leaving: asyncio.Event, **given: Any) -> None:
         super().__init__(**given)
         self._options = options
+        self._leaving = leaving
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -45,6 +51,8 @@ class _Connection(HttpToolsProtocol):
             transport.abort()
         else:
             self._await_head()
+        if self._leaving.is_set():
+            self.shutdown()
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is None:
@@ -62,6 +70,23 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._have_head()
         super().on_headers_complete()
+        if self._leaving.is_set():
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """Called by uvicorn when the server leaves."""
+        if self._idle:
+            self.loop.call_later(_LAST_S, self._end_if_idle)
+        else:
+            super().shutdown()
+
+    def _end_if_idle(self) -> None:
+        if self._idle:
+            self.transport.close()
+
+    @property
+    def _idle(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._have_head()
@@ -115,8 +140,9 @@ class HttpServer:
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.write_timeout_s)
         )
         self._socket.bind((options.host, options.port))
+        self._leaving = asyncio.Event()
         config = uvicorn.Config(
-            _Named(app), http=functools.partial(_Connection, options), ws="none",  # type: ignore[arg-type]
+            _Named(app), http=functools.partial(_Connection, options, self._leaving), ws="none",  # type: ignore[arg-type]
             backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
             date_header=False, proxy_headers=False, timeout_keep_alive=60,
         )  # fmt: skip
@@ -131,5 +157,6 @@ class HttpServer:
 
     async def drain(self) -> None:
         """Take no further connection, and wait until those that are open have had their answers."""
+        self._leaving.set()
         self._server.should_exit = True
         await self._serving

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.serving.kept_log import kept_log
 
-ENGINES.load()  # before all that a replica imports with its arguments
+with kept_log():
+    ENGINES.load()  # before all that a replica imports with its arguments
 
-from typing import Any  # noqa: E402
+from typing import Any
 
-from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer  # noqa: E402
+from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer
 
 
 class _OverEngine(EngineServer):

@@ -24,6 +24,7 @@ from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
 from eldr_serve.serving.engine_watch import EngineWatch
 from eldr_serve.serving.fleet import METADATA
+from eldr_serve.serving.kept_log import kept_log
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.replicas import BLOCK_TOKENS, EXPERTS
 from eldr_serve.serving.wire import WAITED_S, WARM
@@ -53,7 +54,8 @@ class EngineServer:
         stall_limit_s: float,
     ) -> None:
         self._samples = itertools.count()
-        self._engine = await engine(llm_config)
+        with kept_log():
+            self._engine = await engine(llm_config)
         self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(self._answer, describe=self._describe, limit=limit)

@@ -332,7 +332,7 @@ async def drive(
     watching.cancel()
     tell(f"{run.sent} requests; what is left")
     settled_s, left = await asyncio.to_thread(_settle, service.url)
-    left += await asyncio.to_thread(_running, service.url)
+    left += await asyncio.to_thread(_still_running, service.url)
     await asyncio.to_thread(_take, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
     tell("whether the router's leases are the union of its clients'")
@@ -418,6 +418,14 @@ async def _union(url: str, model: str) -> list[str]:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
     return [f"{seen}, of {_STREAMS} streams"]
+
+
+def _still_running(url: str) -> list[str]:
+    """What `_running` finds; an engine that has just started has a while to tell its metrics."""
+    until = time.monotonic() + SETTLE_S
+    while (wrong := _running(url)) and time.monotonic() < until:
+        time.sleep(1.0)
+    return wrong
 
 
 def _running(url: str) -> list[str]:

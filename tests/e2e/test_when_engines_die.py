@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,9 @@ import httpx
 import psutil
 import pytest
 from service import Service, wait_for
+
+from loadgen import application
+from loadgen.faults import processes
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
@@ -234,6 +238,45 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
         lambda: service.status()["counters"].get("resumed", 0) > before.get("resumed", 0), "they went on", 10
     )
     assert service.status()["counters"].get("streams_lost", 0) == before.get("streams_lost", 0)
+
+
+async def test_a_controller_that_dies_takes_no_engine_along(
+    service: Service, prompts: list[str], single_engine: dict[str, list[str]]
+) -> None:
+    """Serve's next one asks all replicas who they are, and keeps those that can tell."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    (controller,) = processes.named("ray::ServeController")
+    before = decodes(service), set(service.status()["ingress"]["prefill_in_flight"])
+    over = asyncio.Event()
+
+    async def ask(prompt: str) -> list[str]:
+        texts = []
+        while not over.is_set():
+            answer = await service.async_client.completions.create(
+                model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0
+            )
+            texts.append(answer.choices[0].text)
+        return texts
+
+    def back() -> bool:
+        with contextlib.suppress(RayError, RayServeException, ConnectionError, TimeoutError):
+            return controller.pid not in {p.pid for p in processes.named("ray::ServeController")} and (
+                application.whole()
+            )
+        return False
+
+    answers = [asyncio.create_task(ask(prompt)) for prompt in prompts[:4]]
+    await asyncio.to_thread(processes.kill, controller)
+    await asyncio.to_thread(wait_for, back, "Serve has a controller that knows all replicas", 60)
+    await asyncio.sleep(5)  # a replica that it did not know would be on its way out
+    over.set()
+    assert [set(texts) for texts in await asyncio.gather(*answers)] == [
+        {text} for text in single_engine["completions"][:4]
+    ]
+    assert (decodes(service), set(service.status()["ingress"]["prefill_in_flight"])) == before
+    assert application.whole()
 
 
 async def test_when_a_core_is_killed_its_streams_end_at_once_and_who_has_no_token_is_served_elsewhere(

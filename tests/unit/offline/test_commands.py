@@ -75,7 +75,7 @@ def full_disk() -> Iterator[None]:
 
 @pytest.mark.parametrize("which", ["fit", "fit_predictor"])
 def test_a_full_disk_is_one_sentence_and_the_old_files_stay(which: str, trace: Path) -> None:
-    options = {"trace": trace, "out": trace.with_name("artifact.safetensors")}
+    options: dict[str, object] = {"trace": trace, "out": trace.with_name("artifact.safetensors")}
     options |= {"workers": 3} if which == "fit" else {}
     assert command(f"offline.{which}", **options).exit_code == 0
     before = {path.name: path.read_bytes() for path in trace.parent.iterdir()}

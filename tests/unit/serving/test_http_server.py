@@ -43,6 +43,28 @@ async def test_replicas_share_a_port_and_an_open_answer_is_awaited() -> None:
                 await late.get(f"http://127.0.0.1:{port}/")
 
 
+async def test_a_request_that_is_on_its_way_when_the_server_leaves_is_answered() -> None:
+    """By a connection that has had none yet, and by one that is kept alive; it is their last."""
+    request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    held = asyncio.Event()
+    held.set()
+    server = HttpServer(answering(held), IngressOptions(port=0))
+    fresh, kept, silent = [await _connect(server, sent) for sent in (b"", request, b"")]
+    await kept[0].readuntil(b"0\r\n\r\n")
+    draining = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.3)  # by now uvicorn has asked all connections to end
+    for reader, writer in (fresh, kept):
+        writer.write(request)
+        answer = await reader.read()  # to the connection's end
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert b"connection: close" in answer.lower()
+        writer.close()
+    assert await silent[0].read() == b""
+    silent[1].close()
+    async with asyncio.timeout(5):
+        await draining
+
+
 async def test_a_port_of_somebody_else_is_an_error() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     with pytest.raises(OSError, match="in use"):
