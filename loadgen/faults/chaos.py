@@ -118,7 +118,8 @@ def attributed(sent: Sent, faults: list[Happened]) -> str | None:
     kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
     for happened in reversed(kills):
         under_way = sent.began_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
-        between = happened.at_s <= sent.connected_s <= happened.done_s
+        # Nobody looks at the clock while a process is killed, so it may have connected earlier than it says.
+        between = sent.began_s <= happened.done_s and happened.at_s <= sent.connected_s
         its_own = sent.port in happened.held or (
             between and sent.by_proxy == (happened.fault == "kill proxy")
         )
@@ -434,15 +435,19 @@ def _running(url: str) -> list[str]:
     if "workers" not in status:
         return ["the router is away, so nobody says which engines live"]
     live = {worker["replica"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
-    told, wrong = set(), []
+    told, others, wrong = set(), Counter[str](), []
     for family in text_string_to_metric_families(_metrics()):
         for sample in family.samples:
             replica = sample.labels.get("ReplicaId", "")
+            others[replica] += sample.name not in _RUNNING
             if sample.name in _RUNNING and replica in live:
                 told.add(replica)
                 if sample.value:
                     wrong.append(f"{replica}: {sample.name} is {sample.value:g}")
-    return wrong + [f"{replica} does not tell what it runs" for replica in sorted(live - told)]
+    return wrong + [
+        f"{replica} does not tell what it runs, but {others[replica]} other samples"
+        for replica in sorted(live - told)
+    ]
 
 
 def _metrics() -> str:

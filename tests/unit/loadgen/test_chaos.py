@@ -199,6 +199,10 @@ KILLED = [
             "own_connection",
             {"began_s": 10.1, "connected_s": 10.1, "ended_s": 10.3, "kind": "connection lost"},
         ),
+        (
+            "own_connection",
+            {"began_s": 9.9, "connected_s": 10.25, "ended_s": 10.3, "kind": "connection lost"},
+        ),
         (None, {"began_s": 10.3, "connected_s": 10.3, "ended_s": 10.4, "kind": "connection lost"}),
         (None, {"began_s": 9, "ended_s": 10.1, "kind": "engine lost", "port": 77}),
         (None, {"began_s": 9, "ended_s": 10.1, "kind": "wrong text", "port": 77}),
