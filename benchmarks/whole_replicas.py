@@ -5,10 +5,9 @@
     python -m benchmarks.whole_replicas --calibration calibration.safetensors --prompts DIR \\
         --trace mooncake_conversation.jsonl.gz --vllm-router-venv router-venv --record trials.jsonl
 
-Two sets of four engines, of which one works at a time while the other sleeps: those of the deployment behind
-our ingress, whose policy changes from trial to trial (`eldr/POLICY`), and plain vLLM servers of the same
-model and settings, without a KV connector, behind one vllm-router a policy in its regular mode
-(`vllm-router/POLICY`). What Ray takes when idle is in both. The workloads: `harness/whole_workloads.py`.
+Four engines at a time: those of the deployment behind our ingress, whose policy changes from trial to trial
+(`eldr/POLICY`), or plain vLLM servers of the same model and settings, without a KV connector, behind one
+vllm-router a policy in its regular mode (`vllm-router/POLICY`). The workloads: `harness/whole_workloads.py`.
 `prefix-affinity` is studies.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers: of the
 workers that are not too loaded, the one that was sent most of the prompt's blocks.
 
@@ -75,7 +74,7 @@ METRICS = (
     "engine_ms_per_token",
 )  # fmt: skip
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
-_SETTLE_S = 1.0  # for engines to drop what was cut off
+_SETTLE_S = 1.0  # for plain servers to drop what was cut off
 _SERVER_TIMES = {"server_ttft": "time_to_first_token", "server_queue": "request_queue_time"}
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 _Opened = tuple[Callable[[str], _Send], Callable[[], dict[str, float]]]
@@ -116,7 +115,11 @@ def _theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: i
             router = stack.enter_context(process(command, env={}, log=log))
             wait_http(f"{fronts[policy]}/health", router, log, 60)
 
-        yield lambda name: partial(_complete, fronts[name]), partial(_server_times, urls)
+        def chosen(name: str) -> _Send:
+            time.sleep(_SETTLE_S)
+            return partial(_complete, fronts[name])
+
+        yield chosen, partial(_server_times, urls)
 
 
 def _server_times(urls: Sequence[str]) -> dict[str, float]:
@@ -264,7 +267,7 @@ def whole_replicas(
     min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 72,
     max_prompt_tokens: options.Longest = 128,
-    intermediate: options.Intermediate = 1024,  # 2.3 GiB an engine, of which eight are up
+    intermediate: options.Intermediate = 1536,
     stream_interval: options.Interval = 4,
     deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
     work: options.Work = options.WORK,
@@ -302,40 +305,40 @@ def whole_replicas(
     for number in range(rounds):
         order = random.Random(f"{seed}/{number}")
         cases = order.sample(list(product(loads, wanted)), k=len(loads) * len(wanted))
-        left = [case for case in cases if f"{number}/{case[0]}/{case[1]}" not in trials]
-        with ExitStack() as stack:
-            opened: dict[str, _Opened] = {}
-            for side in sorted({system.partition("/")[0] for _, system in left}):
-                names = [system.partition("/")[2] for system in wanted if system.startswith(side)]
-                if side == "eldr":
-                    opened[side] = stack.enter_context(_ours(arguments, predictor, port))
-                else:
-                    assert vllm_router_venv is not None
-                    servers = _theirs(arguments, vllm_router_venv, names, port + 20)
-                    opened[side] = stack.enter_context(servers)
+        for side in order.sample(["eldr", "vllm-router"], k=2):
+            left = [
+                (load, system) for load, system in cases
+                if system.startswith(side) and f"{number}/{load}/{system}" not in trials
+            ]  # fmt: skip
+            if not left:
+                continue
+            names = [system.partition("/")[2] for system in wanted if system.startswith(side)]
+            if side == "eldr":
+                opened = _ours(arguments, predictor, port)
+            else:
+                assert vllm_router_venv is not None
+                opened = _theirs(arguments, vllm_router_venv, names, port + 20)
+            with opened as (chosen, times):
                 tag = f"{order.getrandbits(32):08x}"
                 chains = many_domains(asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight)
-                first = opened[side][0]("round-robin" if side == "eldr" else names[0])
+                first = chosen("round-robin" if side == "eldr" else names[0])
                 asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
-            for load, system in left:
-                # Requests are those of the round and workload; only what they begin with is the trial's.
-                tag = f"{order.getrandbits(32):08x}"
-                chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
-                side, _, policy = system.partition("/")
-                chosen, times = opened[side]
-                time.sleep(_SETTLE_S)
-                send, before = chosen(policy), times()
-                found = asyncio.run(_trial(send, chains, **sizes)) | _mean_times(before, times())
-                trials[f"{number}/{load}/{system}"] = found
-                if journal:
-                    journal.put(f"{number}/{load}/{system}", found)
+                for load, system in left:
+                    # Requests are those of the round and workload; only what they begin with is the trial's.
+                    tag = f"{order.getrandbits(32):08x}"
+                    chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
+                    send, before = chosen(system.partition("/")[2]), times()
+                    found = asyncio.run(_trial(send, chains, **sizes)) | _mean_times(before, times())
+                    trials[f"{number}/{load}/{system}"] = found
+                    if journal:
+                        journal.put(f"{number}/{load}/{system}", found)
     if not trials:
         raise BadInput("there is no trial to report")
     publish(
         "whole_replicas", _rows(trials, wanted, loads),
         inputs=inputs | {"trials": trials}, seed=seed, out=out,
-        notes="closed loop, greedy; one of two sets of four whole engines works at a time, and shares the "
-        "cores with the client and what serves it",
+        notes="closed loop, greedy, one set of four whole engines at a time, which share the cores with the "
+        "client and what serves them",
     )  # fmt: skip
 
 
