@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,8 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from click.testing import Result
 from service import ADMIN_KEY, ROOT, Background, Service, core_of, wait_for
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from benchmarks.harness.engines import our_arguments
 from benchmarks.harness.replay_engine import free_port
@@ -85,7 +85,7 @@ def held(service: Service) -> dict[str, dict[str, Any]]:
 
 def hold(service: Service, placement: str) -> bool:
     """Whether both decode replicas hold it."""
-    return [found["placement"] for found in held(service).values()] == [placement] * 2
+    return [str(found["placement"]) for found in held(service).values()] == [placement] * 2
 
 
 def command(service: Service, placement: ExpertPlacement, folder: Path, *options: str) -> Result:
@@ -154,17 +154,18 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     }  # fmt: skip
     job = [sys.executable, "-m", "offline.live_placement", *(f"--{k}={v}" for k, v in options.items())]
     with Background(job, said, {"RAY_ADDRESS": "auto", "ELDR_ADMIN_KEY": ADMIN_KEY}):
-        wait_for(lambda: "\n" in said.read_text(), "the job has looked once", 60)
-    assert "experts moved, placement" in said.read_text()
-    wait_for(lambda: hold(expert_parallel, said.read_text().split()[-1]), "both hold the job's placement", 30)
-    assert {found["placement"] for found in before.values()}.isdisjoint(said.read_text().split())
+        wait_for(lambda: "experts moved, placement" in said.read_text(), "the job has moved experts", 60)
+    found = re.search(r"placement (\w+)", said.read_text())
+    assert found is not None
+    assert found[1] not in {holds["placement"] for holds in before.values()}
+    wait_for(lambda: hold(expert_parallel, found[1]), "both hold the job's placement", 30)
     assert texts == [completed(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
 
 
 def runs(process: psutil.Process) -> bool:
     """Whether it has not ended, be it that nobody has asked how."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -235,8 +236,7 @@ async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
         found: int = expert_parallel.status()["counters"].get(name, 0) - before.get(name, 0)
         return found
 
-    wait_for(lambda: since("streams_lost") == 1, "the loss is counted", 10)
-    assert since("resumed") > 0
+    wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "what was lost is counted", 10)
     wait_for(lambda: not any(map(runs, (core, *ranks))), "no process of the engine is left", 30)
 
     def replaced() -> bool:
