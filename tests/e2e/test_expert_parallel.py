@@ -205,6 +205,7 @@ async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
         assert stream.text.startswith(known)
     assert (await asyncio.to_thread(command, expert_parallel, placed(7), tmp_path)).exit_code == 0
     before = (await asyncio.to_thread(expert_parallel.status))["counters"]
+    engines = {replica: psutil.Process(core_of(replica)) for replica in held(expert_parallel)}
 
     streams = [Stream(body) for body in bodies]
     reading = [asyncio.create_task(stream.read(expert_parallel)) for stream in streams]
@@ -213,7 +214,7 @@ async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
     assert not any(task.done() for task in reading)
     victim = streams[-1].worker
     assert victim in {stream.worker for stream in streams[:-1]}
-    core = psutil.Process(await asyncio.to_thread(core_of, victim))
+    core = engines[victim]
     ranks = [child for child in core.children() if "Worker" in " ".join(child.cmdline())]
     assert len(ranks) == 2
     os.kill(ranks[-1].pid, signal.SIGSTOP)  # so that what is under way stays so
