@@ -12,11 +12,10 @@ wall time, the decision included.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,6 +25,18 @@ from numpy.typing import NDArray
 from benchmarks.harness import options
 from benchmarks.harness.capture import GROUPS, Captured, captured
 from benchmarks.harness.ep_engine import Decoded, EpEngine
+from benchmarks.harness.ep_turns import (
+    HEADS,
+    PROMPT,
+    SKIPPED,
+    Minutes,
+    Ranks,
+    Rounds,
+    Tokens,
+    disjoint,
+    in_turns,
+    summary,
+)
 from benchmarks.harness.replay import widened
 from eldr_serve.expert_placement import Topology
 from offline.placement.affinity import co_activation
@@ -41,25 +52,15 @@ from tools.results import RESULTS, publish
 from tools.stats import median_ci, paired_change_percent
 
 Ints = NDArray[np.int64]
-HEADS = 4  # which 2 and 4 ranks divide
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
-PROMPT = 65  # tokens of a prompt, at most: what is measured is decode
-_SKIPPED = 2  # decode steps after the prefill, in no figure
 _BASE = "linear, none"  # at replication 1
 _EVEN = "eplb, even"
 # METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
 _PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
 _PAPER_METRO = {"paper_experts_pct": -42.3}
+# GRACE-MoE's groups against linear blocks, within a node, its three models: studies/figures/grace.py.
+_PAPER_GRACE = {"paper_moved_pct": "-10.0 / -25.1 / -35.8"}
 _PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
-Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
-Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
-Rounds = Annotated[
-    int,
-    typer.Option(min=2, help="Times that every arm decodes, each with other prompts; fewer end a run early."),
-]
-Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
-]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ def ep_choice(
     out: options.Out = None,
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
-    ends = end_of(minutes)
     batches = [int(size) for size in batch.split(",")]
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
@@ -110,31 +110,31 @@ def ep_choice(
     }
     taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
     rng = np.random.default_rng([seed, 1])
-    turns = [
-        (turn, size, [list(arms)[n] for n in rng.permutation(len(arms))])
+    keys = [
+        (turn, size, *list(arms)[n])
         for turn in range(rounds)
         for size in batches
+        for n in rng.permutation(len(arms))
     ]
-    if any(journal.get(_key(turn, size, arm)) is None for turn, size, names in turns for arm in names):
-        with EpEngine(
+
+    def measure(engine: EpEngine, key: tuple[int, int, float, str]) -> dict[str, Any]:
+        turn, size, ratio, name = key
+        arm = arms[ratio, name]
+        engine.place(arm.placement, arm.rule, load)
+        chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
+        return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
+
+    def started() -> EpEngine:
+        return EpEngine(
             model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
-        ) as engine:
-            for turn, size, names in turns:
-                if all(journal.get(_key(turn, size, arm)) is not None for arm in names):
-                    continue
-                chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
-                engine.decode(chosen, 2, name=f"{turn}/{size}")
-                for arm in names:
-                    go_on(ends)
-                    if journal.get(_key(turn, size, arm)) is None:
-                        engine.place(arms[arm].placement, arms[arm].rule, load)
-                        decoded = engine.decode(chosen, tokens, name=f"{turn}/{size}")
-                        journal.put(_key(turn, size, arm), summary(decoded))
+        )
+
+    found = in_turns(journal, keys, started, measure, minutes)
     rows = [
         row
         for size in batches
         for row in choice_rows(
-            {arm: [journal.get(_key(turn, size, arm)) for turn in range(rounds)] for arm in arms}, size, seed
+            {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}, size, seed
         )
     ]
     publish(
@@ -142,9 +142,11 @@ def ep_choice(
         notes="one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
         "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
         "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
-        "away_pct: pairs served off the rank that the token would live on; requests_equal_pct: answers that "
-        "are those of `linear, none`, token by token; paper_*: METRO's, on its GPUs, of even spread against "
-        "no replicas and of METRO against even spread",
+        "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
+        "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
+        "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
+        "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
+        "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models",
     )  # fmt: skip
     journal.remove()
 
@@ -171,7 +173,6 @@ def ep_shift(
     out: options.Out = None,
 ) -> None:
     """Follow a shift of domains by an offline, a reactive (EPLB) and a proactive (DIRECTOR) placement."""
-    ends = end_of(minutes)
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
@@ -188,45 +189,37 @@ def ep_shift(
     start = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
     plans = _plans(data, slots, ranks, LayerCost.load(cost), seed)
     rng = np.random.default_rng([seed, 1])
-    turns = [
-        (
-            turn,
-            list(_shifting(data, rest, groups.split(","), windows, batch, rng)),
-            rng.permutation(list(plans)),
-        )
-        for turn in range(rounds)
-    ]
-    if any(journal.get(f"{turn}/{name}") is None for turn in range(rounds) for name in plans):
-        with EpEngine(
+    traffic, keys = {}, []
+    for turn in range(rounds):
+        traffic[turn] = list(_shifting(data, rest, groups.split(","), windows, batch, rng))
+        keys += [(turn, str(name)) for name in rng.permutation(list(plans))]
+
+    def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
+        turn, name = key
+        engine.place(start, choice, load)
+        found, held, seen = [], start, None
+        for window, coming in enumerate(traffic[turn]):
+            began = perf_counter()
+            planned = plans[name](coming, held, seen)
+            plan_s = perf_counter() - began
+            target, expected = planned or (None, None)
+            decoded = engine.decode(
+                [data.tokens[n][-PROMPT:] for n in coming], tokens, name=f"{turn}/{window}",
+                migrate_to=target, load=expected,
+            )  # fmt: skip
+            found.append(summary(decoded) | _moved(decoded, plan_s))
+            held, seen = decoded.placement, decoded.routed
+        return found
+
+    def started() -> EpEngine:
+        return EpEngine(
             model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
-        ) as engine:
-            for turn, traffic, names in turns:
-                given = [[data.tokens[n][-PROMPT:] for n in coming] for coming in traffic]
-                known = [journal.get(f"{turn}/{name}") is not None for name in names]
-                if not all(known):
-                    for window, chosen in enumerate(given):
-                        engine.decode(chosen, 2, name=f"{turn}/{window}")
-                for name in names:
-                    go_on(ends)
-                    if journal.get(f"{turn}/{name}") is not None:
-                        continue
-                    engine.place(start, choice, load)
-                    found, held, seen = [], start, None
-                    for window, chosen in enumerate(given):
-                        began = perf_counter()
-                        planned = plans[name](traffic[window], held, seen)
-                        plan_s = perf_counter() - began
-                        target, expected = planned or (None, None)
-                        decoded = engine.decode(
-                            chosen, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected
-                        )
-                        found.append(summary(decoded) | _moved(decoded, plan_s))
-                        held, seen = decoded.placement, decoded.routed
-                    journal.put(f"{turn}/{name}", found)
-    measured = {name: [journal.get(f"{turn}/{name}") for turn in range(rounds)] for name in plans}
+        )
+
+    found = in_turns(journal, keys, started, measure, minutes)
+    rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
     publish(
-        "ep_shift", list(shift_rows(measured, seed)), inputs=settings | {"rounds": rounds}, seed=seed,
-        out=out,
+        "ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
         notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
         "together, those of different windows are different; the arms take turns, each from the offline "
         "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
@@ -236,31 +229,6 @@ def ep_shift(
         "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs",
     )  # fmt: skip
     journal.remove()
-
-
-def end_of(minutes: float | None) -> float:
-    return float("inf") if minutes is None else monotonic() + 60 * minutes
-
-
-def go_on(ends: float) -> None:
-    if monotonic() > ends:
-        raise BadInput("the time is up; what was measured is kept, start again to go on")
-
-
-def _key(turn: int, size: int, arm: tuple[float, str]) -> str:
-    return f"{turn}/{size}/{arm[0]}/{arm[1]}"
-
-
-def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
-    """So many batches of `size`; none has a request of an earlier one while there are others."""
-    drawn: list[Ints] = []
-    left = among[:0]
-    for _ in range(number):
-        if len(left) < size:
-            left = rng.permutation(among)
-        drawn.append(left[:size])
-        left = left[size:]
-    return drawn
 
 
 def _arms(
@@ -330,27 +298,12 @@ def _shifting(
         yield from disjoint(there, batch, number, rng)
 
 
-def summary(decoded: Decoded) -> dict[str, Any]:
-    """A batch's figures: medians over steps for times, means over steps and layers else."""
-    log = decoded.log[:, _SKIPPED:]
-    activated, pairs, home = log[..., 1], log[..., 2], log[..., 3]
-    return {
-        "step_ms": 1e3 * float(np.median(decoded.seconds[_SKIPPED:])),
-        "steps": len(decoded.seconds),
-        "worst_rank_experts": float(activated.max(axis=0).mean()),
-        "experts_all_ranks": float(activated.sum(axis=0).mean()),
-        "worst_rank_pairs": float(pairs.max(axis=0).mean()),
-        "away_pct": 100 * (1 - float(home.sum() / pairs.sum())),
-        "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
-    }
-
-
 def _moved(decoded: Decoded, plan_s: float) -> dict[str, float]:
     moved_ms = 1e3 * decoded.move_s
     return {
         "plan_ms": 1e3 * plan_s,
         "migration_ms": moved_ms,
-        "with_moves_ms": 1e3 * float(np.median(decoded.seconds[_SKIPPED:])) + moved_ms / len(decoded.seconds),
+        "with_moves_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])) + moved_ms / len(decoded.seconds),
         "experts_moved": decoded.experts_moved,
         "slices": decoded.slices,
         "slices_left": decoded.slices_left,
@@ -365,21 +318,25 @@ def choice_rows(
     for (ratio, name), found in measured.items():
         placement, choice = name.split(", ")
         even = measured.get((ratio, _EVEN))
-        papers: dict[str, float] = {}
+        papers: Mapping[str, float | str] = {}
         if name == _EVEN and ratio >= 1.5:
             papers = _PAPER_EVEN
         elif choice == "metro":
             papers = _PAPER_METRO
+        elif name == "grace, none":
+            papers = _PAPER_GRACE
         yield {
             "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
             **_interval("step", found),
-            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct")),
+            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
+                             "moved_a_token")),
             **_change("change", found, base, "step_ms", seed),
             **(_change("even", found, even, "step_ms", seed) if even else {}),
-            **({"even_experts_pct": _experts_pct(found, even)} if even else {}),
-            "none_experts_pct": _experts_pct(found, base),
+            **({"even_experts_pct": _mean_pct(found, even, "worst_rank_experts")} if even else {}),
+            "none_experts_pct": _mean_pct(found, base, "worst_rank_experts"),
+            "none_moved_pct": _mean_pct(found, base, "moved_a_token"),
             "requests_equal_pct": _equal_pct(found, base),
-            "paper_experts_pct": None, "paper_step_pct": None, **papers,
+            "paper_experts_pct": None, "paper_step_pct": None, "paper_moved_pct": None, **papers,
         }  # fmt: skip
 
 
@@ -427,8 +384,8 @@ def _change(
     return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
 
 
-def _experts_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
-    mine, its = (float(np.mean([one["worst_rank_experts"] for one in of])) for of in (found, base))
+def _mean_pct(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
+    mine, its = (float(np.mean([one[key] for one in of])) for of in (found, base))
     return 100 * (mine / its - 1)
 
 

@@ -6,7 +6,7 @@ The policies that serve place requests on K decode workers, each an engine of so
 the captured requests, in a closed loop, then as many of the other half as all workers together hold. A
 worker's own placement is made of what the first half gave it. Each worker's batch then decodes by itself on
 one engine, worker after worker and arm after arm, so nothing of it is simulated but that workers run at once.
-Helpers and caveats: benchmarks/ep_engine.py.
+Caveats: benchmarks/ep_engine.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.ep_engine import (
+from benchmarks.harness import options
+from benchmarks.harness.capture import Captured, captured
+from benchmarks.harness.ep_engine import EpEngine
+from benchmarks.harness.ep_turns import (
     HEADS,
     PROMPT,
     Minutes,
@@ -27,13 +30,9 @@ from benchmarks.ep_engine import (
     Rounds,
     Tokens,
     disjoint,
-    end_of,
-    go_on,
+    in_turns,
     summary,
 )
-from benchmarks.harness import options
-from benchmarks.harness.capture import Captured, captured
-from benchmarks.harness.ep_engine import EpEngine
 from benchmarks.harness.replay import widened
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.routing import Placement, PlacementRequest, Placer, State, StepCost, make_policy
@@ -70,7 +69,6 @@ def ep_policies(
     out: options.Out = None,
 ) -> None:
     """Compare policies over expert-parallel decode engines, with and without placements of their own."""
-    ends = end_of(minutes)
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     settings = {
@@ -80,30 +78,28 @@ def ep_policies(
     journal = Journal(work / "ep_policies.jsonl", settings)
     experts = data.trace.decode_counts.shape[2]
     names = groups.split(",")
-    keys = [(turn, group, arm) for turn in range(rounds) for group in names for arm in ARMS]
-    if any(journal.get(_key(*key)) is None for key in keys):
-        with EpEngine(model, ranks=ranks, redundant=0, moves_a_slice=64, max_batch=workers * batch) as engine:
-            cases = {group: Case(data, group, workers, batch, rounds, ranks, seed) for group in names}
-            for turn, group, arm in keys:
-                go_on(ends)
-                if journal.get(_key(turn, group, arm)) is not None:
-                    continue
-                found = []
-                for mine, placement in cases[group].batches(arm, turn):
-                    chosen = [data.tokens[n][-PROMPT:] for n in mine]
-                    name = hashlib.sha256(mine.tobytes()).hexdigest()
-                    engine.place(placement, "none", np.ones((len(placement), experts)))
-                    engine.decode(chosen, 2, name=name)
-                    decoded = engine.decode(chosen, tokens, name=name)
-                    found.append(summary(decoded) | {"requests": mine.tolist()})
-                journal.put(_key(turn, group, arm), found)
+    cases = {group: Case(data, group, workers, batch, rounds, ranks, seed) for group in names}
+    keys = [(turn, group, *arm) for turn in range(rounds) for group in names for arm in ARMS]
+
+    def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
+        turn, group, policy, placement = key
+        found = []
+        for mine, rows in cases[group].batches((policy, placement), turn):
+            engine.place(rows, "none", np.ones((len(rows), experts)))
+            chosen = [data.tokens[n][-PROMPT:] for n in mine]
+            decoded = engine.decode(chosen, tokens, name=hashlib.sha256(mine.tobytes()).hexdigest())
+            found.append(summary(decoded) | {"requests": mine.tolist()})
+        return found
+
+    def started() -> EpEngine:
+        return EpEngine(model, ranks=ranks, redundant=0, moves_a_slice=64, max_batch=workers * batch)
+
+    found = in_turns(journal, keys, started, measure, minutes)
     rows = [
         row
         for group in names
         for row in policy_rows(
-            {arm: [journal.get(_key(turn, group, arm)) for turn in range(rounds)] for arm in ARMS},
-            group,
-            seed,
+            {arm: [found[turn, group, *arm] for turn in range(rounds)] for arm in ARMS}, group, seed
         )
     ]
     publish(
@@ -219,10 +215,6 @@ def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple
         for one in workers
         for number, answer in zip(one["requests"], one["answers"], strict=True)
     }
-
-
-def _key(turn: int, group: str, arm: tuple[str, str]) -> str:
-    return f"{turn}/{group}/{arm[0]}/{arm[1]}"
 
 
 def _fail(error: Exception) -> None:

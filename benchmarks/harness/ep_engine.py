@@ -32,7 +32,7 @@ class Decoded:
         move_s: of the slices of a migration between them; in all.
         experts_moved: by them, in all layers.
         slices, slices_left: of the migration, and how many of them the batch ended before.
-        log: int64[G, N, L, 4], what each rank did (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
+        log: int64[G, N, L, 5], what each rank did (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
         routed: int64[L, E], tokens of each expert, prefill too.
         placement: int64[L, P] at the end: a migration may not have come to its own. -1: an empty slot.
     """
@@ -90,7 +90,7 @@ class EpEngine:
         """Decode greedily so many tokens of each prompt, all at once.
 
         Args:
-            name: of these prompts; their KV blocks are read from the prefix cache after the first time.
+            name: of these prompts, whose KV blocks are in the prefix cache when they are measured.
             migrate_to: int[L, P]; from the first decode step on, a slice between two steps.
             load: float[L, E] that goes with it; None: as before.
         """
@@ -114,6 +114,7 @@ class EpEngine:
 _engine: Any
 _ranks: int
 _sent = 0
+_known: set[str] = set()  # names of prompts that were computed
 
 
 def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch: int) -> None:
@@ -169,6 +170,9 @@ def _decode(
     global _sent
     from vllm import SamplingParams
 
+    if name not in _known:
+        _known.add(name)
+        _decode(prompts, 2, name, None, None)
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     first = _sent + 1
     for prompt in prompts:

@@ -44,7 +44,27 @@ class FakeConfig:
     deployment_config: dict[str, Any] = field(default_factory=dict)
 
 
-class FakeEngine:
+class InProcess:
+    """Of protocol.Engine, what is alike where an engine has no processes: neither ranks nor a core."""
+
+    async def place_experts(
+        self, placement: ExpertPlacement, load: ArrayLike | None = None
+    ) -> dict[str, Any]:
+        """See protocol.Engine."""
+        raise Refused("this engine's experts cannot be moved", status=400)
+
+    def experts(self) -> dict[str, Any] | None:
+        """See protocol.Engine."""
+        return None
+
+    async def ping(self) -> None:
+        """See protocol.Engine."""
+
+    async def check_health(self) -> None:
+        """See protocol.Engine."""
+
+
+class FakeEngine(InProcess):
     """See protocol.Engine.
 
     A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`, as the request's body says. The events
@@ -112,16 +132,6 @@ class FakeEngine:
         layers, experts = self._config.signatures[0].shape
         return layers, experts
 
-    async def place_experts(
-        self, placement: ExpertPlacement, load: ArrayLike | None = None
-    ) -> dict[str, Any]:
-        """See protocol.Engine; it has no ranks."""
-        raise Refused("this engine's experts cannot be moved", status=400)
-
-    def experts(self) -> dict[str, Any] | None:
-        """See protocol.Engine."""
-        return None
-
     def kv_usage(self) -> float:
         """See protocol.Engine."""
         return 0.0
@@ -137,12 +147,6 @@ class FakeEngine:
     def status_of(self, error: Exception) -> int:
         """See protocol.Engine."""
         return 400 if isinstance(error, msgspec.DecodeError) else 500
-
-    async def ping(self) -> None:
-        """See protocol.Engine."""
-
-    async def check_health(self) -> None:
-        """See protocol.Engine."""
 
     async def stop(self) -> None:
         """See protocol.Engine."""

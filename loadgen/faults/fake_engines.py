@@ -17,13 +17,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
+from eldr_serve.engine.fake import InProcess
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.errors import Refused
-from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import pack_counts
 from loadgen.faults.virtual_time import Process
@@ -129,7 +128,7 @@ def _cut(tokens: Sequence[int]) -> list[tuple[int, ...]]:
 # -- engines -------------------------------------------------------------------------------------
 
 
-class BlockEngine:
+class BlockEngine(InProcess):
     """What both have of eldr_serve.engine.protocol.Engine.
 
     Args:
@@ -166,16 +165,6 @@ class BlockEngine:
         """See protocol.Engine."""
         return LAYERS, EXPERTS
 
-    async def place_experts(
-        self, placement: ExpertPlacement, load: ArrayLike | None = None
-    ) -> dict[str, Any]:
-        """See protocol.Engine; it has no ranks."""
-        raise Refused("this engine's experts cannot be moved", status=400)
-
-    def experts(self) -> dict[str, Any] | None:
-        """See protocol.Engine."""
-        return None
-
     def kv_usage(self) -> float:
         """See protocol.Engine."""
         return self.blocks.usage
@@ -192,12 +181,6 @@ class BlockEngine:
     def status_of(self, error: Exception) -> int:
         """See protocol.Engine."""
         return 500
-
-    async def ping(self) -> None:
-        """See protocol.Engine."""
-
-    async def check_health(self) -> None:
-        """See protocol.Engine."""
 
     async def stop(self) -> None:
         """See protocol.Engine."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tools.prometheus import total
@@ -141,6 +142,25 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
             return
         time.sleep(0.2)
     pytest.fail(f"not within {timeout_s} s: {what}")
+
+
+def pid_of(replica: str) -> int:
+    """Of its process, the parent of its engine's."""
+    from ray.util.state import list_actors
+
+    actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or ""))
+    pid: int = actor.pid
+    return pid
+
+
+def core_of(replica: str) -> int:
+    """The process of its engine's core, which schedules and computes."""
+    (core,) = (
+        child
+        for child in psutil.Process(pid_of(replica)).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    )
+    return core.pid
 
 
 def submit_job(dashboard: str, command: list[str], output: Path) -> Background:

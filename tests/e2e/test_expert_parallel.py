@@ -1,67 +1,37 @@
 """Decode by expert parallelism, behind the application: its answers are those of one plain engine.
 
-Also while an operator moves the experts.
+Also while an operator or a job moves the experts, and when a rank dies.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import re
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
-import ray
-from service import ROOT, wait_for
-from typer.testing import CliRunner
+from service import ADMIN_KEY, ROOT, Background, Service, core_of, wait_for
+from typer.testing import CliRunner, Result
 
 from benchmarks.harness.engines import our_arguments
 from benchmarks.harness.replay_engine import free_port
 from demo_model import WEIGHTS
 from demo_model.widen import widen
 from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.client import Client
 from eldr_serve.command import app
-from eldr_serve.serving.decode_router import actor_name, find
-from offline.live_placement import Planner, look
-from offline.placement.cost import LayerCost
+from tools.results import RESULTS
 
-KEY = "ep"
 PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, beside the demo's
-
-
-@pytest.fixture(scope="module")
-def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """deployments/cpu_demo_ep.yaml with one decode engine, beside the demo; its URL."""
-    from ray import serve
-
-    from eldr_serve.serving.app import build_app
-
-    model, port = tmp_path_factory.mktemp("ep") / "model", free_port()
-    widen(WEIGHTS, 32, model, heads=4)
-    arguments = our_arguments(ROOT / "deployments/cpu_demo_ep.yaml", model, decode_replicas=1)
-    for role, ports in PORTS.items():
-        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": ports}
-    arguments |= {"name": "ep", "ingress": {"port": port}, "admin_key": KEY}
-    serve.run(build_app(arguments), name="ep", route_prefix="/ep")
-    yield f"http://127.0.0.1:{port}"
-    serve.delete("ep")
-
-
-def test_greedy_answers_equal_the_single_engine(
-    expert_parallel: str, prompts: list[str], single_engine: dict[str, list[str]]
-) -> None:
-    with httpx.Client(base_url=expert_parallel, timeout=120) as client:
-        for prompt, expected in zip(prompts, single_engine["completions"], strict=True):
-            body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-            answer = client.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["text"] == expected
-        status = client.get("/eldr/status", headers={"Authorization": f"Bearer {KEY}"}).json()
-    assert status["counters"]["placed"] >= len(prompts)
-    assert status["counters"].get("signature_missing", 0) == 0
+LONG = {"model": "eldr-demo", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def placed(seed: int) -> ExpertPlacement:
@@ -71,52 +41,215 @@ def placed(seed: int) -> ExpertPlacement:
     return ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
 
 
-def test_experts_move_while_answers_run_and_change_none(
-    expert_parallel: str, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
+CONFIGURED = placed(100)
+
+
+@pytest.fixture(scope="module")
+def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """deployments/cpu_demo_ep.yaml beside the demo, with a placement of experts to start with."""
+    from ray import serve
+
+    from eldr_serve.serving.app import build_app
+
+    folder, port = tmp_path_factory.mktemp("ep"), free_port()
+    widen(WEIGHTS, 32, folder / "model", heads=4)
+    CONFIGURED.save(folder / "placement.json")
+    arguments = our_arguments(ROOT / "deployments/cpu_demo_ep.yaml", folder / "model")
+    for role, ports in PORTS.items():
+        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": ports}
+    decode = arguments["decode_config"]
+    decode["engine_kwargs"]["additional_config"]["eldr_experts"]["placement"] = str(folder / "placement.json")
+    # Serve replaces a dead replica when it next asks for its health.
+    decode["deployment_config"] |= {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 3}
+    arguments |= {"name": "ep", "ingress": {"port": port}, "admin_key": ADMIN_KEY}
+    serve.run(build_app(arguments), name="ep", route_prefix="/ep")
+    service = Service(f"http://127.0.0.1:{port}")
+    service.set_policy("round-robin")  # both engines answer
+    yield service
+    serve.delete("ep")
+
+
+def completed(service: Service, prompt: str) -> tuple[str, str]:
+    """(the decode replica, its greedy answer)."""
+    body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-eldr-decode-worker"], str(answer.json()["choices"][0]["text"])
+
+
+def held(service: Service) -> dict[str, dict[str, Any]]:
+    """What each decode replica holds."""
+    found: dict[str, dict[str, Any]] = service.status()["ingress"]["experts"]
+    return found
+
+
+def hold(service: Service, placement: str) -> bool:
+    """Whether both decode replicas hold it."""
+    return [str(found["placement"]) for found in held(service).values()] == [placement] * 2
+
+
+def command(service: Service, placement: ExpertPlacement, folder: Path, *options: str) -> Result:
+    """`eldr experts FILE`."""
+    placement.save(folder / "placement.json")
+    arguments = ["experts", str(folder / "placement.json"), "--url", service.url, *options]
+    return CliRunner().invoke(app, arguments, env={"ELDR_ADMIN_KEY": ADMIN_KEY})
+
+
+def test_greedy_answers_equal_the_single_engine(
+    expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    operator = Client(expert_parallel, KEY)
+    answers = [completed(expert_parallel, prompt) for prompt in prompts]
+    assert [text for _, text in answers] == single_engine["completions"]
+    assert len({replica for replica, _ in answers}) == 2
+    counters = expert_parallel.status()["counters"]
+    assert counters["placed"] >= len(prompts)
+    assert counters.get("signature_missing", 0) == 0
+    wait_for(lambda: hold(expert_parallel, CONFIGURED.id), "both say that they hold what is configured", 30)
 
-    def command(placement: ExpertPlacement) -> Any:
-        placement.save(tmp_path / "placement.json")
-        arguments = ["experts", str(tmp_path / "placement.json"), "--url", expert_parallel]
-        return CliRunner().invoke(app, arguments, env={"ELDR_ADMIN_KEY": KEY})
 
-    def put(placement: ExpertPlacement) -> dict[str, Any]:
-        done = command(placement)
+def test_experts_move_while_answers_run_and_change_none(
+    expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
+) -> None:
+    def put(placement: ExpertPlacement) -> dict[str, dict[str, Any]]:
+        done = command(expert_parallel, placement, tmp_path)
         assert done.exit_code == 0, done.output
-        (took,) = json.loads(done.stdout).values()
-        return dict(took)
+        took: dict[str, dict[str, Any]] = json.loads(done.stdout)
+        return took
 
-    def held() -> dict[str, Any]:
-        (found,) = operator.status()["ingress"]["experts"].values()
-        return dict(found)
+    def text(prompt: str) -> str:
+        return completed(expert_parallel, prompt)[1]
 
-    def completed(prompt: str) -> str:
-        body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-        answer = httpx.post(f"{expert_parallel}/v1/completions", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["choices"][0]["text"])
-
-    wait_for(lambda: operator.status()["ingress"]["experts"], "what the engine holds is known", 30)
-    before = held()
-    assert before["replica_bytes"] * 64 == before["weight_bytes"] * 16  # redundant_experts: 16
-    assert before["slices_left"] == 0
+    wait_for(lambda: len(held(expert_parallel)) == 2, "what the engines hold is known", 30)
+    before = held(expert_parallel)
+    for found in before.values():
+        assert found["replica_bytes"] * 64 == found["weight_bytes"] * 16  # redundant_experts: 16
+        assert found["slices_left"] == 0
     # Answers run from before the first swap to after the last.
     with ThreadPoolExecutor(len(prompts)) as clients:
-        answers = [clients.submit(completed, prompt) for prompt in prompts * 3]
+        answers = [clients.submit(text, prompt) for prompt in prompts * 3]
         swaps = [put(placed(seed)) for seed in range(3)]
         assert [answer.result() for answer in answers] == single_engine["completions"] * 3
     for seed, swap in enumerate(swaps):
-        assert swap["placement"] == placed(seed).id
-        assert swap["slices"] > 1
-    wait_for(lambda: held()["placement"] == placed(2).id, "the status names the new placement", 30)
-    assert held()["experts_moved"] == sum(swap["experts"] for swap in swaps)
+        assert set(swap) == set(before)
+        for took in swap.values():
+            assert took["placement"] == placed(seed).id
+            assert took["slices"] > 1
+    wait_for(lambda: hold(expert_parallel, placed(2).id), "the status names the new placement", 30)
+    for replica, found in held(expert_parallel).items():
+        moved = sum(swap[replica]["experts"] for swap in swaps)
+        assert found["experts_moved"] - before[replica]["experts_moved"] == moved
     wrong = ExpertPlacement(placed(0).physical_to_logical[1:], 2, 64, model="eldr-demo", method="drawn")
-    assert "5 layers of 80 slots, the model 6 of 80" in command(wrong).output
-    assert held()["placement"] == placed(2).id
-    # By itself, for the prompts that were prefilled last.
-    recent = ray.get(find(actor_name("ep")).recent_signatures.remote())
-    cost = LayerCost(fixed_s=0, per_expert_s=1e-5, per_token_s=1e-5)
-    assert "experts moved" in str(look(Planner(cost, 4, 64, 0.05, 0), operator, recent))
-    assert (completed(prompts[0]), completed(prompts[1])) == tuple(single_engine["completions"][:2])
-    wait_for(lambda: held()["placement"] != placed(2).id, "the status names the newest placement", 30)
+    assert "5 layers of 80 slots, the model 6 of 80" in command(expert_parallel, wrong, tmp_path).output
+    assert hold(expert_parallel, placed(2).id)
+
+
+def test_a_job_places_the_experts_for_the_newest_prompts(
+    expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
+) -> None:
+    texts = [completed(expert_parallel, prompt)[1] for prompt in prompts]
+    before, said = held(expert_parallel), tmp_path / "said.txt"
+    options = {
+        "cost": RESULTS / "layer_cost_cpu.json", "top-k": 4, "every": 600, "url": expert_parallel.url,
+        "application": "ep",
+    }  # fmt: skip
+    job = [sys.executable, "-m", "offline.live_placement", *(f"--{k}={v}" for k, v in options.items())]
+    with Background(job, said, {"RAY_ADDRESS": "auto", "ELDR_ADMIN_KEY": ADMIN_KEY}):
+        wait_for(lambda: "experts moved, placement" in said.read_text(), "the job has moved experts", 60)
+    found = re.search(r"placement (\w+)", said.read_text())
+    assert found is not None
+    assert found[1] not in {holds["placement"] for holds in before.values()}
+    wait_for(lambda: hold(expert_parallel, found[1]), "both hold the job's placement", 30)
+    assert texts == [completed(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended, be it that nobody has asked how."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Stream:
+    """A streamed completion, as far as it has come."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body = LONG | body
+        self.worker, self.text, self.events, self.error = "", "", 0, ""
+
+    async def read(self, service: Service) -> None:
+        """To its end."""
+        async with (
+            httpx.AsyncClient(timeout=200) as client,
+            client.stream("POST", f"{service.url}/v1/completions", json=self._body) as response,
+        ):
+            assert response.status_code == 200
+            self.worker = response.headers["x-eldr-decode-worker"]
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    self.error = event.get("error", {}).get("type", "")
+                    self.text += "" if self.error else event["choices"][0]["text"]
+                    self.events += 1
+
+
+async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
+    expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """In the middle of streams and of a swap; the engine in its place has the configured placement."""
+    bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts[:5]]
+    bodies.append({"prompt": prompts[5], "presence_penalty": 0.5})  # which no other engine can go on with
+    whole = [Stream(body) for body in bodies]
+    await asyncio.gather(*(stream.read(expert_parallel) for stream in whole))
+    for stream, known in zip(whole[:5], single_engine["completions"], strict=False):
+        assert stream.text.startswith(known)
+    assert (await asyncio.to_thread(command, expert_parallel, placed(7), tmp_path)).exit_code == 0
+    before = (await asyncio.to_thread(expert_parallel.status))["counters"]
+    engines = {replica: psutil.Process(core_of(replica)) for replica in held(expert_parallel)}
+
+    streams = [Stream(body) for body in bodies]
+    reading = [asyncio.create_task(stream.read(expert_parallel)) for stream in streams]
+    while min(stream.events for stream in streams) < 20:
+        await asyncio.sleep(0.02)
+    assert not any(task.done() for task in reading)
+    victim = streams[-1].worker
+    assert victim in {stream.worker for stream in streams[:-1]}
+    core = engines[victim]
+    ranks = [child for child in core.children() if "Worker" in " ".join(child.cmdline())]
+    assert len(ranks) == 2
+    os.kill(ranks[-1].pid, signal.SIGSTOP)  # so that what is under way stays so
+    swap = asyncio.create_task(
+        asyncio.to_thread(command, expert_parallel, placed(8), tmp_path, "--replica", victim)
+    )
+    await asyncio.sleep(0.5)
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+
+    await asyncio.gather(*reading)
+    assert [stream.text for stream in streams[:-1]] == [stream.text for stream in whole[:-1]]
+    assert not any(stream.error for stream in streams[:-1])
+    assert streams[-1].error == "engine_lost"
+    assert whole[-1].text.startswith(streams[-1].text)
+    refused = await swap
+    assert refused.exit_code != 0
+    assert victim in refused.output
+
+    def since(name: str) -> int:
+        found: int = expert_parallel.status()["counters"].get(name, 0) - before.get(name, 0)
+        return found
+
+    wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "what was lost is counted", 10)
+    wait_for(lambda: not any(map(runs, (core, *ranks))), "no process of the engine is left", 30)
+
+    def replaced() -> bool:
+        workers = {worker["replica"] for worker in expert_parallel.status()["workers"]}
+        return len(workers) == 2 and victim not in workers and held(expert_parallel).keys() == workers
+
+    await asyncio.to_thread(wait_for, replaced, "Serve has replaced the engine", 240)
+    wait_for(expert_parallel.whole, "the new engine is warm", 120)
+    (new,) = held(expert_parallel).keys() - {stream.worker for stream in streams}
+    holds = {name: found["placement"] for name, found in held(expert_parallel).items()}
+    assert holds.pop(new) == CONFIGURED.id
+    assert list(holds.values()) == [placed(7).id]
+    answers = [completed(expert_parallel, prompt) for prompt in prompts]
+    assert [text for _, text in answers] == single_engine["completions"]
+    assert new in {replica for replica, _ in answers}

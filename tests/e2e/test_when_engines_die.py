@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from service import Service, wait_for
+from service import Service, core_of, pid_of, wait_for
 
 from loadgen import application
 from loadgen.faults import processes
@@ -143,25 +143,6 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer
     assert victim not in {w["replica"] for w in service.status()["workers"]}
     answer = service.client.completions.create(model="eldr-demo", prompt="after all", max_tokens=5)
     assert answer.usage is not None
-
-
-def pid_of(replica: str) -> int:
-    """Of its process, the parent of its engine's."""
-    from ray.util.state import list_actors
-
-    actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or ""))
-    pid: int = actor.pid
-    return pid
-
-
-def core_of(replica: str) -> int:
-    """The process of its engine's core, which schedules and computes."""
-    (core,) = (
-        child
-        for child in psutil.Process(pid_of(replica)).children(recursive=True)
-        if "EngineCore" in " ".join(child.cmdline())
-    )
-    return core.pid
 
 
 def decodes(service: Service) -> set[str]:

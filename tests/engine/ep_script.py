@@ -201,12 +201,14 @@ def compiled(model: str, expected: Path) -> None:
 
 def check_log(session: Session) -> None:
     """Every pair of a token and an expert is served by one rank."""
+    from eldr_serve.engine.vllm.ep.layer import LOGGED
+
     (end, mine), (_, theirs) = session.ask("batches", 0)
     mine, theirs = np.array(mine), np.array(theirs)
-    assert mine.shape == (end, LAYERS, 4)
+    assert mine.shape == (end, LAYERS, len(LOGGED))
     assert np.array_equal(mine[..., 0], theirs[..., 0])
     assert np.array_equal(mine[..., 2] + theirs[..., 2], mine[..., 0] * tiny_model.TOP_K)
-    assert (mine[..., 3] <= mine[..., 2]).all()
+    assert (mine[..., 3] + mine[..., 4] <= mine[..., 2]).all()
     assert np.array_equal(
         np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * mine[..., 0].sum(axis=0)
     )

@@ -2,18 +2,84 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.ep_engine import PHASES, choice_rows, disjoint, shift_rows, spread
+from benchmarks.ep_engine import PHASES, choice_rows, shift_rows, spread
+from benchmarks.harness.ep_engine import Decoded
+from benchmarks.harness.ep_turns import SKIPPED, disjoint, in_turns, summary
 from eldr_serve.expert_placement import placement_id
+from tools.cli import BadInput
+from tools.journal import Journal
 
 
 def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:
-    figures = {"experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0}
+    figures = {
+        "experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9,
+    }  # fmt: skip
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
+
+
+class Engine:
+    """A context, as an engine is, that counts its starts."""
+
+    started = 0
+
+    def __enter__(self) -> Engine:
+        self.started += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_arms_take_turns_and_what_the_journal_has_is_not_measured_again(tmp_path: Path) -> None:
+    engine: Any = Engine()
+    keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
+    asked: list[tuple[int, str]] = []
+
+    def measure(running: Any, key: tuple[int, str]) -> str:
+        assert running is engine
+        asked.append(key)
+        if len(asked) == 3:
+            raise BadInput("the engine died")
+        return f"{key[1]}{key[0]}"
+
+    def turns(minutes: float | None) -> dict[tuple[int, str], str]:
+        return in_turns(Journal(tmp_path / "j.jsonl", {"seed": 0}), keys, lambda: engine, measure, minutes)
+
+    with pytest.raises(BadInput, match="died"):
+        turns(None)
+    assert asked == keys[:3]
+    assert list(Journal.read(tmp_path / "j.jsonl")) == ["0/a", "0/b"]
+    with pytest.raises(BadInput, match="time is up"):
+        turns(0.0)
+    assert turns(None) == {(0, "a"): "a0", (0, "b"): "b0", (1, "a"): "a1", (1, "b"): "b1"}
+    assert asked == [*keys[:3], *keys[2:]]
+    assert engine.started == 3
+    turns(0.0)  # nothing is left to measure
+    assert engine.started == 3
+
+
+def test_a_batch_is_told_by_its_steps_ranks_and_layers() -> None:
+    steps, layers = 4, 3
+    # tokens, activated, pairs, pairs at home, guests of two ranks
+    log = np.array([[8, 5, 10, 6, 2], [8, 7, 6, 3, 6]])[:, None, None] * np.ones((steps, layers, 1), int)
+    log[:, :SKIPPED] = 99
+    seconds = np.array([9.0, 9.0, 0.010, 0.030])
+    answers = np.arange(10).reshape(2, 5)
+    found = summary(Decoded(answers, seconds, 0, 0, 0, 0, log, answers, answers))
+    hashes = found.pop("answers")
+    assert len(set(hashes)) == 2
+    assert found == pytest.approx(
+        {
+            "step_ms": 20, "steps": 4, "worst_rank_experts": 7, "experts_all_ranks": 12,
+            "worst_rank_pairs": 10, "away_pct": 100 * 7 / 16, "moved_a_token": 1.0,
+        }
+    )  # fmt: skip
 
 
 def test_batches_share_a_request_only_when_there_are_no_others() -> None:
@@ -45,6 +111,7 @@ def test_a_choice_is_held_against_no_replicas_and_against_even_spread() -> None:
     assert metro["even_pct"] == pytest.approx(-25)
     assert metro["even_experts_pct"] == pytest.approx(100 * (9 / 13 - 1))
     assert even["none_experts_pct"] == pytest.approx(30)
+    assert (base["moved_a_token"], metro["none_moved_pct"]) == pytest.approx((0.9, 0))
     assert [row["requests_equal_pct"] for row in (base, even)] == [100, 100]
     assert metro["requests_equal_pct"] == pytest.approx(500 / 6)
     assert "even_pct" not in base

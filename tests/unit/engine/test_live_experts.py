@@ -241,6 +241,34 @@ def test_an_engine_says_what_its_ranks_hold_and_refuses_two_swaps(alone: None) -
     asyncio.run(swapped())
 
 
+def test_after_a_cancelled_swap_an_engine_says_where_the_experts_are(alone: None) -> None:
+    experts, moved = started(), asyncio.Event()
+    call = call_on(experts)
+
+    async def held_up(method: str, args: tuple[Any, ...]) -> list[Any]:
+        answers: list[Any] = await call(method, args)
+        if args[0] == "move":
+            moved.set()
+            await asyncio.Event().wait()
+        return answers
+
+    async def cancelled() -> None:
+        held, wanted = HeldExperts(held_up), placed(placements(5)[0])
+        await held.look()
+        before = held.status["placement"]
+        swap = asyncio.create_task(held.place(wanted))
+        await moved.wait()
+        swap.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        assert held.status["placement"] == placement_id(experts.placement(), 1)
+        assert held.status["placement"] not in (before, wanted.id)
+        assert held.status["slices_left"] == 0
+        assert held.status["experts_moved"] == MOST
+
+    asyncio.run(cancelled())
+
+
 def test_an_engine_without_ranks_of_ours_says_so() -> None:
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         return ["this engine's experts cannot be moved"]
@@ -284,6 +312,25 @@ def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(experts.placement(), before)
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_what_a_rank_serves_is_logged(tokens: int) -> None:
+    """Against brute force: 3 ranks, on which the batch's tokens live in equal blocks."""
+    ranks, rng = 3, np.random.default_rng(tokens)
+    batch = np.stack([rng.choice(EXPERTS, 3, replace=False) for _ in range(tokens)])
+    for rank in range(ranks):
+        layer = LayerExperts(
+            [torch.zeros(3, 1)], slots=9, num_experts=EXPERTS, topology=Topology(ranks=ranks), rank=rank,
+            rule="metro",
+        )  # fmt: skip
+        layer.put(np.array([0, 1, 2, 2, 3, 4, 4, 5, 0]))
+        here = layer.local_slots(torch.from_numpy(batch)).numpy() >= 0
+        at_home = np.array([token * ranks // tokens == rank for token in range(tokens)])
+        logged = layer.log[0].tolist()
+        assert logged[0] == tokens
+        assert logged[2:] == [here.sum(), here[at_home].sum(), here[~at_home].any(axis=1).sum()]
+        assert logged[1] == len(set(batch[here]))
+
+
 def test_batches_are_told_once_and_the_oldest_are_forgotten(alone: None) -> None:
     experts = started()
     asyncio.run(swap_placement(call_on(experts), placed(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)))))
@@ -292,7 +339,9 @@ def test_batches_are_told_once_and_the_oldest_are_forgotten(alone: None) -> None
             layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
     end, found = experts.batches(0)
     assert (end, len(found)) == (KEPT + 2, KEPT)
-    assert found[-1] == [[4, 2, 8, 8]] * LAYERS  # 4 tokens, both replicas of expert 0, 8 pairs, all at home
+    assert (
+        found[-1] == [[4, 2, 8, 8, 0]] * LAYERS
+    )  # 4 tokens, both replicas of expert 0, 8 pairs, all at home
     assert experts.routed() == [[2 * (1 + 2 + 3) + 8 * (KEPT - 1), 0, 0, 0, 0, 0]] * LAYERS
     assert experts.batches(end) == (end, [])
     assert len(experts.batches(end - 2)[1]) == 2

@@ -51,9 +51,10 @@ class HeldExperts:
         except PlacementError as error:
             raise Refused(str(error), status=400) from error
         finally:
-            self._swapping = False
-            self.status["slices_left"] = 0
-        await self.look()
+            try:
+                await self.look()  # a swap that was cancelled has moved some
+            finally:
+                self._swapping = False
         return {
             "placement": self.status["placement"], "slices": swapped.slices, "experts": swapped.experts,
             "received_bytes": swapped.received_bytes, "seconds": swapped.seconds,

@@ -14,9 +14,9 @@ from eldr_serve.experts.replica_choice import ReplicaChoice, make_choice
 
 Ints = NDArray[np.int64]
 KEPT = 4096  # batches of the log; the oldest go first
-# Of each batch: its tokens, and of this rank the slots with a token, the pairs of a token and an expert, and
-# those of them whose token lives here, if tokens live on the ranks in equal blocks.
-LOGGED = ("tokens", "activated", "pairs", "pairs_at_home")
+# Of each batch: its tokens, and of this rank the slots with a token, the pairs of a token and an expert, of
+# them those whose token lives here, if tokens live on the ranks in equal blocks, and tokens of other ranks.
+LOGGED = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
 
 
 class LayerExperts:
@@ -66,8 +66,12 @@ class LayerExperts:
         local = torch.where(here, local, -1)
         load = torch.bincount(local.reshape(-1) + 1, minlength=self.size + 1)[1:]
         tokens, ranks = len(experts), self.topology.ranks
-        home = here[-(-self.rank * tokens // ranks) : -(-(self.rank + 1) * tokens // ranks)]
-        self.log[self.batches % KEPT] = tokens, int((load > 0).sum()), int(load.sum()), int(home.sum())
+        home = slice(-(-self.rank * tokens // ranks), -(-(self.rank + 1) * tokens // ranks))
+        served = here.any(dim=1)
+        self.log[self.batches % KEPT] = (
+            tokens, int((load > 0).sum()), int(load.sum()), int(here[home].sum()),
+            int(served.sum() - served[home].sum()),
+        )  # fmt: skip
         self.routed += torch.bincount(experts.reshape(-1), minlength=self.num_experts)
         self.batches += 1
         return local
