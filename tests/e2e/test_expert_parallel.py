@@ -31,7 +31,7 @@ from eldr_serve.command import app
 from tools.results import RESULTS
 
 PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, beside the demo's
-LONG = {"model": "eldr-demo", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def placed(seed: int) -> ExpertPlacement:
