@@ -19,7 +19,7 @@ from tools.trace import CalibrationTrace
 
 
 def fit(
-    trace: Annotated[Path, typer.Option(help="CalibrationTrace file, from offline.calibrate.")],
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace file, from `eldr calibrate`.")],
     workers: Annotated[int, typer.Option(min=1, help="Decode workers K, one centroid each.")],
     out: Annotated[Path, typer.Option(help="RoutingTable file to write (safetensors).")],
     report: Annotated[Path | None, typer.Option(help="Write what the fit found (JSON).")] = None,

@@ -34,13 +34,19 @@ class Comparison:
         self._clock = clock
         self._shadow: Shadow | None = None
         self._names: dict[str, Any] = {}
+        self._against_itself = False
         self._failed: str | None = None
         self._past: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
 
     def begin(self, settings: Settings, policy: Policy | None, cost: StepCost | None) -> None:
-        """Compare under these settings from now on; `policy` is the shadow's, None for none."""
-        if self._shadow is not None and (result := _result(self._shadow)) is not None:
-            self._past.append(self._names | result)
+        """Compare under these settings from now on; `policy` is the shadow's, None for none.
+
+        The comparison before is remembered where it priced a token, but for that of a policy with itself, as
+        there is one whenever `eldr compare` comes to the policy that is the shadow.
+        """
+        if self._shadow is not None and not self._against_itself:
+            if (result := _result(self._shadow)) is not None:
+                self._past.append(self._names | result)
         self._failed, self._shadow, self._names = None, None, {}
         if policy is not None and settings.shadow is not None:
             self._shadow = Shadow(policy, table_version=settings.table_version, clock=self._clock)
@@ -50,6 +56,8 @@ class Comparison:
                 "live": {"name": settings.policy, "parameters": settings.parameters},
                 "shadow": asdict(settings.shadow),
             }
+            live = self._placer.policy
+            self._against_itself = type(policy) is type(live) and policy.parameters == live.parameters
         self._placer.set_shadow(self._shadow)
 
     def observe_steps(self, steps: StepSums) -> None:

@@ -37,7 +37,7 @@ class PrefillRouterOptions(BaseModel):
         gt=0,
         le=1,
         description="a replica with more than this share of its KV blocks in use takes no new prompt; 1: no "
-        "bound. Needs `log_engine_metrics`",
+        "bound. With `disable_log_stats` there is none",
     )
 
 

@@ -359,6 +359,15 @@ def test_spans_are_of_requests_and_need_the_statistics() -> None:
         engine_kwargs("prefill", disable_log_stats=True, **spans)  # type: ignore[arg-type]
 
 
+def test_an_engine_without_statistics_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    engine_kwargs("calibrate", disable_log_stats=True)
+    engine_kwargs("decode", disable_log_stats=False)
+    assert not caplog.records
+    assert engine_kwargs("decode", disable_log_stats=True)["disable_log_stats"]
+    (warned,) = caplog.messages
+    assert "the decode engine has disable_log_stats" in warned
+
+
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 

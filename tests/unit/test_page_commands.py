@@ -20,7 +20,7 @@ from busy_router import E, L, busy_actor, served
 from ingress_app import KEY
 from shipped import ROOT
 from tables import unit_table
-from test_pages import PAGES
+from test_pages import PAGES, code_lines
 from traces import synthetic_trace
 from typer.testing import CliRunner
 
@@ -28,8 +28,10 @@ from eldr_serve.command import app
 from eldr_serve.routing import StepCost
 from eldr_serve.serving.messages import NamedPolicy
 
-_FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_PROGRAMS = ("eldr", "make", "python", "curl", "locust", "serve", "ray", "kubectl", "helm", "pip", "git")
+_PROGRAMS = (
+    "eldr", "make", "python", "curl", "locust", "serve", "ray", "kubectl", "helm", "podman", "haproxy", "pip",
+    "git", "chrt",
+)  # fmt: skip
 
 # Beginning of a command line -> the test that runs the command.
 BY_A_TEST = {
@@ -88,6 +90,10 @@ BY_A_TEST = {
     "eldr simulate --config scenario.yaml --cost": (
         "tests/e2e/test_foreign_application.py",
         "test_simulations_run_in_parallel_as_they_do_one_by_one",
+    ),
+    "haproxy": (
+        "tests/unit/serving/test_front.py",
+        "",
     ),
     "locust": (
         "tests/unit/loadgen/test_locust.py",
@@ -156,6 +162,11 @@ BY_NONE = {
     "kubectl": "needs a cluster",
     "helm": "needs a cluster",
     "git": "another repository",
+    "podman": "there is no container engine where we work",
+    "chrt": "a priority that only root may set; `python -m benchmarks.ep_layer` above is what runs under it",
+    "python -m venv router-venv": "a download",
+    "python -m benchmarks.peers": "plain vLLM servers for an hour; its parts are in test_benchmarks.py",
+    "python -m benchmarks.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
     "python -m benchmarks.stream_faults": "2,000 streams and minutes; its results are committed",
     "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; not run yet, as its page says",
@@ -178,12 +189,11 @@ ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
 def shown() -> Iterator[str]:
     """Each command line of a page's blocks."""
     for page in PAGES:
-        for block in _FENCED.findall(page.read_text()):
-            for line in block.replace("\\\n", " ").splitlines():
-                for part in re.split(r"&&|\s--\s|^\$ |(?<=\s)#\s", line.removeprefix("$ ")):
-                    words = part.split()
-                    if words and words[0] in _PROGRAMS and (words[0] != "python" or "-m" in words[:2]):
-                        yield " ".join(words)
+        for line in code_lines(page):
+            for part in re.split(r"&&|\s--\s|^\$ |(?<=\s)#\s", line.removeprefix("$ ")):
+                words = part.split()
+                if words and words[0] in _PROGRAMS and (words[0] != "python" or "-m" in words[:2]):
+                    yield " ".join(words)
 
 
 def where(line: str) -> str | None:

@@ -11,6 +11,23 @@ from shipped import ROOT
 README = ROOT / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "demo_model/README.md"]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+_INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
+_NUMBER = re.compile(r"^ *(?:#+ )?\d+\. ")
+_TWO_SENTENCES = re.compile(r"[.?!] +(?=[A-Z`*\[])")
+
+
+def code_lines(page: Path) -> list[str]:
+    """Lines of its blocks of code, fenced or indented by four; a command that goes on is one line."""
+    text = page.read_text()
+    blocks = [*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))]
+    return [line.strip() for line in "\n".join(blocks).replace("\\\n", " ").splitlines()]
+
+
+def test_code_is_found_in_lists_and_without_a_fence(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("- so:\n\n  ```\n  eldr a\n  ```\n\nor\n\n    eldr b \\\n        --c\n\nthen\n")
+    assert [line.split() for line in code_lines(page)] == [["eldr", "a"], ["eldr", "b", "--c"]]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -24,6 +41,8 @@ def test_a_page_is_narrow_and_its_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     free = () if page == README else ("|", "<!--")
     assert not [line for line in text.splitlines() if len(line) > 110 and not line.startswith(free)]
+    prose = [_NUMBER.sub("", line) for line in _FENCED.sub("", text).splitlines() if not line.startswith("|")]
+    assert not [line for line in prose if _TWO_SENTENCES.search(line)]
     for link in _LINK.findall(text):
         if link.startswith(("http:", "https:")):
             continue

@@ -36,7 +36,8 @@ def engine_kwargs(
         overrides: any further engine arguments; they win, but for `kv_transfer_config`, whose keys
             are laid over ours, and `speculative_config`, which serves engines that decode. A prefill engine
             keeps it where the drafter has a KV cache, since NIXL wants that equal on both sides. A
-            calibrating engine, whose prompts are no requests, makes no spans.
+            calibrating engine, whose prompts are no requests, makes no spans. `disable_log_stats` is
+            warned of, but where an engine calibrates.
 
     Raises:
         ValueError: an unknown role.
@@ -57,6 +58,8 @@ def engine_kwargs(
             "engine_kwargs has otlp_traces_endpoint and disable_log_stats; vLLM makes its spans of the "
             "statistics that the second one switches off"
         )
+    elif overrides.get("disable_log_stats"):
+        logger.warning("the %s engine has disable_log_stats: its steps and KV use are not known", role)
     asynchronous = overrides.get("async_scheduling", role != "calibrate" and method not in _SYNCHRONOUS)
     transfer = {
         "kv_connector": "EldrConnector",

@@ -99,7 +99,7 @@ class VllmEngine:
         return Prefilled(np.asarray(ids, np.uint32), made.kv_transfer_params or {})
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """See protocol.Engine; without the engine's stats, or after another engine, the time is not known."""
+        """See protocol.Engine; under `disable_log_stats`, or after another engine, the time is not known."""
         called_s = time.monotonic()
         if signatures.asked(request.id):
             request = replace(request, kv={REQUEST: request.id})
@@ -140,7 +140,7 @@ class VllmEngine:
         return _waited(single, called_s)
 
     async def signature(self, request_id: str) -> tuple[int, str]:
-        """See protocol.Engine; never returns where the engine's stats are not logged."""
+        """See protocol.Engine; never returns under `disable_log_stats`."""
         return await signatures.of(request_id)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:

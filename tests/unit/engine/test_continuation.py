@@ -173,4 +173,4 @@ async def test_an_answer_tells_how_long_it_has_waited_for_its_first_step(method:
     frames = await answer(method, fields, client=Stamped(scripted))
     assert frames.waited_s is not None
     assert 0 < frames.waited_s - 1000 < 100  # what goes before the last output counts, here alone
-    assert (await answer(method, fields)).waited_s is None  # the engine's stats are not logged
+    assert (await answer(method, fields)).waited_s is None  # as under disable_log_stats

@@ -71,6 +71,17 @@ def test_each_change_begins_a_comparison_and_the_one_before_is_remembered() -> N
     assert past[-1]["live"] == {"name": "locality-band", "parameters": {"band": 0.3}}
 
 
+def test_a_policy_against_itself_is_not_remembered() -> None:
+    state = make(policy="shortest-queue", shadow=NamedPolicy("locality-band", {"band": 0.3}))
+    turns = [("locality-band", {"band": 0.3, "max_load_ratio": None}), ("locality-band", {}), ("random", {})]
+    for number, (policy, parameters) in enumerate(turns):  # as `eldr compare` does, the first is the shadow
+        busy(state, f"request{number}")
+        assert tokens_of(state)
+        state.set_policy(policy, parameters)
+    past = [found["live"] for found in state.status()["comparison"]["past"]]
+    assert past == [{"name": "shortest-queue", "parameters": {}}, {"name": "locality-band", "parameters": {}}]
+
+
 def test_a_new_shadow_leaves_what_the_live_policy_has_learnt() -> None:
     state = make(policy="marginal-cost", table=None)
     busy(state, "a")
