@@ -69,7 +69,8 @@ class _Nodes:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 4, "resources": {"ingress": 4.0}, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        # Nodes that come back are started beside the load, in a thread, where Ray's exit hooks cannot be set.
+        self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         self.engines = [self._engine_node() for _ in range(_NODES)]
 
     def _engine_node(self) -> Any:
