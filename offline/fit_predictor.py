@@ -20,7 +20,7 @@ from tools.trace import CalibrationTrace
 
 def fit_predictor(
     trace: Annotated[
-        Path, typer.Option(help="CalibrationTrace file with token ids, from offline.calibrate.")
+        Path, typer.Option(help="CalibrationTrace file with token ids, from `eldr calibrate`.")
     ],
     out: Annotated[Path, typer.Option(help="SignaturePredictor file to write (safetensors).")],
     rank: Annotated[
