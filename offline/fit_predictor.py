@@ -19,9 +19,7 @@ from tools.trace import CalibrationTrace
 
 
 def fit_predictor(
-    trace: Annotated[
-        Path, typer.Option(help="CalibrationTrace file with token ids, from offline.calibrate.")
-    ],
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace file with token ids, from `eldr calibrate`.")],
     out: Annotated[Path, typer.Option(help="SignaturePredictor file to write (safetensors).")],
     rank: Annotated[
         int, typer.Option(min=1, help="Numbers a token id; the file has 4 x rank bytes for each token id.")

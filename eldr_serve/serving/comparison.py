@@ -44,9 +44,9 @@ class Comparison:
         The comparison before is remembered where it priced a token, but for that of a policy with itself, as
         there is one whenever `eldr compare` comes to the policy that is the shadow.
         """
-        if self._shadow is not None and not self._against_itself:
-            if (result := _result(self._shadow)) is not None:
-                self._past.append(self._names | result)
+        ended = None if self._shadow is None or self._against_itself else _result(self._shadow)
+        if ended is not None:
+            self._past.append(self._names | ended)
         self._failed, self._shadow, self._names = None, None, {}
         if policy is not None and settings.shadow is not None:
             self._shadow = Shadow(policy, table_version=settings.table_version, clock=self._clock)

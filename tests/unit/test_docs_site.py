@@ -124,7 +124,7 @@ def _known(words: list[str]) -> bool:
     named = [word for word in words[2:] if not word.startswith("-") and word != "..."]
     if words[1] == "bench":
         return {*named} <= {*NAMES, "NAME", "all"}
-    return not named or {*named[1:2]} <= PAPERS.get(named[0], {}).keys()
+    return not named or {*named[1:2]} - {"FIGURE"} <= PAPERS.get(named[0], {}).keys()
 
 
 @pytest.mark.slow

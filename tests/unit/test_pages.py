@@ -21,7 +21,8 @@ def code_lines(page: Path) -> list[str]:
     """Lines of its blocks of code, fenced or indented by four; a command that goes on is one line."""
     text = page.read_text()
     blocks = [*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))]
-    return [line.strip() for line in "\n".join(blocks).replace("\\\n", " ").splitlines()]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def test_code_is_found_in_lists_and_without_a_fence(tmp_path: Path) -> None:
