@@ -343,7 +343,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _policy(found: dict[str, Any]) -> str:
-    return f"{found['policy']} ({_line(found.get('parameters', {}))})"
+    return f"{found['policy']} ({_line(found.get('parameters', {}))})".removesuffix(" ()")
 
 
 def _saving(now: dict[str, Any]) -> str:
@@ -359,11 +359,17 @@ def _saving(now: dict[str, Any]) -> str:
 
 
 def _line(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if not isinstance(value, dict):
         return str(value)
-    return ", ".join(
-        f"{key} {f'({_line(item)})' if isinstance(item, dict) else item}" for key, item in value.items()
-    )
+    return ", ".join(f"{key} {_item(item)}" for key, item in value.items())
+
+
+def _item(value: Any) -> str:
+    if not isinstance(value, dict):
+        return _line(value)
+    return f"({_line(value)})" if value else "none"
 
 
 if __name__ == "__main__":

@@ -42,6 +42,6 @@ def _clause(row: dict[str, Any], key: str, rounds: int) -> str:
         return f"{name} was not measured"
     if rounds < 2 or low is None or high is None:
         which = "one round has" if rounds < 2 else "there is"
-        return f"{name} {change:+.1f} % {against}, nobody knows how sure: {which} no interval"
+        return f"{name} {change:+.1f} % {against} (how sure is not known: {which} no interval)"
     verdict = "better" if high < 0 else "worse" if low > 0 else "no difference that these rounds can tell"
     return f"{name} {verdict}, {change:+.1f} % [{low:+.1f}, {high:+.1f}] {against}"

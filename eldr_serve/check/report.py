@@ -100,7 +100,7 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         "scales by": _scale(scaling) if scaling else "nothing",
         "health check": f"every {options.get('health_check_period_s', 10)} s, "
         f"within {options.get('health_check_timeout_s', 10)} s",
-        "time to drain": f"{options.get('graceful_shutdown_timeout_s')} s",
+        "time to drain": f"{float(options.get('graceful_shutdown_timeout_s', 0)):g} s",
     }
 
 
@@ -111,10 +111,10 @@ def _scale(scaling: dict[str, Any]) -> str:
 
 
 def _ingress(deployment: Deployment, placed: Placed) -> str:
-    name, port = deployment.ingress.name, deployment.args.ingress.port
+    name, port, count = deployment.ingress.name, deployment.args.ingress.port, deployment.ingress.count
     own = f", port {port} on each" if port is not None else ""
     return (
-        f"{name}: {deployment.ingress.count} replicas on {_nodes(name, placed)}{own}; "
+        f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placed)}{own}; "
         f"Serve's proxy at port {deployment.proxy_port}"
     )
 

@@ -299,6 +299,8 @@ async def test_commands_of_the_pages_that_operate_a_service_run_as_they_stand(fo
                 continue  # somebody's own
             done = await asyncio.to_thread(eldr, line, "--url", root, ELDR_ADMIN_KEY=KEY)
             assert done.exit_code == 0, f"{line}: {done.output}"
+            if line == "eldr status":
+                assert not re.search(r"\.\d{8}|\(\)", done.output)  # to be read
         assert actor.state.settings.table_version == 1
         assert actor.state.settings.policy in ("shortest-queue", "locality-band")
         for line in sorted(of("curl -X"), reverse=True):  # PUT, then DELETE
