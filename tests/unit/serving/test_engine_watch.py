@@ -204,7 +204,7 @@ async def test_time_in_which_the_replica_itself_did_not_run_does_not_count(
     asked = server._engine.pings
     call = generate(channel)
     await settled(lambda: server._engine.pings > asked)
-    time.sleep(5 * LIMIT_S)  # noqa: ASYNC251 - the whole loop stands still
+    time.sleep(5 * LIMIT_S)  # the whole loop stands still
     await asyncio.sleep(0.02)  # the timer that is late comes first
     server._engine.runs.set()
     assert await call.read()
