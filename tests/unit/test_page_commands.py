@@ -169,7 +169,7 @@ BY_NONE = {
     "python -m benchmarks.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
     "python -m benchmarks.stream_faults": "2,000 streams and minutes; its results are committed",
-    "python -m benchmarks.lost_nodes": "three Ray nodes and Redis, for minutes; no figures yet, as its page says",
+    "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; no figures yet, as its page says",
     "python -m offline.live_refit": "a job without an end; its decisions are in test_live_refit.py",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }
