@@ -101,7 +101,7 @@ def test_the_status_shows_the_decode_queue_and_what_the_live_policy_saves() -> N
         service.more_status = state.status()
         said = " ".join(eldr("status", "--url", service.url).stdout.split())
         now = service.more_status["comparison"]["now"]
-        assert "decode queue size 0, oldest_wait_s 0.0" in said
+        assert "decode queue size 0, oldest_wait_s 0 " in said
         assert f"{now['change_pct']:+.1f} % [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}], over" in said
         assert f"over {now['tokens']} tokens" in said
         now["tokens"] = None
