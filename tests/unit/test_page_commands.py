@@ -143,9 +143,17 @@ BY_A_TEST = {
         "tests/unit/tools/test_monitoring.py",
         "test_the_repository_has_what_the_command_writes",
     ),
+    "python -m tools.monitoring.draw": (
+        "tests/unit/tools/test_draw_dashboards.py",
+        "test_the_command_writes_a_picture_of_each",
+    ),
     "python -m tools.screenshots": (
         "tests/unit/serving/test_live_page.py",
         "test_screenshots_are_small_and_fit_each_width",
+    ),
+    "serve run": (
+        "tests/e2e/test_own_model.py",
+        "test_served_it_is_calibrated_compared_watched_and_stopped",
     ),
     "ray job submit": (
         "tests/e2e/test_serving.py",
@@ -158,7 +166,6 @@ BY_NONE = {
     "make test": "that is the suite",
     "make lint": "that is the CI's",
     "pip install": "a download; `make test-package` installs the wheel with its dependencies",
-    "serve run": "Ray's own command; tests/e2e builds each file's application",
     "kubectl": "needs a cluster",
     "helm": "needs a cluster",
     "git": "another repository",
@@ -169,7 +176,8 @@ BY_NONE = {
     "python -m benchmarks.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
     "python -m benchmarks.stream_faults": "2,000 streams and minutes; its results are committed",
-    "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; no figures yet, as its page says",
+    "python -m benchmarks.scaling": "six engines and minutes; its results are committed",
+    "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_refit": "a job without an end; its decisions are in test_live_refit.py",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }

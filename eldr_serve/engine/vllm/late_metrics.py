@@ -1,6 +1,7 @@
-"""vLLM's metrics and ours in Ray, told at most once a second what came with each step of the engine.
+"""vLLM's metrics and ours in Ray, told once a second what came with the steps of the engine.
 
-To tell Ray takes some microseconds a value, and vLLM has about forty values for a step.
+To tell Ray takes some microseconds a value, and vLLM has about forty values for a step. Gauges are told while
+the engine is idle too: Ray drops one that it was not told for two of its reports.
 """
 
 from __future__ import annotations
@@ -24,15 +25,12 @@ _EVERY_S = 1.0  # between two times that Ray is told
 
 
 class _Pending:
-    """What this process's metrics hold and Ray was not told yet."""
+    """What this process's counters and histograms hold and Ray was not told yet, and its gauges' values."""
 
-    def __init__(self) -> None:
-        self.values: dict[LateGauge, float] = {}
+    def __init__(self, values: dict[LateGauge, float] | None = None) -> None:
+        self.values = dict(values or {})
         self.sums: defaultdict[LateCounter, float] = defaultdict(int)
         self.observed: defaultdict[LateHistogram, list[float]] = defaultdict(list)
-
-    def __bool__(self) -> bool:
-        return bool(self.values or self.sums or self.observed)
 
     def tell(self) -> None:
         """Tell Ray; in any thread, once it is not written to any more."""
@@ -127,25 +125,25 @@ class LateStatLogger(RayPrometheusStatLogger):
     def record(self, *args: Any, **kwargs: Any) -> None:
         """As of vLLM's stat loggers."""
         super().record(*args, **kwargs)
-        self._tell_soon()
+        self._tell_from_now_on()
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         """As of vLLM's stat loggers."""
         super().record_sleep_state(sleep, level)
-        self._tell_soon()
+        self._tell_from_now_on()
 
     def record_admission_rejection(self, reason: str) -> None:
         """As of vLLM's stat loggers."""
         super().record_admission_rejection(reason)
-        self._tell_soon()
+        self._tell_from_now_on()
 
-    def _tell_soon(self) -> None:
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(_tell_while_pending())
+    def _tell_from_now_on(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.create_task(_tell_each_second())
 
 
-async def _tell_while_pending() -> None:
-    while _pending:
+async def _tell_each_second() -> None:
+    while True:
         await asyncio.sleep(_EVERY_S)
         await asyncio.to_thread(_taken().tell)
 
@@ -157,7 +155,7 @@ def tell_now() -> None:
 
 def _taken() -> _Pending:
     global _pending
-    taken, _pending = _pending, _Pending()
+    taken, _pending = _pending, _Pending(_pending.values)
     return taken
 
 

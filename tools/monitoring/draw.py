@@ -1,0 +1,131 @@
+"""The shipped dashboards as pictures, where there is a Prometheus and no Grafana.
+
+python -m tools.monitoring.draw --help
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import httpx
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
+
+from tools.cli import BadInput, run
+from tools.monitoring.dashboards import DASHBOARDS, dashboard
+from tools.plots import save
+
+_POINTS = 120  # of a curve
+_WIDTH_IN, _UNIT_IN = 15.0, 0.36  # of a picture, and of a line of Grafana's grid
+_CURVES = 8  # that a legend has room for
+_NAMED = {"reqps": " req/s", "ops": "/s"}
+
+
+class Series(NamedTuple):
+    """A curve: its labels, and its points' times (s since 1970) and values."""
+
+    labels: dict[str, str]
+    times: list[float]
+    values: list[float]
+
+
+Ask = Callable[[str], list[Series]]  # a PromQL expression -> its series over the time shown
+
+
+def draw(
+    out: Annotated[Path, typer.Option(help="folder for the PNGs")],
+    prometheus: Annotated[str, typer.Option(help="its address")] = "http://127.0.0.1:9090",
+    minutes: Annotated[float, typer.Option(min=1, help="of the past to show, min")] = 15,
+) -> None:
+    """Write dashboard_NAME.png of each dashboard in deployments/monitoring."""
+    end_s = time.time()
+    with httpx.Client(base_url=prometheus, timeout=30) as http:
+        for name in DASHBOARDS:
+            figure = drawn(dashboard(name), lambda expr: asked(http, expr, end_s - 60 * minutes, end_s))
+            save(figure, out / f"dashboard_{name}.png")
+
+
+def asked(http: httpx.Client, expr: str, start_s: float, end_s: float) -> list[Series]:
+    """The expression's series between two times (s since 1970); BadInput if Prometheus does not answer."""
+    step_s = (end_s - start_s) / _POINTS
+    query: dict[str, str | float] = {"query": expr, "start": start_s, "end": end_s, "step": step_s}
+    try:
+        answer = http.get("/api/v1/query_range", params=query)
+        said = answer.json()
+    except (httpx.TransportError, ValueError) as error:
+        raise BadInput(f"{http.base_url} does not answer as a Prometheus does: {error}") from None
+    if answer.status_code != 200:
+        raise BadInput(f"Prometheus refuses {expr!r}: {said.get('error', answer.status_code)}")
+    return [_series(found) for found in said["data"]["result"]]
+
+
+def _series(found: dict[str, Any]) -> Series:
+    points = [(float(at), float(value)) for at, value in found["values"]]
+    return Series(found["metric"], [at for at, _ in points], [value for _, value in points])
+
+
+def drawn(document: dict[str, Any], ask: Ask) -> Figure:
+    """A dashboard of Grafana's JSON, its rows and panels where that puts them."""
+    grids = [panel["gridPos"] for panel in document["panels"]]
+    width = max(grid["x"] + grid["w"] for grid in grids)
+    height = max(grid["y"] + grid["h"] for grid in grids)
+    figure = Figure(figsize=(_WIDTH_IN, _UNIT_IN * height))
+    for panel, grid in zip(document["panels"], grids, strict=True):
+        left, top = grid["x"] / width, 1 - grid["y"] / height
+        wide, high = grid["w"] / width, grid["h"] / height
+        if panel["type"] == "row":
+            figure.text(0.01, top - high / 2, panel["title"], size=12, weight="bold", va="center")
+            continue
+        axes = figure.add_axes((left + 0.16 * wide, top - 0.76 * high, 0.8 * wide, 0.6 * high))
+        axes.set_title(panel["title"], size=9, loc="left")
+        _curves(axes, [(curve, target) for target in panel["targets"] for curve in ask(target["expr"])])
+        _axes(axes, panel["fieldConfig"]["defaults"]["unit"])
+    return figure
+
+
+def _curves(axes: Axes, curves: list[tuple[Series, dict[str, str]]]) -> None:
+    for curve, target in curves:
+        axes.plot(
+            curve.times, curve.values, linewidth=1.2, label=_legend(target["legendFormat"], curve.labels)
+        )
+    if not curves:
+        axes.text(0.5, 0.5, "No data", transform=axes.transAxes, ha="center", va="center", color="gray")
+        return
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[:_CURVES], labels[:_CURVES], loc="upper left", bbox_to_anchor=(-0.14, -0.14), ncols=4,
+        fontsize=6.5, frameon=False, handlelength=1, columnspacing=1,
+    )  # fmt: skip
+
+
+def _legend(template: str, labels: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), template)
+
+
+def _axes(axes: Axes, unit: str) -> None:
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3, linewidth=0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{datetime.fromtimestamp(at):%H:%M}"))
+    axes.yaxis.set_major_formatter(_formatter(unit))
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0), max(high, 1e-3 if low == high else high))
+
+
+def _formatter(unit: str) -> Any:
+    if unit == "percentunit":
+        return PercentFormatter(1, decimals=None)
+    if unit == "s":
+        return EngFormatter("s")
+    return FuncFormatter(lambda value, _: f"{value:g}{_NAMED.get(unit, '')}")
+
+
+if __name__ == "__main__":
+    run(draw)
