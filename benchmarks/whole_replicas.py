@@ -5,9 +5,10 @@
     python -m benchmarks.whole_replicas --calibration calibration.safetensors --prompts DIR \\
         --trace mooncake_conversation.jsonl.gz --vllm-router-venv router-venv --record trials.jsonl
 
-Four engines at a time: those of the deployment behind our ingress, whose policy changes from trial to trial
-(`eldr/POLICY`), or plain vLLM servers of the same model and settings, without a KV connector, behind one
-vllm-router a policy in its regular mode (`vllm-router/POLICY`). The workloads: `harness/whole_workloads.py`.
+Two sets of four engines are up: those of the deployment behind our ingress, whose policy changes from trial
+to trial (`eldr/POLICY`), and plain vLLM servers of the same model and settings, without a KV connector,
+behind one vllm-router a policy in its regular mode (`vllm-router/POLICY`). One set has requests at a time.
+The workloads: `harness/whole_workloads.py`.
 `prefix-affinity` is studies.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers: of the
 workers that are not too loaded, the one that was sent most of the prompt's blocks.
 
@@ -15,9 +16,9 @@ A closed loop; a trial begins with empty prefix caches, as each has prompts of i
 policy that has seen nothing. The predictor is fitted on prompts that are in no trial, and learns from trial
 to trial. What ends first in a trial, while caches fill and workers part, is in no figure.
 
-Each round has every system once with every workload, in random order on engines that are started anew; rows
-are medians over rounds with 95 % intervals. `--record` keeps what was measured, so that a run that is stopped
-goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same round, median
+Each round has every system once with every workload, in random order, on engines that are started anew for
+it; rows are medians over rounds with 95 % intervals. `--record` keeps what was measured, so that a run that
+is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same round, median
 and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of the engines'
 processes, prompts' included. `server_..._mean_ms`: of plain servers by their own metrics, of all of a trial.
 """
@@ -67,6 +68,7 @@ OURS = "eldr/marginal-cost"
 AFFINITY = "studies.prefix_policies:LongestPrefix"
 POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
 ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin", "consistent_hash")
+SIDES = ("eldr", "vllm-router")
 SYSTEMS = [f"eldr/{name}" for name in POLICIES] + [f"vllm-router/{name}" for name in ROUTER_POLICIES]
 CALIBRATION = 300  # prompts that the predictor is fitted on
 METRICS = (
@@ -268,6 +270,8 @@ def whole_replicas(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 72,
     max_prompt_tokens: options.Longest = 128,
     intermediate: options.Intermediate = 1536,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    blocks: Annotated[int, typer.Option(min=64, help="KV blocks of an engine, of 16 tokens.")] = 4096,
     stream_interval: options.Interval = 4,
     deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
     work: options.Work = options.WORK,
@@ -294,51 +298,56 @@ def whole_replicas(
     inputs: dict[str, Any] = {
         "in_flight": in_flight, "warm_up": warm_up, "requests": requests, "burn_in": burn_in,
         "min_tokens": min_tokens, "max_tokens": max_tokens, "max_prompt_tokens": max_prompt_tokens,
-        "intermediate": intermediate, "stream_interval": stream_interval, "deployment": deployment.stem,
-        "prompts": prompts.name, "trace": trace.name if trace else None, "calibration_prompts": CALIBRATION,
+        "intermediate": intermediate, "dtype": dtype, "blocks": blocks, "stream_interval": stream_interval,
+        "deployment": deployment.stem, "prompts": prompts.name, "trace": trace.name if trace else None,
+        "calibration_prompts": CALIBRATION,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
     answers = range(min_tokens, max_tokens + 1)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    # So that eight engines fit 24 GiB.
+    arguments["decode_config"]["engine_kwargs"] |= {"dtype": dtype, "num_gpu_blocks_override": blocks}
     sizes = {"in_flight": in_flight, "warm_up": warm_up, "requests": requests}
+    names = {side: [s.partition("/")[2] for s in wanted if s.startswith(f"{side}/")] for side in SIDES}
     for number in range(rounds):
         order = random.Random(f"{seed}/{number}")
         cases = order.sample(list(product(loads, wanted)), k=len(loads) * len(wanted))
-        for side in order.sample(["eldr", "vllm-router"], k=2):
-            left = [
-                (load, system) for load, system in cases
-                if system.startswith(side) and f"{number}/{load}/{system}" not in trials
-            ]  # fmt: skip
-            if not left:
-                continue
-            names = [system.partition("/")[2] for system in wanted if system.startswith(side)]
-            if side == "eldr":
-                opened = _ours(arguments, predictor, port)
-            else:
-                assert vllm_router_venv is not None
-                opened = _theirs(arguments, vllm_router_venv, names, port + 20)
-            with opened as (chosen, times):
+        left = [(load, system) for load, system in cases if f"{number}/{load}/{system}" not in trials]
+        if not left:
+            continue
+        with ExitStack() as stack:
+            opened: dict[str, _Opened] = {}
+            for side in (side for side in order.sample(SIDES, k=len(SIDES)) if names[side]):
+                if side == "eldr":
+                    opened[side] = stack.enter_context(_ours(arguments, predictor, port))
+                else:
+                    assert vllm_router_venv is not None
+                    servers = _theirs(arguments, vllm_router_venv, names[side], port + 20)
+                    opened[side] = stack.enter_context(servers)
+            for side, (chosen, _) in opened.items():
                 tag = f"{order.getrandbits(32):08x}"
                 chains = many_domains(asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight)
-                first = chosen("round-robin" if side == "eldr" else names[0])
+                first = chosen("round-robin" if side == "eldr" else names[side][0])
                 asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
-                for load, system in left:
-                    # Requests are those of the round and workload; only what they begin with is the trial's.
-                    tag = f"{order.getrandbits(32):08x}"
-                    chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
-                    send, before = chosen(system.partition("/")[2]), times()
-                    found = asyncio.run(_trial(send, chains, **sizes)) | _mean_times(before, times())
-                    trials[f"{number}/{load}/{system}"] = found
-                    if journal:
-                        journal.put(f"{number}/{load}/{system}", found)
+            for load, system in left:
+                # Requests are those of the round and workload; only what they begin with is the trial's.
+                tag = f"{order.getrandbits(32):08x}"
+                chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
+                side, _, name = system.partition("/")
+                chosen, times = opened[side]
+                send, before = chosen(name), times()
+                found = asyncio.run(_trial(send, chains, **sizes)) | _mean_times(before, times())
+                trials[f"{number}/{load}/{system}"] = found
+                if journal:
+                    journal.put(f"{number}/{load}/{system}", found)
     if not trials:
         raise BadInput("there is no trial to report")
     publish(
         "whole_replicas", _rows(trials, wanted, loads),
         inputs=inputs | {"trials": trials}, seed=seed, out=out,
-        notes="closed loop, greedy, one set of four whole engines at a time, which share the cores with the "
-        "client and what serves them",
+        notes="closed loop, greedy; two sets of four whole engines, one of which has requests at a time, share "
+        "the cores with the client and what serves them; cpu_ms has what both sets take when idle",
     )  # fmt: skip
 
 

@@ -85,10 +85,14 @@ def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool
 
 @contextmanager
 def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command with children; all of them are ended at the end."""
+    """A command with children; all of them are ended at the end.
+
+    It stays in the session, which on Linux is a group of the scheduler (`sched_autogroup_enabled`): in one of
+    its own it would get as much of the cores as our whole application, engines and all.
+    """
     with log.open("wb") as file:
         started = subprocess.Popen(
-            command, env=os.environ | env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=os.environ | env, stdout=file, stderr=subprocess.STDOUT, process_group=0
         )
     try:
         yield started
