@@ -18,9 +18,10 @@ to trial. What ends first in a trial, while caches fill and workers part, is in 
 
 Each round has every system once with every workload, in random order, on engines that are started anew for
 it; rows are medians over rounds with 95 % intervals. `--record` keeps what was measured, so that a run that
-is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same round, median
-and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of the engines'
-processes, prompts' included. `server_..._mean_ms`: of plain servers by their own metrics, of all of a trial.
+is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same
+round, median and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of
+the engines' processes, prompts' included. `server_..._mean_ms`: of plain servers by their own metrics, of all
+of a trial.
 """
 
 from __future__ import annotations
@@ -346,8 +347,8 @@ def whole_replicas(
     publish(
         "whole_replicas", _rows(trials, wanted, loads),
         inputs=inputs | {"trials": trials}, seed=seed, out=out,
-        notes="closed loop, greedy; two sets of four whole engines, one of which has requests at a time, share "
-        "the cores with the client and what serves them; cpu_ms has what both sets take when idle",
+        notes="closed loop, greedy; two sets of four whole engines, one of which has requests at a time, "
+        "share the cores with the client and what serves them; cpu_ms has what both sets take when idle",
     )  # fmt: skip
 
 
