@@ -28,9 +28,6 @@ The whole product against the whole peer, engines that spend their time on exper
         --min-tokens 80 --max-tokens 240 --max-prompt-tokens 128 --systems eldr,vllm-router-polled \\
         --router-policies random,round_robin,power_of_two,consistent_hash,cache_aware \\
         --vllm-router-venv router-venv --rounds 2 --out benchmarks/results/peers_4d.json
-
-In 16 bits, where a step spends its time on reading experts (peers_4d_bf16.json): with --dtype bfloat16
---intermediate 3072 --requests 24 --warm-up 96 --rounds 1.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ from benchmarks.harness.client import (
 )
 from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.harness.cpu_time import cpu_s
-from benchmarks.harness.engines import engine_roles, process, ray_pd_arguments, vllm_servers, wait_http
+from benchmarks.harness.engines import process, ray_pd_arguments, vllm_servers, wait_http
 from benchmarks.harness.live import wide_arguments
 from benchmarks.harness.prompts import bodies
 from benchmarks.harness.replay import widened
@@ -248,9 +245,6 @@ def peers(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
     min_tokens: Annotated[int | None, typer.Option(min=2, help="At least; as many if not given.")] = None,
     intermediate: options.Intermediate = 32,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of weights and activations, as bfloat16; default: the deployment's.")
-    ] = None,
     stream_interval: options.Interval = 1,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
@@ -275,8 +269,6 @@ def peers(
     allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv, router_policies)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
-    for role in engine_roles(arguments) if dtype else ():
-        arguments[role]["engine_kwargs"]["dtype"] = dtype
     asked = bodies(
         prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens,
         most_prompt_tokens=max_prompt_tokens, seed=seed,
@@ -285,7 +277,7 @@ def peers(
     inputs: dict[str, Any] = {
         "turns": turns, "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
         "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
-        "dtype": dtype, "stream_interval": stream_interval, "deployment": deployment.stem,
+        "stream_interval": stream_interval, "deployment": deployment.stem,
         "prompts": prompts.name,
         "max_prompt_tokens": max_prompt_tokens,
     }  # fmt: skip
