@@ -21,7 +21,7 @@ it; rows are medians over rounds with 95 % intervals. `--record` keeps what was 
 is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same
 round, median and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of
 the engines' processes, prompts' included. `server_..._mean_ms`: of plain servers by their own metrics, of all
-of a trial.
+of a trial; `active_experts` and `batch_size`: of a decode step of our engines, mean, likewise.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ METRICS = (
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
 _SETTLE_S = 1.0  # for plain servers to drop what was cut off
 _SERVER_TIMES = {"server_ttft": "time_to_first_token", "server_queue": "request_queue_time"}
+_STEPS = {"active_experts": "active", "batch_size": "batch"}
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 _Opened = tuple[Callable[[str], _Send], Callable[[], dict[str, float]]]
 
@@ -97,7 +98,7 @@ def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[_O
             client.set_policy(POLICIES[name])
             return partial(_complete, url)
 
-        yield chosen, dict
+        yield chosen, partial(_step_totals, client)
         typer.echo(f"predictor: {client.status()['predictor']}")
 
 
@@ -135,9 +136,17 @@ def _server_times(urls: Sequence[str]) -> dict[str, float]:
     }
 
 
-def _mean_times(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """{"server_ttft_mean_ms", ...} of the requests between two calls of `_server_times`."""
-    return {
+def _step_totals(service: Client) -> dict[str, float]:
+    """Of our engines: sums over decode steps so far, and their number."""
+    service.wait_idle()
+    found = service.settled_totals(at_rest=True) or {}
+    return {key: float(found[key]) for key in ("steps", *_STEPS.values()) if key in found}
+
+
+def _means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Of what came between two calls of `_server_times` or of `_step_totals`."""
+    steps = after.get("steps", 0.0) - before.get("steps", 0.0)
+    return {name: (after[key] - before[key]) / steps for name, key in _STEPS.items() if steps > 0} | {
         f"{name}_mean_ms": 1000
         * (after[f"{name}_sum"] - before[f"{name}_sum"])
         / max(1.0, after[f"{name}_count"] - before[f"{name}_count"])
@@ -210,9 +219,9 @@ def _rows(
             pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
             if system != OURS and pairs:
                 _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
-        for name in (f"{name}_mean_ms" for name in _SERVER_TIMES):
-            if all(name in found for found in mine.values()):
-                row[name] = float(np.median([found[name] for found in mine.values()]))
+        for name in (*_STEPS, *(f"{name}_mean_ms" for name in _SERVER_TIMES)):
+            if known := [found[name] for found in mine.values() if name in found]:
+                row[name] = float(np.median(known))
         for part in sorted({part for found in mine.values() for part in found["cpu_ms"]}):
             of_part = [found["cpu_ms"].get(part, 0.0) for found in mine.values()]
             row[f"{part}_cpu_ms"] = float(np.median(of_part))
@@ -338,7 +347,7 @@ def whole_replicas(
                 side, _, name = system.partition("/")
                 chosen, times = opened[side]
                 send, before = chosen(name), times()
-                found = asyncio.run(_trial(send, chains, **sizes)) | _mean_times(before, times())
+                found = asyncio.run(_trial(send, chains, **sizes)) | _means(before, times())
                 trials[f"{number}/{load}/{system}"] = found
                 if journal:
                     journal.put(f"{number}/{load}/{system}", found)

@@ -110,7 +110,7 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
     assert [other[f"ours_tpot_p50_pct{end}"] for end in ("", "_low", "_high")] == pytest.approx([-10] * 3)
     assert other["engines_cpu_ms"] == 2
     for found in trials.values():
-        found |= whole_replicas._mean_times(
+        found |= whole_replicas._means(
             {
                 "server_ttft_sum": 1.0,
                 "server_ttft_count": 2,
@@ -126,6 +126,11 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
         )
     (row,) = whole_replicas._rows(trials, [whole_replicas.OURS], ["sessions"])
     assert (row["server_ttft_mean_ms"], row["server_queue_mean_ms"]) == (500, 250)
+    before, after = (
+        {"steps": 2.0, "active": 10.0, "batch": 4.0},
+        {"steps": 6.0, "active": 90.0, "batch": 36.0},
+    )
+    assert whole_replicas._means(before, after) == {"active_experts": 20, "batch_size": 8}
     # A system that a stopped run has not come to has no row.
     assert whole_replicas._rows(trials, ["eldr/random"], ["sessions"]) == []
 
