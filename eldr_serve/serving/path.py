@@ -378,16 +378,28 @@ class RequestPath:
         return not self._engines.whole and needs_whole_engine(request.method, request.asked) is None
 
     async def _room(self) -> bool:
-        """Wait until some prefill replica has room; False if none can be reached and it goes without."""
-        until = time.monotonic() + self._options.prefill_wait_s
-        while not self._with_room():
-            if not self._engines.prefill.live and self._whole.take():
-                return False
-            if time.monotonic() >= until:
-                why = "the KV caches of all prefill replicas are full"
-                raise Overloaded(why if self._engines.prefill.live else "no prefill replica can be reached")
-            await asyncio.sleep(_ROOM_CHECK_S)
-        return True
+        """Wait until some prefill replica has room; False if none can be reached and it goes without.
+
+        Those who go without do so in the order in which they came.
+        """
+        until_s, turn_s = time.monotonic() + self._options.prefill_wait_s, None
+        try:
+            while not self._with_room():
+                now_s, reached = time.monotonic(), bool(self._engines.prefill.live)
+                if turn_s is None and not reached:
+                    after_s = self._whole.reserve(max(0.0, until_s - now_s))
+                    turn_s = None if after_s is None else now_s + after_s
+                if turn_s is not None and now_s >= turn_s and not reached:
+                    turn_s = None  # it is taken
+                    return False
+                if now_s >= until_s:
+                    why = "the KV caches of all prefill replicas are full"
+                    raise Overloaded(why if reached else "no prefill replica can be reached")
+                await asyncio.sleep(_ROOM_CHECK_S)
+            return True
+        finally:
+            if turn_s is not None:
+                self._whole.give_back()
 
     async def _decode_reached(self) -> None:
         """Wait until some decode replica can be reached; who places without one says so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -21,10 +22,22 @@ class Rate:
 
     def take(self) -> bool:
         """Whether it may be done now; then it is counted."""
+        return self.reserve(0.0) is not None
+
+    def reserve(self, within_s: float) -> float | None:
+        """Seconds until it may be done, after all that was reserved before; then it is counted.
+
+        None if that is later than in `within_s`.
+        """
         now = self._clock()
         self._left = min(self._left + (now - self._at_s) * self._per_s, self._most)
         self._at_s = now
-        if self._left < 1:
-            return False
+        after_s = max(0.0, 1 - self._left) / self._per_s if self._per_s else math.inf
+        if after_s > within_s:
+            return None
         self._left -= 1
-        return True
+        return after_s
+
+    def give_back(self) -> None:
+        """What was reserved is not done."""
+        self._left += 1

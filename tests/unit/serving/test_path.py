@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -234,6 +235,30 @@ async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engin
     assert world.client.events[-1] == "whole_without_prefill"
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
         await world.run()
+
+
+async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> None:
+    """However many ask, nobody is overtaken until its time is over; who leaves makes room for the next."""
+    world = World(prefill_wait_s=60.0, whole_per_s=40.0)
+    world.prefill.lost = {"p0", "p1"}
+    ended: list[int] = []
+
+    async def one(number: int) -> None:
+        assert await world.run() == b"abc"
+        ended.append(number)
+
+    tasks = []
+    for number in range(70):  # 40 at once, the others one after the other
+        tasks.append(asyncio.create_task(one(number)))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    for task in tasks[42:60]:
+        task.cancel()
+    began = time.monotonic()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    waited = [number for number in ended if number >= 40]
+    assert waited == [40, 41, *range(60, 70)]
+    assert time.monotonic() - began < 20
 
 
 async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> None:

@@ -194,3 +194,12 @@ def test_a_rate_bounds_what_is_done_in_any_second() -> None:
     now[0] += 60.0
     assert [rate.take() for _ in range(3)] == [True, True, False]
     assert not Rate(0.0).take()
+
+
+def test_what_is_reserved_comes_one_after_the_other() -> None:
+    rate = Rate(2.0, clock=lambda: 0.0)
+    assert [rate.reserve(1.0) for _ in range(5)] == [0.0, 0.0, 0.5, 1.0, None]
+    rate.give_back()
+    assert [rate.reserve(1.0), rate.reserve(1.0)] == [1.0, None]
+    assert not rate.take()
+    assert Rate(0.0).reserve(1e9) is None
