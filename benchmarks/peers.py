@@ -24,10 +24,10 @@ negative) than the n-th trial of SYSTEM the n-th trial took; `ttft_beyond_...` l
 The whole product against the whole peer, engines that spend their time on experts:
 
     python -m benchmarks.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
-        --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 160 \\
+        --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 128 \\
         --min-tokens 80 --max-tokens 240 --max-prompt-tokens 128 --systems eldr,vllm-router-polled \\
         --router-policies random,round_robin,power_of_two,consistent_hash,cache_aware \\
-        --vllm-router-venv router-venv --rounds 2 --out benchmarks/results/peers_4d.json
+        --vllm-router-venv router-venv --rounds 1 --out benchmarks/results/peers_4d.json
 """
 
 from __future__ import annotations

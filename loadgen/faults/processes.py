@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 
@@ -18,6 +19,7 @@ _TITLES = {
     "gcs": "gcs_server",
 }
 ROLES = tuple(_TITLES)
+_DYING_S = 5.0  # that a large process may take to end
 _WAITING = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of one that no process has taken: to be taken
 
 
@@ -40,7 +42,10 @@ def named(name: str) -> list[psutil.Process]:
 
 
 def kill(process: psutil.Process) -> set[int]:
-    """As kill -9; returns the ports of those whose connections it held, or would have taken next."""
+    """As kill -9; returns the ports of those whose connections it held, or would have taken next.
+
+    Only once it is dead: until then its socket goes on taking connections, which die with it.
+    """
     stop(process)  # so that it takes no more of them meanwhile
     held = set()
     for connection in psutil.net_connections("tcp"):
@@ -48,7 +53,17 @@ def kill(process: psutil.Process) -> set[int]:
         if connection.raddr and (taken or (connection.pid is None and connection.status in _WAITING)):
             held.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
+    until = time.monotonic() + _DYING_S
+    while _lives(process) and time.monotonic() < until:
+        time.sleep(0.001)
     return held
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def stop(process: psutil.Process) -> None:

@@ -241,6 +241,7 @@ def test_a_killed_process_names_whose_connections_it_held() -> None:
             with socket.create_connection(("127.0.0.1", port)) as waiting:
                 held = processes.kill(psutil.Process(server.pid))
                 assert {taken.getsockname()[1], waiting.getsockname()[1]} <= held
+                assert psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
         assert server.wait() == -signal.SIGKILL
 
 
