@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import httpx
+import numpy as np
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -45,10 +46,11 @@ def draw(
     minutes: Annotated[float, typer.Option(min=1, help="of the past to show, min")] = 15,
 ) -> None:
     """Write dashboard_NAME.png of each dashboard in deployments/monitoring."""
-    end_s = time.time()
+    span = time.time() - 60 * minutes, time.time()
+    out.mkdir(parents=True, exist_ok=True)
     with httpx.Client(base_url=prometheus, timeout=30) as http:
         for name in DASHBOARDS:
-            figure = drawn(dashboard(name), lambda expr: asked(http, expr, end_s - 60 * minutes, end_s))
+            figure = drawn(dashboard(name), lambda expr: asked(http, expr, *span), span)
             save(figure, out / f"dashboard_{name}.png")
 
 
@@ -71,8 +73,8 @@ def _series(found: dict[str, Any]) -> Series:
     return Series(found["metric"], [at for at, _ in points], [value for _, value in points])
 
 
-def drawn(document: dict[str, Any], ask: Ask) -> Figure:
-    """A dashboard of Grafana's JSON, its rows and panels where that puts them."""
+def drawn(document: dict[str, Any], ask: Ask, span: tuple[float, float]) -> Figure:
+    """A dashboard of Grafana's JSON from `span[0]` to `span[1]` (s since 1970), with its rows and panels."""
     grids = [panel["gridPos"] for panel in document["panels"]]
     width = max(grid["x"] + grid["w"] for grid in grids)
     height = max(grid["y"] + grid["h"] for grid in grids)
@@ -85,6 +87,7 @@ def drawn(document: dict[str, Any], ask: Ask) -> Figure:
             continue
         axes = figure.add_axes((left + 0.16 * wide, top - 0.76 * high, 0.8 * wide, 0.6 * high))
         axes.set_title(panel["title"], size=9, loc="left")
+        axes.set_xlim(*span)
         _curves(axes, [(curve, target) for target in panel["targets"] for curve in ask(target["expr"])])
         _axes(axes, panel["fieldConfig"]["defaults"]["unit"])
     return figure
@@ -115,8 +118,11 @@ def _axes(axes: Axes, unit: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{datetime.fromtimestamp(at):%H:%M}"))
     axes.yaxis.set_major_formatter(_formatter(unit))
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0), max(high, 1e-3 if low == high else high))
+    values = [value for line in axes.lines for value in np.asarray(line.get_ydata(), float)]
+    values = [0.0, *filter(np.isfinite, values)]
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or 1.0
+    axes.set_ylim(low - room * (low < 0), high + room * (high > 0 or low == high))
 
 
 def _formatter(unit: str) -> Any:

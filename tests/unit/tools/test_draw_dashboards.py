@@ -17,6 +17,7 @@ from tools.monitoring.dashboards import DASHBOARDS, dashboard
 from tools.monitoring.draw import Series, asked, draw, drawn
 
 TIMES = [100.0, 200.0, 300.0]
+SPAN = (0.0, 400.0)
 
 
 def prometheus(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
@@ -40,20 +41,22 @@ def test_every_panel_asks_for_its_curves_and_shows_them(name: str) -> None:
         asked_for.append(expr)
         return [Series({"worker": at, "ReplicaId": at}, TIMES, [1.0, 2.0, 3.0]) for at in ("a", "b")]
 
-    figure = drawn(dashboard(name), ask)
+    figure = drawn(dashboard(name), ask, SPAN)
     of_it = [expr for where, expr in expressions() if where.startswith(f"{name}: ")]
     assert sorted(asked_for) == sorted(of_it)
     panels = [panel for panel in dashboard(name)["panels"] if panel["type"] != "row"]
     assert set(legends(figure)) == {panel["title"] for panel in panels}
     for axes, panel in zip(figure.axes, panels, strict=True):
         assert len(axes.lines) == 2 * len(panel["targets"])
+        assert axes.get_xlim() == SPAN
+        assert axes.get_ylim()[0] == 0
     rows = [panel["title"] for panel in dashboard(name)["panels"] if panel["type"] == "row"]
     assert [text.get_text() for text in figure.texts] == rows
 
 
 def test_panels_do_not_lie_on_each_other() -> None:
     for name in DASHBOARDS:
-        boxes = [axes.get_position() for axes in drawn(dashboard(name), lambda _: []).axes]
+        boxes = [axes.get_position() for axes in drawn(dashboard(name), lambda _: [], SPAN).axes]
         for at, box in enumerate(boxes):
             assert 0 <= box.x0 < box.x1 <= 1
             assert 0 <= box.y0 < box.y1 <= 1
@@ -64,7 +67,7 @@ def test_a_legend_has_the_labels_value_and_a_panel_without_series_says_so() -> N
     def ask(expr: str) -> list[Series]:
         return [Series({"worker": "w7"}, TIMES, [1, 2, 3])] if "decode_in_flight" in expr else []
 
-    figure = drawn(dashboard("placement"), ask)
+    figure = drawn(dashboard("placement"), ask, SPAN)
     assert legends(figure)["Requests of each worker"] == ["w7"]
     empty = [axes for axes in figure.axes if axes.get_title(loc="left") == "Decode queue"]
     assert [text.get_text() for text in empty[0].texts] == ["No data"]
@@ -102,8 +105,9 @@ def test_nobody_there_leaves_the_old_pictures(tmp_path: Path) -> None:
 
 def test_the_command_writes_a_picture_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.monitoring.draw.asked", lambda *_: [Series({}, TIMES, [0.0, 0.0, 0.0])])
-    draw(out=tmp_path, minutes=5)
-    assert {path.name for path in tmp_path.iterdir()} == {f"dashboard_{name}.png" for name in DASHBOARDS}
-    for path in tmp_path.iterdir():
+    draw(out=tmp_path / "new", minutes=5)
+    written = list((tmp_path / "new").iterdir())
+    assert {path.name for path in written} == {f"dashboard_{name}.png" for name in DASHBOARDS}
+    for path in written:
         with Image.open(path) as picture:
             assert picture.width > 1000
