@@ -6,20 +6,18 @@ python -m tools.screenshots --help
 from __future__ import annotations
 
 import asyncio
-import io
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from PIL import Image
 
 from eldr_serve.files import write_whole
 from tools.browser import browser
 from tools.cli import run
+from tools.plots import small_png
 
 _REPORT_PX = 1500  # of its height: answers, figures and the first plots
-_COLOURS = 128  # of a palette: a page has few, and the file is a third as large
 VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}
 
 
@@ -52,7 +50,7 @@ async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
                 await page.look(width=width, dark=dark)
                 await page.evaluate("look()")
                 await page.until("!document.querySelector('main').hidden")
-                found[name] = _small(await page.screenshot())
+                found[name] = small_png(await page.screenshot())
     return found
 
 
@@ -64,16 +62,7 @@ async def of_report(report: Path) -> bytes:
             await page.open(address)
             await page.until(f"document.readyState === 'complete' && location.href === {address!r}")
             await page.look(width=1100)
-            return _small(await page.screenshot(), _REPORT_PX)
-
-
-def _small(png: bytes, most_px: int | None = None) -> bytes:
-    content = io.BytesIO()
-    picture = Image.open(io.BytesIO(png)).convert("RGB")
-    if most_px is not None:
-        picture = picture.crop((0, 0, picture.width, min(picture.height, most_px)))
-    picture.quantize(_COLOURS).save(content, "png", optimize=True)
-    return content.getvalue()
+            return small_png(await page.screenshot(), _REPORT_PX)
 
 
 if __name__ == "__main__":

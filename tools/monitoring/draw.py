@@ -5,6 +5,7 @@ python -m tools.monitoring.draw --help
 
 from __future__ import annotations
 
+import io
 import re
 import time
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
+from eldr_serve.files import write_whole
 from tools.cli import BadInput, run
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
-from tools.plots import save
+from tools.plots import small_png
 
 _POINTS = 120  # of a curve
 _WIDTH_IN, _UNIT_IN = 15.0, 0.36  # of a picture, and of a line of Grafana's grid
@@ -51,7 +53,9 @@ def draw(
     with httpx.Client(base_url=prometheus, timeout=30) as http:
         for name in DASHBOARDS:
             figure = drawn(dashboard(name), lambda expr: asked(http, expr, *span), span)
-            save(figure, out / f"dashboard_{name}.png")
+            content = io.BytesIO()
+            figure.savefig(content, format="png", dpi=90)
+            write_whole(out / f"dashboard_{name}.png", small_png(content.getvalue()))
 
 
 def asked(http: httpx.Client, expr: str, start_s: float, end_s: float) -> list[Series]:
