@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.files import write_whole
 from tools.trace import CalibrationTrace
 
 Rows = Sequence[dict[str, Any]]
-_COLOURS = 128  # of a palette: a page or a plot has few
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -24,16 +22,6 @@ def save(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix.lstrip(".") or "png", dpi=90)
     write_whole(path, content.getvalue())
-
-
-def small_png(png: bytes, most_px: int | None = None) -> bytes:
-    """The picture with a palette, a third as large; its upper `most_px` lines alone if that is given."""
-    content = io.BytesIO()
-    picture = Image.open(io.BytesIO(png)).convert("RGB")
-    if most_px is not None:
-        picture = picture.crop((0, 0, picture.width, min(picture.height, most_px)))
-    picture.quantize(_COLOURS).save(content, "png", optimize=True)
-    return content.getvalue()
 
 
 def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ import typer
 from eldr_serve.files import write_whole
 from tools.browser import browser
 from tools.cli import run
-from tools.plots import small_png
+from tools.small_png import small_png
 
 _REPORT_PX = 1500  # of its height: answers, figures and the first plots
 VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}

@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentF
 from eldr_serve.files import write_whole
 from tools.cli import BadInput, run
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
-from tools.plots import small_png
+from tools.small_png import small_png
 
 _POINTS = 120  # of a curve
 _WIDTH_IN, _UNIT_IN = 15.0, 0.36  # of a picture, and of a line of Grafana's grid
