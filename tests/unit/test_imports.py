@@ -110,7 +110,6 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "tools": (SERVE,),
     "tools.crd": ("dev",),
     "tools.docs": ("dev",),
-    "tools.monitoring.draw": ("dev",),
     "tools.screenshots": ("dev",),
     "tools.small_png": ("dev",),
     "eldr_serve.channel": (SERVE,),
