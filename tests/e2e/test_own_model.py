@@ -70,9 +70,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """`serve run`, ready for requests."""
     said = folder / "served.txt"
+    # As in a terminal: what a shell has started in the background, this suite too, ignores Ctrl-C.
+    command = ["env", "--default-signal=INT", *commands()["run"]]
     with said.open("w") as file:
         process = subprocess.Popen(
-            commands()["run"], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+            command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
         )
 
     def ready() -> bool:
