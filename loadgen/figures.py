@@ -112,7 +112,7 @@ def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) ->
     engines = [b.engines for b in trials if b.engines]
     steps = sum(e["steps"] for e in engines) or math.nan
     tokens = sum(e["batch"] for e in engines)  # a request of a step is a token
-    placed, best = (sum(getattr(b, key) for b in trials) for key in ("placed", "best"))
+    placed, best = sum(b.placed for b in trials), sum(b.best for b in trials)
     return {
         "policy": policy,
         "requests": len(requests),

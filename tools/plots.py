@@ -19,9 +19,14 @@ Rows = Sequence[dict[str, Any]]
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure whole, in the format that the name says (PNG, SVG, PDF)."""
+    write_whole(path, rendered(figure, path.suffix.lstrip(".") or "png"))
+
+
+def rendered(figure: Figure, kind: str = "png") -> bytes:
+    """The figure in that format (png, svg, pdf)."""
     content = io.BytesIO()
-    figure.savefig(content, format=path.suffix.lstrip(".") or "png", dpi=90)
-    write_whole(path, content.getvalue())
+    figure.savefig(content, format=kind, dpi=90)
+    return content.getvalue()
 
 
 def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:

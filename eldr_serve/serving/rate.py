@@ -20,10 +20,6 @@ class Rate:
         self._clock = clock
         self._left, self._at_s = self._most, clock()
 
-    def take(self) -> bool:
-        """Whether it may be done now; then it is counted."""
-        return self.reserve(0.0) is not None
-
     def reserve(self, within_s: float) -> float | None:
         """Seconds until it may be done, after all that was reserved before; then it is counted.
 

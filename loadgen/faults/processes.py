@@ -34,7 +34,7 @@ def named(name: str) -> list[psutil.Process]:
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
-            if name in title and process.status() != psutil.STATUS_ZOMBIE:
+            if name in title and lives(process):
                 found.append((process.create_time(), process.pid, process))
         except psutil.NoSuchProcess:
             continue
@@ -54,12 +54,13 @@ def kill(process: psutil.Process) -> set[int]:
             held.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
     until = time.monotonic() + _DYING_S
-    while _lives(process) and time.monotonic() < until:
+    while lives(process) and time.monotonic() < until:
         time.sleep(0.001)
     return held
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended, be it that nobody has asked how."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -28,6 +28,7 @@ from demo_model import WEIGHTS
 from demo_model.widen import widen
 from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.command import app
+from loadgen.faults.processes import lives
 from tools.results import RESULTS
 
 PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, beside the demo's
@@ -162,14 +163,6 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     assert texts == [completed(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
 
 
-def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended, be it that nobody has asked how."""
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Stream:
     """A streamed completion, as far as it has come."""
 
@@ -238,7 +231,7 @@ async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
         return found
 
     wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "what was lost is counted", 10)
-    wait_for(lambda: not any(map(runs, (core, *ranks))), "no process of the engine is left", 30)
+    wait_for(lambda: not any(map(lives, (core, *ranks))), "no process of the engine is left", 30)
 
     def replaced() -> bool:
         workers = {worker["replica"] for worker in expert_parallel.status()["workers"]}

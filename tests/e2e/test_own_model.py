@@ -14,7 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from service import ADMIN_KEY, ROOT, wait_for
+from service import ADMIN_KEY, ROOT
+
+from benchmarks.harness.engines import wait_http
 
 PORT = 8271
 URL = f"http://127.0.0.1:{PORT}"
@@ -67,25 +69,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """`serve run`, ready for requests."""
     said = folder / "served.txt"
     # As in a terminal: what a shell has started in the background, this suite too, ignores Ctrl-C.
     command = ["env", "--default-signal=INT", *commands()["run"]]
     with said.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+            command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
-
-    def ready() -> bool:
-        try:
-            return httpx.get(f"{URL}/eldr/ready").status_code == 200
-        except httpx.TransportError:
-            return False
-
     try:
-        wait_for(lambda: ready() or process.poll() is not None, "it is ready", 240)
-        assert process.poll() is None, said.read_text()[-5000:]
+        wait_http(f"{URL}/eldr/ready", process, said, 240)
         yield process
     finally:
         process.kill()
@@ -111,7 +105,7 @@ def test_check_says_that_it_would_start(folder: Path, environment: dict[str, str
 
 
 def test_served_it_is_calibrated_compared_watched_and_stopped(
-    served: subprocess.Popen[str], folder: Path, environment: dict[str, str]
+    served: subprocess.Popen[bytes], folder: Path, environment: dict[str, str]
 ) -> None:
     body = {"model": "eldr-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     assert httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=60).json()["choices"]

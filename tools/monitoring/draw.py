@@ -5,7 +5,6 @@ python -m tools.monitoring.draw --help
 
 from __future__ import annotations
 
-import io
 import re
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentF
 from eldr_serve.files import write_whole
 from tools.cli import BadInput, run
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
+from tools.plots import rendered
 from tools.small_png import small_png
 
 _POINTS = 120  # of a curve
@@ -53,9 +53,7 @@ def draw(
     with httpx.Client(base_url=prometheus, timeout=30) as http:
         for name in DASHBOARDS:
             figure = drawn(dashboard(name), lambda expr: asked(http, expr, *span), span)
-            content = io.BytesIO()
-            figure.savefig(content, format="png", dpi=90)
-            write_whole(out / f"dashboard_{name}.png", small_png(content.getvalue()))
+            write_whole(out / f"dashboard_{name}.png", small_png(rendered(figure)))
 
 
 def asked(http: httpx.Client, expr: str, start_s: float, end_s: float) -> list[Series]:

@@ -138,7 +138,7 @@ class LateStatLogger(RayPrometheusStatLogger):
         self._tell_from_now_on()
 
     def _tell_from_now_on(self) -> None:
-        if self._telling is None:
+        if self._telling is None or self._telling.done():
             self._telling = asyncio.create_task(_tell_each_second())
 
 

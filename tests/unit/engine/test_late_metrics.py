@@ -210,6 +210,23 @@ async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
         assert set(told[running]) == {49}
 
 
+async def test_what_ray_did_not_take_once_does_not_end_the_telling(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_metrics, "_EVERY_S", 0.01)
+    late = LateStatLogger(_config(), [0])
+    with monkeypatch.context() as broken:
+        broken.setattr(late_metrics._Pending, "tell", MagicMock(side_effect=RuntimeError("Ray is away")))
+        late.record(SchedulerStats(num_running_reqs=1), None)
+        assert late._telling is not None
+        with pytest.raises(RuntimeError, match="Ray is away"):
+            await late._telling
+    late.record(SchedulerStats(num_running_reqs=2), None)
+    async with asyncio.timeout(20):
+        while [2] not in told.values():
+            await asyncio.sleep(0.01)
+
+
 async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
     late = LateStatLogger(_config(), [0])
     waiting = asyncio.create_task(signatures.of("prompt"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -254,11 +253,10 @@ async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> N
     await asyncio.sleep(0.01)
     for task in tasks[42:60]:
         task.cancel()
-    began = time.monotonic()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(20):
+        await asyncio.gather(*tasks, return_exceptions=True)
     waited = [number for number in ended if number >= 40]
     assert waited == [40, 41, *range(60, 70)]
-    assert time.monotonic() - began < 20
 
 
 async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> None:
