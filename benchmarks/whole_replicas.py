@@ -17,11 +17,13 @@ policy that has seen nothing. The predictor is fitted on prompts that are in no 
 to trial. What ends first in a trial, while caches fill and workers part, is in no figure.
 
 Each round has every system once with every workload, in random order, on engines that are started anew for
-it; rows are medians over rounds with 95 % intervals. `--record` keeps what was measured, so that a run that
-is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above the row's system in the same
-round, median and interval; negative is better for ours but in requests/s. `engine_ms_per_token`: CPU time of
-the engines' processes, prompts' included. `server_..._mean_ms`: of plain servers by their own metrics, of all
-of a trial; `active_experts` and `batch_size`: of a decode step of our engines, mean, likewise.
+it; rows are medians over rounds with 95 % intervals, of time as it was (`clock` wall) and normalised for CPU
+speed (even: benchmarks/harness/normalised_time.py). `--record` keeps what was measured, and beside it the
+cores' speed, so that a run that is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above
+the row's system in the same round, median and interval; negative is better for ours but in requests/s.
+`engine_ms_per_token`: CPU time of the engines' processes, prompts' included. `server_..._mean_ms`: of plain
+servers by their own metrics, of all of a trial; `active_experts` and `batch_size`: of a decode step of our
+engines, mean, likewise.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ from benchmarks.harness import options
 from benchmarks.harness.capture import captured
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, session, summary
 from benchmarks.harness.cluster import unwind_on_sigterm
+from benchmarks.harness.cpu_speed import probed
 from benchmarks.harness.cpu_time import cpu_s
 from benchmarks.harness.engines import process, vllm_servers, wait_http
 from benchmarks.harness.live import KEY, serving, wide_arguments
+from benchmarks.harness.normalised_time import NormalisedTime, felt
 from benchmarks.harness.prompts import no_longer_than
 from benchmarks.harness.replay import widened
 from benchmarks.harness.whole_workloads import Chains, many_domains, sessions, system_prompts
@@ -59,6 +63,7 @@ from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 from tools.cli import BadInput, run
 from tools.journal import Journal
+from tools.progress import progress_bar
 from tools.prometheus import total
 from tools.results import publish
 from tools.stats import median_ci
@@ -194,7 +199,30 @@ async def _trial(
     tokens = found["tokens_per_s"] * (counted[-1].end - ended[warm_up - 1].end)
     found["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
     found["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
+    since_unix_s = time.time() - time.perf_counter()
+    found["span"] = [since_unix_s + ended[warm_up - 1].end, since_unix_s + counted[-1].end]
     return found | {"errors": errors(counted)}
+
+
+def _even(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:
+    """The trials with METRICS and CPU times as they were at the cores' mean speed.
+
+    Each also says what they were divided by: `slow`, and `slow_cpu` of CPU times, which the hypervisor did
+    not take.
+    """
+    cases = [key.partition("/")[2] for key in trials]
+    slowdowns = [clock.slowdown(*found["span"]) for found in trials.values()]
+    took = [found["engine_ms_per_token"] for found in trials.values()]
+    clock = clock.as_felt(felt(cases, slowdowns, took))
+    even = {}
+    for key, found in trials.items():
+        start, end = found["span"]
+        slow, slow_cpu = (end - start) / clock.seconds(start, end), clock.slowdown(start, end)
+        by = dict.fromkeys(METRICS, slow) | {"requests_per_s": 1 / slow, "engine_ms_per_token": slow_cpu}
+        even[key] = found | {name: found[name] / by[name] for name in METRICS}
+        even[key]["cpu_ms"] = {part: ms / slow_cpu for part, ms in found["cpu_ms"].items()}
+        even[key] |= {"slow": slow, "slow_cpu": slow_cpu}
+    return even
 
 
 def _rows(
@@ -272,12 +300,12 @@ def whole_replicas(
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
     workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
-    in_flight: options.InFlight = 32,
-    warm_up: Annotated[int, typer.Option(min=1, help="Answers of a trial before those that count.")] = 48,
-    requests: Annotated[int, typer.Option(min=4, help="Answers of a trial that count.")] = 64,
+    in_flight: options.InFlight = 48,
+    warm_up: Annotated[int, typer.Option(min=1, help="Answers of a trial before those that count.")] = 96,
+    requests: Annotated[int, typer.Option(min=4, help="Answers of a trial that count.")] = 96,
     burn_in: Annotated[int, typer.Option(min=4, help="Requests to engines that have just started.")] = 96,
-    min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 24,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 72,
+    min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 96,
     max_prompt_tokens: options.Longest = 128,
     intermediate: options.Intermediate = 1536,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
@@ -320,42 +348,56 @@ def whole_replicas(
     arguments["decode_config"]["engine_kwargs"] |= {"dtype": dtype, "num_gpu_blocks_override": blocks}
     sizes = {"in_flight": in_flight, "warm_up": warm_up, "requests": requests}
     names = {side: [s.partition("/")[2] for s in wanted if s.startswith(f"{side}/")] for side in SIDES}
-    for number in range(rounds):
-        order = random.Random(f"{seed}/{number}")
-        cases = order.sample(list(product(loads, wanted)), k=len(loads) * len(wanted))
-        left = [(load, system) for load, system in cases if f"{number}/{load}/{system}" not in trials]
-        if not left:
-            continue
-        with ExitStack() as stack:
-            opened: dict[str, _Opened] = {}
-            for side in (side for side in order.sample(SIDES, k=len(SIDES)) if names[side]):
-                if side == "eldr":
-                    opened[side] = stack.enter_context(_ours(arguments, predictor, port))
-                else:
-                    assert vllm_router_venv is not None
-                    servers = _theirs(arguments, vllm_router_venv, names[side], port + 20)
-                    opened[side] = stack.enter_context(servers)
-            for side, (chosen, _) in opened.items():
-                tag = f"{order.getrandbits(32):08x}"
-                chains = many_domains(asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight)
-                first = chosen("round-robin" if side == "eldr" else names[side][0])
-                asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
-            for load, system in left:
-                # Requests are those of the round and workload; only what they begin with is the trial's.
-                tag = f"{order.getrandbits(32):08x}"
-                chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
-                side, _, name = system.partition("/")
-                chosen, times = opened[side]
-                send, before = chosen(name), times()
-                found = asyncio.run(_trial(send, chains, **sizes)) | _means(before, times())
-                trials[f"{number}/{load}/{system}"] = found
-                if journal:
-                    journal.put(f"{number}/{load}/{system}", found)
-    if not trials:
-        raise BadInput("there is no trial to report")
+    with ExitStack() as stack:
+        kept = record.with_suffix(".cpu_speed") if record else None
+        speed = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for number in range(rounds):
+            order = random.Random(f"{seed}/{number}")
+            cases = order.sample(list(product(loads, wanted)), k=len(loads) * len(wanted))
+            left = [(load, system) for load, system in cases if f"{number}/{load}/{system}" not in trials]
+            if not left:
+                continue
+            with probed(speed), ExitStack() as up:
+                opened: dict[str, _Opened] = {}
+                for side in (side for side in order.sample(SIDES, k=len(SIDES)) if names[side]):
+                    if side == "eldr":
+                        opened[side] = up.enter_context(_ours(arguments, predictor, port))
+                    else:
+                        assert vllm_router_venv is not None
+                        servers = _theirs(arguments, vllm_router_venv, names[side], port + 20)
+                        opened[side] = up.enter_context(servers)
+                for side, (chosen, _) in opened.items():
+                    tag = f"{order.getrandbits(32):08x}"
+                    chains = many_domains(
+                        asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight
+                    )
+                    first = chosen("round-robin" if side == "eldr" else names[side][0])
+                    asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
+                bar = up.enter_context(progress_bar())
+                for load, system in bar.track(left, description=f"round {number + 1} of {rounds}"):
+                    # Requests are those of the round and workload; only what they begin with is the trial's.
+                    tag = f"{order.getrandbits(32):08x}"
+                    chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
+                    side, _, name = system.partition("/")
+                    chosen, totals = opened[side]
+                    send, before = chosen(name), totals()
+                    found = asyncio.run(_trial(send, chains, **sizes)) | _means(before, totals())
+                    trials[f"{number}/{load}/{system}"] = found
+                    if journal:
+                        journal.put(f"{number}/{load}/{system}", found)
+        if not trials:
+            raise BadInput("there is no trial to report")
+        even = _even(trials, NormalisedTime.read(speed))
+    rows = [
+        {"clock": clock, **row}
+        for clock, told in (("wall", trials), ("even", even))
+        for row in _rows(told, wanted, loads)
+    ]
+    slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
     publish(
-        "whole_replicas", _rows(trials, wanted, loads),
-        inputs=inputs | {"trials": trials}, seed=seed, out=out,
+        "whole_replicas", rows,
+        inputs=inputs | {"trials": {key: found | slow[key] for key, found in trials.items()}},
+        seed=seed, out=out,
         notes="closed loop, greedy; two sets of four whole engines, one of which has requests at a time, "
         "share the cores with the client and what serves them; cpu_ms has what both sets take when idle",
     )  # fmt: skip

@@ -14,7 +14,7 @@ from loadgen.trial import Trial
 from tools.cli import BadInput
 
 _WINDOW_S = 5.0  # speed is taken as even within
-_SPARE_BLOCKS = 4  # beyond one a policy, to fit a slope
+_SPARE_TRIALS = 4  # beyond one a group, to fit a slope
 
 
 class NormalisedTime:
@@ -23,7 +23,7 @@ class NormalisedTime:
     Args:
         notes: of each core a float64[n, 4] of Unix time, s, CPU time of the product, s, and ticks so far
             that were stolen and all.
-        felt: work whose product takes x times as long takes x**felt times (see `felt_by_engines`).
+        felt: work whose product takes x times as long takes x**felt times (see `felt`).
 
     A second of it is a second at the mean speed of the notes.
     """
@@ -67,29 +67,39 @@ class NormalisedTime:
 
 
 def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
-    """How much of the product's slowdown a decode step feels: 0 nothing, 1 as much, 2 its square.
-
-    The slope, by least squares, of the logarithm of engine time a token over that of the slowdown, from
-    trial to trial of a policy; the policies `alike` count as one. Too few trials to tell: 1.
+    """`felt`, of engine time a token; the policies `alike` count as one.
 
     Args:
         clock: of `felt` 1.
     """
-    groups, found = [], []
+    groups, slowdowns, seconds = [], [], []
     for trial in trials:
         if trial.requests and trial.engines and trial.engines["batch"]:
             groups.append("" if trial.policy in alike else trial.policy)
-            found.append((clock.slowdown(*_span(trial)), trial.engines["seconds"] / trial.engines["batch"]))
-    if len(groups) - len(set(groups)) < _SPARE_BLOCKS:
+            slowdowns.append(clock.slowdown(*_span(trial)))
+            seconds.append(trial.engines["seconds"] / trial.engines["batch"])
+    return felt(groups, slowdowns, seconds)
+
+
+def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[float]) -> float:
+    """How much of the product's slowdown some work feels: 0 nothing, 1 as much, 2 its square.
+
+    The slope, by least squares, of the logarithm of its seconds over that of the slowdown, from trial to
+    trial of a group, whose work is the same. Too few trials to tell: 1.
+
+    Args:
+        groups: of each trial; `slowdowns` by a clock of `felt` 1.
+    """
+    if len(groups) - len(set(groups)) < _SPARE_TRIALS:
         return 1.0
-    points = np.log(found)
+    points = np.log([slowdowns, seconds])
     for group in set(groups):
         inside = [g == group for g in groups]
-        points[inside] -= points[inside].mean(axis=0)
-    slowdown, seconds = points.T
+        points[:, inside] -= points[:, inside].mean(axis=1, keepdims=True)
+    slowdown, took = points
     if not slowdown.any():
         return 1.0
-    return float(np.clip(slowdown @ seconds / (slowdown @ slowdown), 0.0, 2.0))
+    return float(np.clip(slowdown @ took / (slowdown @ slowdown), 0.0, 2.0))
 
 
 def normalised(trial: Trial, clock: NormalisedTime) -> Trial:

@@ -7,12 +7,14 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from in_process import command, sentence
 
 from benchmarks import whole_replicas
 from benchmarks.harness.client import Answer
 from benchmarks.harness.engines import plain_engine_kwargs
+from benchmarks.harness.normalised_time import NormalisedTime
 from benchmarks.harness.whole_workloads import (
     APPLICATIONS,
     SHRINK,
@@ -88,6 +90,8 @@ def test_a_trial_counts_what_ends_after_the_warm_up() -> None:
     found, sent = _trial(50, in_flight=2, warm_up=4, requests=6)
     assert (found["requests"], found["failures"]) == (6, 0)
     assert found["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth
+    begun, ended = found["span"]
+    assert ended - begun == pytest.approx(6.0)
     assert len(sent) < 50  # then the loop was cut
     for chain in range(len(sent) // 2):  # a chain's second after its first
         assert sent.index(2 * chain) < sent.index(2 * chain + 1)
@@ -133,6 +137,30 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
     assert whole_replicas._means(before, after) == {"active_experts": 20, "batch_size": 8}
     # A system that a stopped run has not come to has no row.
     assert whole_replicas._rows(trials, ["eldr/random"], ["sessions"]) == []
+
+
+def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
+    """Two systems that are alike, and ours, whose steps take 3/4 as long, on restless cores."""
+    slowdown = [1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6, 0.9]
+    at = np.arange(0.0, 900.0, 0.25)
+    of_core = np.column_stack([at, [1e-3 * slowdown[int(t // 100)] for t in at], 0 * at, 100 * at])
+    trials = {}
+    for n, slow in enumerate(slowdown):
+        system = ("vllm-router/round_robin", "vllm-router/power_of_two", whole_replicas.OURS)[n % 3]
+        ms = slow * (7.5 if system == whole_replicas.OURS else 10.0)
+        times = dict.fromkeys(whole_replicas.METRICS, ms) | {"requests_per_s": 1 / ms}
+        cpu = {"engines": 2 * ms, "proxy": ms}
+        span = [100.0 * n + 10.0, 100.0 * n + 90.0]
+        trials[f"{n // 3}/sessions/{system}"] = times | {"span": span, "cpu_ms": cpu}
+    even = whole_replicas._even(trials, NormalisedTime([of_core]))
+    ratio = {k: found["tpot_p50_ms"] / 10.0 for k, found in even.items()}
+    same = next(iter(ratio.values()))
+    for key, found in even.items():
+        share = 0.75 if key.endswith(whole_replicas.OURS) else 1.0
+        assert ratio[key] == pytest.approx(share * same, rel=0.05)
+        assert 1 / found["requests_per_s"] == pytest.approx(found["tpot_p50_ms"])
+        assert found["cpu_ms"]["engines"] == pytest.approx(2 * found["engine_ms_per_token"], rel=1e-6)
+        assert trials[key]["tpot_p50_ms"] == pytest.approx(found["slow"] * found["tpot_p50_ms"])
 
 
 def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
