@@ -36,7 +36,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,20 +167,26 @@ def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
 async def _trial(
     send: _Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
 ) -> dict[str, Any]:
-    """Times of those answers that end after the first `warm_up`, while the loop goes on; then it is cut."""
-    ended: list[Answer] = []
-    spent: list[Counter[str]] = []  # at the end of the warm-up, and of the last that counts
+    """Times of the `requests` sent after the first `warm_up`, while the loop goes on; then it is cut.
+
+    So all systems are judged by the same requests. Requests/s and CPU times are of the time in which these
+    were sent, which as many others end in.
+    """
+    counted: list[Answer] = []
+    marks: list[tuple[float, Counter[str]]] = []  # as the first that counts is sent, and the first after them
     enough = asyncio.Event()
-    waiting = iter(chains)
+    numbers, waiting = count(), iter(chains)
 
     async def user(http: Any) -> None:
         for chain in waiting:
             for body in chain:
-                ended.append(await send(http, body))
-                if len(ended) == warm_up:
-                    spent.append(cpu_s())
-                elif len(ended) == warm_up + requests:
-                    spent.append(cpu_s())
+                number = next(numbers) - warm_up
+                if number in (0, requests):
+                    marks.append((time.perf_counter(), cpu_s()))
+                answer = await send(http, body)
+                if 0 <= number < requests:
+                    counted.append(answer)
+                if len(counted) == requests and len(marks) == 2:
                     enough.set()
 
     async with session(_TIMEOUT_S) as http:
@@ -192,15 +198,17 @@ async def _trial(
             one.cancel()
         await asyncio.gather(*both, *users, return_exceptions=True)
     if not enough.is_set():
-        raise BadInput(f"the workload has {len(ended)} requests, a trial needs {warm_up + requests}")
-    counted = ended[warm_up : warm_up + requests]
-    found = summary(counted, ended[warm_up - 1].end)
-    cpu = {part: s - spent[0][part] for part, s in spent[1].items()}
-    tokens = found["tokens_per_s"] * (counted[-1].end - ended[warm_up - 1].end)
+        raise BadInput(f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}")
+    (begun, before), (ended, after) = marks
+    found = summary(counted)
+    found["requests_per_s"] = (requests - found["failures"]) / (ended - begun)
+    found["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
+    cpu = {part: s - before[part] for part, s in after.items()}
+    tokens = found["tokens_per_s"] * (ended - begun)
     found["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
     found["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
-    since_unix_s = time.time() - time.perf_counter()
-    found["span"] = [since_unix_s + ended[warm_up - 1].end, since_unix_s + counted[-1].end]
+    unix_s = time.time() - time.perf_counter()
+    found["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
     return found | {"errors": errors(counted)}
 
 
@@ -301,8 +309,8 @@ def whole_replicas(
     workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
     in_flight: options.InFlight = 48,
-    warm_up: Annotated[int, typer.Option(min=1, help="Answers of a trial before those that count.")] = 96,
-    requests: Annotated[int, typer.Option(min=4, help="Answers of a trial that count.")] = 96,
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests of a trial before those that count.")] = 64,
+    requests: Annotated[int, typer.Option(min=4, help="Requests of a trial that count.")] = 64,
     burn_in: Annotated[int, typer.Option(min=4, help="Requests to engines that have just started.")] = 96,
     min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 96,
@@ -369,7 +377,7 @@ def whole_replicas(
                 for side, (chosen, _) in opened.items():
                     tag = f"{order.getrandbits(32):08x}"
                     chains = many_domains(
-                        asked, answers, random.Random(tag), tag=tag, count=burn_in + in_flight
+                        asked, answers, random.Random(tag), tag=tag, count=burn_in + 2 * in_flight
                     )
                     first = chosen("round-robin" if side == "eldr" else names[side][0])
                     asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
@@ -413,11 +421,11 @@ def _chains(
     sizes: dict[str, int],
 ) -> Chains:
     """Of a workload, as many as a trial can need."""
-    rng, count = random.Random(seed), sum(sizes.values())
+    rng, most = random.Random(seed), sizes["warm_up"] + sizes["requests"] + 4 * sizes["in_flight"]
     if load == "sessions":
-        return sessions(records, prompts, answers, rng, tag=tag, count=count)
+        return sessions(records, prompts, answers, rng, tag=tag, count=most)
     make = many_domains if load == "many domains" else system_prompts
-    return make(prompts, answers, rng, tag=tag, count=count)
+    return make(prompts, answers, rng, tag=tag, count=most)
 
 
 if __name__ == "__main__":
