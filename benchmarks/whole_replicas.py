@@ -310,7 +310,7 @@ def whole_replicas(
     rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
     in_flight: options.InFlight = 48,
     warm_up: Annotated[int, typer.Option(min=1, help="Requests of a trial before those that count.")] = 64,
-    requests: Annotated[int, typer.Option(min=4, help="Requests of a trial that count.")] = 64,
+    requests: Annotated[int, typer.Option(min=4, help="Requests of a trial that count.")] = 160,
     burn_in: Annotated[int, typer.Option(min=4, help="Requests to engines that have just started.")] = 96,
     min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 96,
