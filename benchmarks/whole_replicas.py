@@ -14,7 +14,7 @@ workers that are not too loaded, the one that was sent most of the prompt's bloc
 
 A closed loop; a trial begins with empty prefix caches, as each has prompts of its own beginning, and with a
 policy that has seen nothing. The predictor is fitted on prompts that are in no trial, and learns from trial
-to trial. What ends first in a trial, while caches fill and workers part, is in no figure.
+to trial. What is sent first in a trial, while caches fill and workers part, is in no figure.
 
 Each round has every system once with every workload, in random order, on engines that are started anew for
 it; rows are medians over rounds with 95 % intervals, of time as it was (`clock` wall) and normalised for CPU
