@@ -1,0 +1,29 @@
+"""The expert counts of one served request, as engines report them to the signature pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class ExpertSample:
+    """Prefill and decode expert counts of one request.
+
+    Attributes:
+        request_id: unique in the application.
+        domain: label that the client sent; empty where it sent none.
+        token_ids: uint32[n], the prompt.
+        prefill_counts: unsigned[L,E], how often the prompt's tokens chose each expert of each MoE layer.
+        decode_counts: unsigned[L,E], the same of the generated tokens that passed the gates in decode steps.
+        decode_steps: decode steps that `decode_counts` sums.
+    """
+
+    request_id: str
+    domain: str
+    token_ids: NDArray[np.uint32]
+    prefill_counts: NDArray[np.unsignedinteger]
+    decode_counts: NDArray[np.unsignedinteger]
+    decode_steps: int
