@@ -35,8 +35,8 @@ from benchmarks.harness.ep_turns import (
 )
 from benchmarks.harness.replay import widened
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.fitting.table import fit_table
 from eldr_serve.routing import Placement, PlacementRequest, Placer, State, StepCost, make_policy
-from offline.fitting import fit_table
 from offline.placement.eplb import activation_placement
 from tools.cli import BadInput, run
 from tools.journal import Journal

@@ -34,13 +34,13 @@ from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.harness import options
 from benchmarks.harness.capture import TASKS, Captured, captured
-from offline.fitting import compare_transforms, fit_signature, fit_table
+from eldr_serve.fitting.quality import signature_quality as rho_of
+from eldr_serve.fitting.table import compare_transforms, fit_signature, fit_table
 from offline.simulation.requests import expert_bits
 from tools.cli import run
 from tools.plots import bars, lines, save
 from tools.plots import signature_space as draw_space
 from tools.results import publish
-from tools.signature_quality import signature_quality as rho_of
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 WORKLOADS = ("task", "language")

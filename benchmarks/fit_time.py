@@ -15,10 +15,10 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.synthetic import TOP_K, E, L
-from offline.fitting import fit_table
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.table import fit_table
 from tools.cli import run
 from tools.results import publish
-from tools.trace import CalibrationTrace
 
 
 def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:

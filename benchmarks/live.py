@@ -28,9 +28,9 @@ from benchmarks.harness.capture import captured, groups_of
 from benchmarks.harness.cluster import unwind_on_sigterm
 from benchmarks.harness.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
 from benchmarks.harness.replay import widened
+from eldr_serve.fitting.table import fit_table
 from loadgen.figures import BASELINES
 from loadgen.workload import write_prompts
-from offline.fitting import fit_table
 from tools.cli import run
 from tools.plots import bars
 from tools.results import publish

@@ -19,8 +19,8 @@ from benchmarks.harness.capture import captured
 from benchmarks.harness.cluster import unwind_on_sigterm
 from benchmarks.harness.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
 from benchmarks.harness.replay import widened
+from eldr_serve.fitting.table import fit_table
 from loadgen.workload import balanced_sample, write_prompts
-from offline.fitting import fit_table
 from tools.cli import run
 from tools.plots import bars
 from tools.results import publish

@@ -20,6 +20,7 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.capture import captured
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.routing import StepCost, make_policy
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
@@ -27,7 +28,6 @@ from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 from tools.cli import BadInput, run
 from tools.results import publish
-from tools.trace import CalibrationTrace
 
 _HANDOFF_S = 0.02
 

@@ -56,6 +56,7 @@ from benchmarks.harness.normalised_time import NormalisedTime, felt
 from benchmarks.harness.prompts import no_longer_than
 from benchmarks.harness.replay import widened
 from benchmarks.harness.whole_workloads import Chains, many_domains, sessions, system_prompts
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.client import Client
 from loadgen.figures import BASELINES
 from loadgen.traces import read_trace
@@ -67,7 +68,6 @@ from tools.progress import progress_bar
 from tools.prometheus import total
 from tools.results import publish
 from tools.stats import median_ci
-from tools.trace import CalibrationTrace
 
 WORKLOADS = ("many domains", "sessions", "system prompts")
 OURS = "eldr/marginal-cost"

@@ -21,12 +21,12 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo_model import WEIGHTS, sources
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.quality import inverse_document_frequency, select_layers, signature_quality
 from eldr_serve.signature import SignatureSpec
 from loadgen.workload import read_prompts
 from tools.cli import BadInput, run
 from tools.results import write_result
-from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
-from tools.trace import CalibrationTrace
 
 LANGUAGES = sources.MAIN_LANGUAGES
 GROUPS = {"task": sources.TASKS, "language": LANGUAGES, "all": sources.TASKS + LANGUAGES}

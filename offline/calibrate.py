@@ -22,6 +22,7 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.protocol import Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
@@ -32,7 +33,6 @@ from loadgen.workload import Prompt, balanced_sample, read_prompts
 from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.progress import progress_bar
-from tools.trace import CalibrationTrace
 
 _FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor

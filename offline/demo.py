@@ -23,6 +23,7 @@ import yaml
 from rich.console import Console
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
@@ -35,7 +36,6 @@ from tools.cli import BadInput, run
 from tools.plots import signature_space
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
-from tools.trace import CalibrationTrace
 
 KEY = "demo"
 console = Console()

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
 from offline.predictor import FOLDS, fit_signature_predictor
 from tools.cli import BadInput, run
 from tools.progress import progress_bar
-from tools.trace import CalibrationTrace
 
 
 def fit_predictor(

@@ -17,9 +17,10 @@ import typer
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import ExpertPlacement, RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.expert_placement import Topology, hosts_of
 from eldr_serve.files import write_all
-from offline.fitting import fit_table
+from eldr_serve.fitting.table import fit_table
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
@@ -30,7 +31,6 @@ from offline.placement.locality import local_rule
 from offline.scenario import observed, routes_of
 from tools.cli import BadInput, run
 from tools.results import print_table
-from tools.trace import CalibrationTrace
 
 Ints = NDArray[np.int64]
 Report = dict[str, Any]

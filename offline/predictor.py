@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.signature_predictor import SignaturePredictor
-from tools.trace import CalibrationTrace
 
 PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, as shares of the kernel's mean diagonal
 FOLDS = 5

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import ray
 import typer
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.errors import SwapRefused
+from eldr_serve.fitting.table import fit_table
 from eldr_serve.serving.decode_router import actor_name, find
-from offline.fitting import fit_table
 from tools.cli import BadInput, run
-from tools.trace import CalibrationTrace
 
 
 def refit(

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.table import fit_table
 from eldr_serve.routing import Policy, make_policy
 from loadgen.traces import TraceRequest, read_trace
-from offline.fitting import fit_table
 from offline.gptoss import read_gptoss
 from offline.simulation.cluster import Cluster
 from offline.simulation.requests import Experts, Requests
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 
 class _Part(BaseModel):

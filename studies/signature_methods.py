@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from offline.predictor import (
     choose_penalty,
     dual_ridge,
@@ -19,7 +20,6 @@ from offline.predictor import (
     token_weights,
 )
 from studies.token_routes import is_of_the_demo_model, token_embeddings, token_frequencies
-from tools.trace import CalibrationTrace
 
 Floats = NDArray[np.float64]
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo_model import WEIGHTS
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.signature_predictor import tokenizer_fingerprint
-from tools.trace import CalibrationTrace
 
 
 def is_of_the_demo_model(trace: CalibrationTrace) -> bool:

@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
-from tools.trace import CalibrationTrace
 
 Rows = Sequence[dict[str, Any]]
 

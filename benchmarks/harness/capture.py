@@ -25,12 +25,12 @@ from rich.progress import track
 from benchmarks.harness.engines import weights_name
 from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
 from demo_model import WEIGHTS
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 from tools.cli import BadInput, run
-from tools.trace import CalibrationTrace
 
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")

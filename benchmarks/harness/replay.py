@@ -32,6 +32,8 @@ from benchmarks.harness.engines import weights_name
 from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival, Steps
 from demo_model import WEIGHTS
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.fitting.clustering import kmeans
+from eldr_serve.fitting.table import fit_table
 from eldr_serve.routing import (
     Decision,
     LoadLedger,
@@ -43,8 +45,6 @@ from eldr_serve.routing import (
     StepSums,
     make_policy,
 )
-from offline.clustering import kmeans
-from offline.fitting import fit_table
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests

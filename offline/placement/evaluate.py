@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.expert_placement import Topology
 from eldr_serve.experts.metro import MetroPlan
 from offline.placement.cost import LayerCost, LayerWork
-from tools.trace import CalibrationTrace
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from offline.placement.director import director_placement
 from studies.figures import shifting
 from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
 from studies.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 BATCHES = 8
 RANKS = 32

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.table import fit_table
 from eldr_serve.routing import StepCost
-from offline.fitting import fit_table
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
@@ -25,7 +26,6 @@ from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
 from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot, mean
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 WORKLOADS = ("task", "language")
 TASKS = ("code", "math", "medical", "legal")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from offline.placement.eplb import activation_placement
 from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.run import simulate
@@ -21,7 +22,6 @@ from studies.figures.common import Figure, Options, Rows, change_pct, each_seed,
 from studies.figures.eldr import BALANCERS, PREFILL, TASKS, scenario_of
 from tools.cli import BadInput
 from tools.plots import lines
-from tools.trace import CalibrationTrace
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
 RATES = (24, 40, 56)  # requests/s; the paper's range

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.expert_placement import Topology, hosts_of
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.eplb import eplb_placement
@@ -30,7 +31,6 @@ from offline.placement.replication import hot_experts, load_skew, num_replicas, 
 from offline.scenario import observed, routes_of
 from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 TOKENS = 128  # of a step, the paper's batch size
 BATCHES = 100  # held-out steps

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.expert_placement import hosts_of
 from eldr_serve.experts.metro import MetroPlan
 from offline.placement.cost import LayerCost, LayerWork
@@ -24,7 +25,6 @@ from offline.scenario import observed, routes_of
 from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, steps
 from studies.replica_choice import route_even, route_optimal
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 Ints = NDArray[np.int64]
 RANKS = 8

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from demo_model import WEIGHTS
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.clustering import balanced_kmeans
+from eldr_serve.fitting.quality import inverse_document_frequency
 from eldr_serve.online_predictor import OnlinePredictor
 from eldr_serve.routing import StepCost, make_policy
 from eldr_serve.signature import SignatureSpec
 from eldr_serve.signature_predictor import SignaturePredictor
-from offline.clustering import balanced_kmeans
 from offline.gptoss import read_gptoss, read_records
 from offline.predictor import agreement, expert_frequencies, fit_signature_predictor, token_shares
 from offline.scenario import observed, routes_of
@@ -33,9 +35,7 @@ from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, 
 from studies.figures.eldr import BALANCERS, COST, TASKS
 from studies.signature_methods import Prompts, chi_square_ridge, methods_for
 from tools.cli import BadInput
-from tools.signature_quality import inverse_document_frequency
 from tools.stats import paired_change_percent
-from tools.trace import CalibrationTrace
 
 GROUPS = ("all", "language", "task")
 SIZES = (50, 100, 300, 1000)  # calibration prompts

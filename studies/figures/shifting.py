@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.expert_placement import Topology, hosts_of
 from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
@@ -23,7 +24,6 @@ from offline.placement.forecast import decode_correction, expected_workload
 from offline.scenario import observed, routes_of
 from studies.migration import Links, plan_migration
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 STEPS = 256  # decode steps of a batch; observed ones repeat
 PER_RANK = 64  # requests

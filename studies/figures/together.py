@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from eldr_serve.fitting.table import fit_table
 from eldr_serve.routing import make_policy
-from offline.fitting import fit_table
 from offline.scenario import observed, routes_of
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts

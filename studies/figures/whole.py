@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.routing import Policy, StepCost, make_policy
 from eldr_serve.signature_predictor import SignaturePredictor
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
@@ -39,7 +40,6 @@ from studies.figures.common import Figure, Options, Rows, bar_plot, change_pct, 
 from studies.figures.eldr import BALANCERS, COST, PREFILL
 from studies.prefix_policies import LongestPrefix, SessionHash
 from tools.cli import BadInput
-from tools.trace import CalibrationTrace
 
 WORKERS = (8, 16)
 BATCH = 16  # requests a worker that arrivals aim at, were nothing cached

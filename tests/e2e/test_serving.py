@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from service import ADMIN_KEY, Service, wait_for
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.metrics import ENGINE, HISTOGRAM, METRICS, PREFIX
 from eldr_serve.routing import policy_names
-from tools.trace import CalibrationTrace
 
 
 def test_trace_from_a_ray_job_is_whole(trace_file: Path) -> None:

@@ -20,8 +20,8 @@ from tables import unit_table
 from traces import synthetic_trace
 
 from eldr_serve.artifacts import ArtifactError, RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.signature import SignatureSpec
-from tools.trace import CalibrationTrace
 
 TRACE = synthetic_trace(12)
 TABLE = unit_table(3)

@@ -13,9 +13,9 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from traces import synthetic_trace
 
+from eldr_serve.fitting.quality import inverse_document_frequency, select_layers, signature_quality
+from eldr_serve.fitting.table import fit_signature
 from eldr_serve.signature import TRANSFORMS, SignatureSpec, pack_counts, unpack_counts
-from offline.fitting import fit_signature
-from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
 
 COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 50_000))
 

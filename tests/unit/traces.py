@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eldr_serve.calibration_trace import CalibrationTrace
 from offline.simulation.requests import Experts, expert_bits
-from tools.trace import CalibrationTrace
 
 
 def synthetic_trace(

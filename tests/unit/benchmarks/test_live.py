@@ -14,9 +14,9 @@ from traces import synthetic_trace
 from benchmarks.harness import live
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.client import Client
+from eldr_serve.fitting.table import fit_table
 from loadgen.figures import policy_rows
 from loadgen.trial import JOURNAL, RESTORE, Trial, order, read_trials
-from offline.fitting import fit_table
 from tools.cli import BadInput
 from tools.journal import Journal
 from tools.stats import Slo

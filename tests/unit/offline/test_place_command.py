@@ -12,10 +12,10 @@ from in_process import command, sentence
 from traces import saved, synthetic_trace
 
 from eldr_serve.artifacts import ExpertPlacement
-from offline.fitting import fit_table
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.table import fit_table
 from offline.place import METHODS, place
 from offline.placement.cost import LayerCost
-from tools.trace import CalibrationTrace
 
 L, E = 4, 16
 

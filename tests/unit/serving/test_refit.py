@@ -11,13 +11,13 @@ from tables import unit_table
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.errors import SwapRefused
+from eldr_serve.fitting.refit import refitted
 from eldr_serve.routing.loading import load
 from eldr_serve.serving import refit
 from eldr_serve.serving.decode_router import DecodeRouter
 from eldr_serve.serving.refit import LiveRefit
 from eldr_serve.serving.router_settings import RefitOptions, RouterSettings
 from eldr_serve.serving.router_state import RouterState
-from offline.live_refit import refitted
 
 OPTIONS = RefitOptions(every_s=60.0, min_gain=0.02)
 

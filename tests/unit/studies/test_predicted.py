@@ -127,7 +127,7 @@ def test_a_domain_that_no_fit_saw_is_predicted_worse(small: Options) -> None:
 
 
 def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) -> None:
-    from tools.trace import CalibrationTrace
+    from eldr_serve.calibration_trace import CalibrationTrace
 
     bare = tmp_path / "bare.safetensors"
     replace(CalibrationTrace.load(observed), token_ids=None).save(bare)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.clustering import Clusters, balanced_kmeans
+from eldr_serve.fitting.quality import inverse_document_frequency, select_layers, signature_quality
 from eldr_serve.signature import TRANSFORMS, SignatureSpec
-from offline.clustering import Clusters, balanced_kmeans
-from tools.signature_quality import inverse_document_frequency, select_layers, signature_quality
-from tools.trace import CalibrationTrace
 
 
 def fit_signature(trace: CalibrationTrace, transform: str = "count-idf", *, seed: int = 0) -> SignatureSpec:

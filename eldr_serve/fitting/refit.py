@@ -20,8 +20,8 @@ from scipy.optimize import linear_sum_assignment
 
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.errors import SwapRefused, sentence
+from eldr_serve.fitting.clustering import balanced_kmeans
 from eldr_serve.serving.decode_router import actor_name, find
-from offline.clustering import balanced_kmeans
 from tools.cli import run
 
 _LEAST_A_WORKER = 8  # signatures, for a cluster to mean anything
