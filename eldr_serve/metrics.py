@@ -74,7 +74,8 @@ _COUNTED = {
     "policy_errors": ("requests", "placed by load, since the policy raised an error"),
     "policy_changes": ("changes", "of the policy"),
     "table_swaps": ("changes", "of the routing table"),
-    "refits": ("changes", "of these, tables that the router had fitted anew by itself"),
+    "refits": ("changes", "of these, tables that the signature pool has refitted"),
+    "tables_refused": ("tables", "of the signature pool that were not swapped in"),
     "predictor_swaps": ("changes", "of the signature predictor"),
     "shadow_errors": ("errors", "of the shadow, each of which switched it off"),
     "router_lost": ("times", "the router did not answer an ingress"),
@@ -103,6 +104,7 @@ BY_REASON = Metric(
 _ANSWERED = "once a stream has ended"
 _QUEUED = "policies with a decode queue, once a request has waited"
 _PREDICTOR = "with a signature predictor"
+_POOL = "with a signature pool"
 _SHADOW = "with a shadow that has priced tokens"
 _WORKER = ("worker", "policy")
 _SHADOWED = ("policy", "shadow")
@@ -156,6 +158,14 @@ ROUTER = _by_name(
     Metric(
         "eldr_refit_advised", GAUGE, "0 or 1", "the table was fitted for another number of workers",
         ("policy",), status="table.refit_advised", only="with a routing table",
+    ),
+    Metric(
+        "eldr_signature_samples", GAUGE, "requests", "whose expert counts the signature pool holds",
+        status="signatures.samples", only=_POOL,
+    ),
+    Metric(
+        "eldr_signature_share_ratio", GAUGE, "ratio", "of requests that are sampled", status="signatures.share",
+        only=_POOL,
     ),
     Metric(
         "eldr_step_cost_error_ratio", GAUGE, "ratio", "relative error of the fitted step cost", ("policy",),

@@ -1,110 +1,30 @@
-"""Keep the table fitted to the traffic and the decode replicas of now, until it is stopped.
-
-    ray job submit --no-wait --working-dir . -- python -m offline.live_refit
-
-It needs a table that is live, and no trace: the router keeps signatures of recent requests.
-"""
+"""Refit the centroids of a live table to recent traffic, and decide when that is due."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from typing import Annotated, Any
 
 import numpy as np
-import ray
-import typer
 from numpy.typing import NDArray
-from ray.exceptions import RayError
 from scipy.optimize import linear_sum_assignment
 
 from eldr_serve.artifacts import RoutingTable
-from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.fitting.clustering import balanced_kmeans
-from eldr_serve.serving.decode_router import actor_name, find
-from tools.cli import run
+from eldr_serve.signature import Counts
 
-_LEAST_A_WORKER = 8  # signatures, for a cluster to mean anything
-
-
-def live_refit(
-    every: Annotated[float, typer.Option(min=0.1, help="Time between two looks, s.")] = 60.0,
-    min_gain: Annotated[
-        float, typer.Option(help="Mean cosine that a refit must gain on signatures that it has not seen.")
-    ] = 0.02,
-    application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
-    seed: Annotated[int, typer.Option(help="Seed of the clustering.")] = 0,
-) -> None:
-    """Refit and swap the table when traffic has drifted, or other decode replicas serve."""
-    if not ray.is_initialized():
-        ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    before: int | None = None
-    while True:
-        try:
-            before = _look(find(actor_name(application)), before, min_gain, seed)
-        except SwapRefused as error:
-            typer.echo(f"the router keeps its table: {sentence(getattr(error, 'cause', None) or error)}")
-        except (RayError, ValueError) as error:  # it is away, or comes again with another deployment
-            typer.echo(f"the router of {application!r} does not answer: {sentence(error)}")
-        time.sleep(every)
-
-
-def _look(router: Any, before: int | None, min_gain: float, seed: int) -> int:
-    """Refit if it is time to; returns how many decode replicas there are."""
-    settings, status = ray.get([router.settings.remote(), router.status.remote()])
-    workers = len(status["workers"])
-    if settings.table is None or not workers:
-        return workers
-    recent = ray.get(router.recent_signatures.remote())
-    found = refitted(settings.table, recent, workers, before, min_gain, seed=seed)
-    if found is not None:
-        fitted, why = found
-        swapped = ray.get(router.swap_table.remote(fitted))
-        typer.echo(f"{why}: table version {swapped.table_version} is live")
-    return workers
-
-
-def refitted(
-    file: bytes,
-    recent: list[NDArray[Any]],
-    workers: int,
-    before: int | None,
-    min_gain: float,
-    *,
-    seed: int = 0,
-) -> tuple[bytes, str] | None:
-    """A RoutingTable file to swap in for the live one, and why; None while there is no reason.
-
-    A router with the option `refit` runs this too (eldr_serve/serving/refit.py).
-
-    Args:
-        file: the live RoutingTable file's bytes.
-        recent: unsigned[L,E] expert counts of prompts.
-        workers, before: decode replicas now and at the last look.
-    """
-    table = RoutingTable.from_bytes(file)
-    counts = np.array([c for c in recent if c.shape == table.spec.idf.shape])
-    why = reason(table, counts, workers, before, min_gain, seed=seed)
-    if why is None:
-        return None
-    return refit_centroids(table, counts, workers, seed=seed).to_bytes(), why
+MIN_REQUESTS_PER_WORKER = 8  # fewer make a cluster meaningless
 
 
 def reason(
-    table: RoutingTable,
-    counts: NDArray[Any],
-    workers: int,
-    before: int | None,
-    min_gain: float,
-    *,
-    seed: int = 0,
+    table: RoutingTable, counts: Counts, workers: int, before: int | None, min_gain: float, *, seed: int = 0
 ) -> str | None:
-    """Why the table should be fitted anew to these signatures, or None.
+    """Return why the table should be refitted to these prompts' counts, or None.
 
     Args:
-        workers, before: decode replicas now and at the last look; while they change nothing is done.
+        counts: unsigned[N,L,E].
+        workers, before: decode replicas now and at the last look; nothing is due while they change.
     """
-    if workers != before or len(counts) < _LEAST_A_WORKER * max(workers, len(table.centroids)):
+    if workers != before or len(counts) < MIN_REQUESTS_PER_WORKER * max(workers, len(table.centroids)):
         return None
     if len(table.centroids) != workers:
         return f"{workers} decode replicas serve, and the table is for {len(table.centroids)}"
@@ -112,28 +32,21 @@ def reason(
     return f"traffic has drifted, by a cosine of {gained:.3f}" if gained >= min_gain else None
 
 
-def refit_centroids(
-    table: RoutingTable, counts: NDArray[np.unsignedinteger[Any]], workers: int, *, seed: int = 0
-) -> RoutingTable:
-    """The same signature, clustered anew.
+def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: int = 0) -> RoutingTable:
+    """Return the table with the same signature and new clusters.
 
-    A new centroid takes the slot of the old one that it is most like (all together), so that workers keep
-    what they serve; those beyond the old ones come after them.
+    Each new centroid takes the slot of an old one such that the total similarity is greatest, so workers keep
+    what they serve. Additional centroids follow after the old ones.
 
     Args:
         counts: unsigned[N,L,E], of prompts.
 
     Raises:
-        ValueError: fewer signatures than workers, or of another shape than the table's.
+        ValueError: fewer requests than workers, or counts of another shape than the table's.
     """
-    points = table.spec.encode(counts)
-    clusters = balanced_kmeans(points, workers, seed=seed)
+    clusters = balanced_kmeans(table.spec.encode(counts), workers, seed=seed)
     alike = clusters.centroids @ table.centroids.T
-    order = np.full(workers, -1)
-    new, old = linear_sum_assignment(alike, maximize=True)
-    kept = new[np.argsort(old)]
-    order[: len(kept)] = kept
-    order[len(kept) :] = np.setdiff1d(np.arange(workers), kept)
+    order = _slots(alike)
     nearest = alike.argmax(axis=1)
     return replace(
         table,
@@ -146,20 +59,51 @@ def refit_centroids(
     )
 
 
-def gain(table: RoutingTable, counts: NDArray[np.unsignedinteger[Any]], *, seed: int = 0) -> float:
-    """By how much a refit would bring signatures nearer to their centroids, mean cosine.
+def keep_slots(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> RoutingTable:
+    """Return a table of another signature with its centroids in the slots of the live ones they replace.
 
-    Fitted to every other signature, and judged on those between, which neither table was fitted to.
+    A centroid replaces the one that is the nearest for the same requests.
     """
-    seen, unseen = counts[::2], counts[1::2]
-    fitted = refit_centroids(table, seen, len(table.centroids), seed=seed)
-    points = table.spec.encode(unseen)
+    new, old = ((t.spec.encode(counts) @ t.centroids.T).argmax(axis=1) for t in (fitted, live))
+    shared = np.zeros((len(fitted.centroids), len(live.centroids)))
+    np.add.at(shared, (new, old), 1)
+    order = _slots(shared)
+    return replace(
+        fitted,
+        centroids=fitted.centroids[order],
+        cluster_sizes=fitted.cluster_sizes[order],
+        domains=[fitted.domains[cluster] for cluster in order],
+        version=live.version + 1,
+    )
+
+
+def halves(requests: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return a random half of the requests to fit to, and the others to judge on; both ascending."""
+    shuffled = np.random.default_rng(seed).permutation(requests)
+    return np.sort(shuffled[: (requests + 1) // 2]), np.sort(shuffled[(requests + 1) // 2 :])
+
+
+def gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
+    """Return by how much a refit would raise the mean cosine of a request and its nearest centroid.
+
+    The refit is fitted to one half of the requests and compared with the table on the other.
+    """
+    seen, unseen = halves(len(counts), seed)
+    fitted = refit_centroids(table, counts[seen], len(table.centroids), seed=seed)
+    points = table.spec.encode(counts[unseen])
     return _nearest(points, fitted) - _nearest(points, table)
+
+
+def _slots(alike: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Return new clusters in the order of the old ones that they are most like; the others follow.
+
+    Args:
+        alike: float[new, old].
+    """
+    new, old = linear_sum_assignment(alike, maximize=True)
+    kept = new[np.argsort(old)]
+    return np.concatenate([kept, np.setdiff1d(np.arange(len(alike)), kept)])
 
 
 def _nearest(points: NDArray[np.float32], table: RoutingTable) -> float:
     return float((points @ table.centroids.T).max(axis=1).mean())
-
-
-if __name__ == "__main__":
-    run(live_refit)

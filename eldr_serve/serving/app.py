@@ -20,6 +20,8 @@ from eldr_serve.serving.decode_router import actor_name
 from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
 from eldr_serve.serving.llm_servers import LLMDecodeServer, LLMPrefillServer
 from eldr_serve.serving.openapi import openapi_document
+from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.serving.signatures.settings import PoolSettings
 
 _ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
@@ -58,12 +60,21 @@ def build_app(args: dict[str, Any]) -> Application:
         model_card=decode_spec.model_card,
         openapi=openapi_document(ENGINES.requests()),
         application=parsed.name,
-        router=parsed.router.model_copy(update={"model_id": model_id}),
+        router=router_settings(parsed, model_id),
         options=parsed.ingress,
         path_options=parsed.path,
         max_load_ratio=parsed.prefill_router.max_load_ratio,
         max_kv_usage=parsed.prefill_router.max_kv_usage,
         admin_key_sha256=_admin_key_sha256(parsed),
+    )
+
+
+def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
+    """Return the start arguments of the DecodeRouter actor, with what no YAML says under `router`."""
+    router_name = actor_name(parsed.name)
+    pool = PoolSettings(parsed.name, router_name, model_id, parsed.signatures)
+    return parsed.router.model_copy(
+        update={"model_id": model_id, "pool": pool if parsed.signatures.actors else None}
     )
 
 

@@ -11,6 +11,7 @@ from eldr_serve.renamed import renamed
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.serving.signatures.settings import SignatureOptions
 
 DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
 SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
@@ -57,6 +58,9 @@ class EldrArgs(BaseModel):
     )
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
     router: RouterSettings = Field(default_factory=RouterSettings)
+    signatures: SignatureOptions = Field(
+        default_factory=SignatureOptions, description="sampled traffic and the routing tables made from it"
+    )
     prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
     path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")
     ingress: IngressOptions = Field(default_factory=IngressOptions)

@@ -19,16 +19,17 @@ from eldr_serve.routing import Placement, StepSums
 from eldr_serve.serving.address import Address, open_channel
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
-from eldr_serve.serving.refit import LiveRefit
-from eldr_serve.serving.router_settings import RefitOptions, RouterSettings
+from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.serving.shared_limits import SharedLimits
+from eldr_serve.serving.signatures.coordinator import RouterView
+from eldr_serve.serving.signatures.link import PoolLink
+from eldr_serve.serving.signatures.settings import NAMESPACE
 from eldr_serve.serving.tenants import Taken
 from eldr_serve.serving.watching import PERIOD_S, RouterMetrics
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "eldr"
 _IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
 _GRACE_S = 6.0  # for a client whose channel is lost to come again: it says something every 5 s
 _SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
@@ -38,7 +39,7 @@ class DecodeRouter:
     """Holds live load, leases, the policy and the table for every ingress of one deployment."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self._refitting: asyncio.Task[None] | None = None
+        self._pool = PoolLink()
         self._start(settings)
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
@@ -81,25 +82,17 @@ class DecodeRouter:
 
     def _start(self, settings: RouterSettings, older: Settings | None = None) -> None:
         given = dict(settings)
-        self._refit_by(given.pop("refit"))
+        self._pool.use(given.pop("pool"))
         self._state = RouterState(**given)
         self._state.supersede(settings.fingerprint, older)
         self._last_call = time.monotonic()
         self._metrics = RouterMetrics()
 
-    def _refit_by(self, options: RefitOptions | None) -> None:
-        """Where the deployment says so, and no longer where it does not."""
-        if self._refitting is not None:
-            self._refitting.cancel()
-            self._refitting = None
-        if options is not None:
-            run = LiveRefit(options, lambda: self._state).run()
-            self._refitting = asyncio.get_event_loop().create_task(run)
-
     async def configure(self, settings: RouterSettings) -> None:
         """Start anew if the deployment was changed: it wins over what operators said before it, which
         clients would restore. Leases come back from the clients."""
         outbox, older = self._state.outbox, self._state.settings
+        self._pool.use(settings.pool)
         if settings.fingerprint != older.deployed:
             self._start(settings, older)
             outbox.close()
@@ -183,13 +176,32 @@ class DecodeRouter:
         """Unsigned[L,E] expert counts of prompts that were placed lately, the newest last."""
         return list(self._state.recent)
 
+    async def pool_looks(self, status: dict[str, Any]) -> RouterView:
+        """Take the signature pool's status; return what it needs to know of this router."""
+        return self._pool.look(self._state, status)
+
+    async def take_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
+        """Swap in a table that the pool has made instead of this version; return the new version.
+
+        None: another table has become live meanwhile, and stays.
+
+        Raises:
+            SwapRefused: the table does not fit.
+        """
+        state = self._state
+        if state.epoch != epoch or state.settings.table_version != version:
+            return None
+        live = state.swap_table(table)
+        state.counters["refits"] += refit
+        return live.table_version
+
     async def status(self) -> dict[str, Any]:
         """What `GET /eldr/status` shows."""
-        return self._state.status() | self._loops()
+        return self._state.status() | self._pool.status() | self._loops()
 
     async def live(self) -> dict[str, Any]:
         """What `GET /eldr/live` shows."""
-        return self._state.live() | self._loops()
+        return self._state.live() | self._pool.status() | self._loops()
 
     def _loops(self) -> dict[str, Any]:
         return {"loops": {self._watch.role: self._watch.status()}}
@@ -204,8 +216,9 @@ class DecodeRouter:
         while True:
             await asyncio.sleep(PERIOD_S)
             self._state.drop_silent_clients()
-            self._metrics.export(self._state)
+            self._metrics.export(self._state, self._pool.status()["signatures"])
             if time.monotonic() - self._last_call > _IDLE_EXIT_S:
+                await self._pool.end()
                 ray.actor.exit_actor()
 
 

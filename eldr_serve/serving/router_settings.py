@@ -12,6 +12,7 @@ from eldr_serve.artifacts import Artifact, RoutingTable
 from eldr_serve.renamed import renamed
 from eldr_serve.routing import DEFAULT_POLICY, make_policy
 from eldr_serve.serving.messages import NamedPolicy
+from eldr_serve.serving.signatures.settings import PoolSettings
 from eldr_serve.signature_predictor import SignaturePredictor
 
 
@@ -27,15 +28,10 @@ def _contents_of(kind: type[Artifact]) -> BeforeValidator:
     return BeforeValidator(contents)
 
 
-class RefitOptions(BaseModel, frozen=True, extra="forbid"):
-    """When the router has its table fitted anew to recent requests and the decode replicas of now."""
-
-    every_s: float = Field(default=60.0, gt=0, description="time between two looks, s")
-    min_gain: float = Field(
-        default=0.02,
-        ge=0,
-        description="mean cosine that a refit must gain on signatures that it has not seen",
-    )
+def _no_mapping(given: Any) -> Any:
+    if given is None or isinstance(given, PoolSettings):
+        return given
+    raise ValueError("the pool is filled in: write `signatures` beside `router`")
 
 
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
@@ -69,17 +65,18 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
     )
-    refit: RefitOptions | None = Field(
-        default=None,
-        description="fit the table anew by itself, `{every_s, min_gain}`; none: it stays as it is",
+    pool: Annotated[PoolSettings | None, BeforeValidator(_no_mapping)] = Field(
+        default=None, description="filled in from `signatures`; none: no table is made of live traffic"
     )
     seed: int = Field(default=0, description="seed of random choices")
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal settings."""
+        """Equal for equal settings; the pool's change nothing that operators have set."""
         found = hashlib.sha256()
         for name, value in self:
+            if name == "pool":
+                continue
             found.update(name.encode() + b"=" + (value if isinstance(value, bytes) else repr(value).encode()))
         return found.hexdigest()
 

@@ -397,6 +397,16 @@ class RouterState:
     # -- what people look at -----------------------------------------------------------------------
 
     @property
+    def model_id(self) -> str:
+        """The model served."""
+        return self._model_id
+
+    @property
+    def num_clients(self) -> int:
+        """Ingresses that place by this router."""
+        return len(self._last_seen)
+
+    @property
     def num_workers(self) -> int:
         """Decode replicas that live."""
         return sum(replica is not None for replica in self._slots)

@@ -64,8 +64,12 @@ class RouterMetrics:
             if stream.tpot_s is not None:
                 self._made["eldr_tpot_seconds"].observe(stream.tpot_s, tags)
 
-    def export(self, state: RouterState) -> None:
-        """What the status shows now."""
+    def export(self, state: RouterState, signatures: Mapping[str, Any] | None = None) -> None:
+        """Export what the status shows now.
+
+        Args:
+            signatures: that part of the status.
+        """
         status, policy = state.status(), state.settings.policy
         self._count(status["counters"], policy)
         tags = {"policy": policy}
@@ -81,6 +85,9 @@ class RouterMetrics:
         for name, value in (status["predictor"] or {}).items():
             if f"eldr_predictor_{name}" in self._made:
                 self._set(f"eldr_predictor_{name}", value)
+        if signatures is not None and "samples" in signatures:
+            self._set("eldr_signature_samples", signatures["samples"])
+            self._set("eldr_signature_share_ratio", signatures["share"])
         self._compare(status["comparison"]["now"])
         for worker in status["workers"]:
             tags = {"worker": worker["replica"], "policy": policy}

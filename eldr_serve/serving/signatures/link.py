@@ -1,0 +1,90 @@
+"""The router's side of the signature pool: it starts and ends the actors and keeps their last status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ray.exceptions import RayError
+
+from eldr_serve.errors import sentence
+from eldr_serve.serving.router_state import RouterState
+from eldr_serve.serving.signatures.coordinator import RouterView
+from eldr_serve.serving.signatures.pool import LOOK_S, end_pool, start_pool
+from eldr_serve.serving.signatures.settings import PoolSettings
+
+logger = logging.getLogger(__name__)
+
+_AWAY_S = 5 * LOOK_S  # without a look, before the status says so
+
+
+class PoolLink:
+    """Lives in the DecodeRouter actor's event loop."""
+
+    def __init__(self) -> None:
+        self._settings: PoolSettings | None = None
+        self._told: dict[str, Any] | None = None
+        self._told_at = time.monotonic()
+        self._seen_refused = 0  # tables, of the actor that speaks now
+        self._changing: asyncio.Task[None] | None = None
+
+    def use(self, settings: PoolSettings | None) -> None:
+        """Start the pool of these settings, in the background; end what they no longer have."""
+        before, self._settings = self._settings, settings
+        if settings == before:
+            return
+        if settings is None:
+            self._told = None
+        earlier = self._changing
+        self._changing = asyncio.get_event_loop().create_task(self._change(earlier, before, settings))
+
+    async def _change(
+        self, earlier: asyncio.Task[None] | None, before: PoolSettings | None, now: PoolSettings | None
+    ) -> None:
+        if earlier is not None:
+            await earlier
+        try:
+            if before is not None:
+                await asyncio.to_thread(end_pool, before, 0 if now is None else now.options.actors)
+            if now is not None:
+                await asyncio.to_thread(start_pool, now)
+        except (RayError, ValueError, RuntimeError) as error:
+            logger.warning("the signature pool was not started: %s", sentence(error))
+
+    async def end(self) -> None:
+        """End all actors."""
+        self.use(None)
+        if self._changing is not None:
+            await self._changing
+
+    def look(self, state: RouterState, status: dict[str, Any]) -> RouterView:
+        """Keep what the pool reports; return what it needs to know."""
+        assert self._settings is not None
+        self._told, self._told_at = status, time.monotonic()
+        refused = status["tables_refused"]
+        if refused < self._seen_refused:  # the actor was started again
+            self._seen_refused = 0
+        state.counters["tables_refused"] += refused - self._seen_refused
+        self._seen_refused = refused
+        live = state.settings
+        return RouterView(
+            epoch=state.epoch,
+            model_id=state.model_id,
+            workers=state.num_workers,
+            clients=state.num_clients,
+            table_version=live.table_version,
+            has_table=live.table is not None,
+            pool=self._settings,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return `signatures` of the status; None without a pool."""
+        if self._settings is None:
+            return {"signatures": None}
+        silent_s = time.monotonic() - self._told_at
+        if self._told is None or silent_s > _AWAY_S:
+            note = f"the signature pool has not answered for {silent_s:.0f} s; the table stays as it is"
+            return {"signatures": (self._told or {}) | {"note": note, "actors": 0}}
+        return {"signatures": self._told}

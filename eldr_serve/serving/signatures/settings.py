@@ -1,0 +1,63 @@
+"""Settings of the signature pool: `signatures` of a deployment YAML, and what the actors need besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, Field
+
+NAMESPACE = "eldr"  # of all named actors
+
+
+class SignatureOptions(BaseModel, frozen=True, extra="forbid"):
+    """Sampling of live traffic, and when routing tables are made from it."""
+
+    actors: int = Field(
+        default=1, ge=0, le=64, description="actors that share the samples; 0: no sampling and no table"
+    )
+    window: int = Field(
+        default=2048, ge=16, description="newest requests that the pool keeps, over all actors"
+    )
+    window_mib: int = Field(
+        default=256, ge=1, description="memory of those requests at most, over all actors, MiB"
+    )
+    rate: float = Field(
+        default=2.0,
+        gt=0,
+        description="requests sampled over all actors once there is a table, 1/s; before, all are sampled",
+    )
+    first_table: int = Field(
+        default=192,
+        ge=16,
+        description="requests from which the first table is made; at least 8 for each decode replica",
+    )
+    every_s: float = Field(default=60.0, gt=0, description="time between two tests for drift, s")
+    min_gain: float = Field(
+        default=0.02,
+        ge=0,
+        description="mean cosine that a refit must gain on held-out requests",
+    )
+    keep_token_ids: bool = Field(
+        default=True,
+        description="keep the token ids of sampled prompts for `eldr trace`; false: traces have none",
+    )
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Start arguments of a pool's actors.
+
+    Attributes:
+        application: names the actors.
+        router: name of the DecodeRouter actor that the tables are for.
+    """
+
+    application: str
+    router: str
+    model_id: str = ""
+    options: SignatureOptions = field(default_factory=SignatureOptions)
+
+
+def pool_actor_name(application: str, index: int) -> str:
+    """Return the name of one actor of the application's pool, in NAMESPACE."""
+    return f"signature-pool:{application}:{index}"

@@ -1,0 +1,79 @@
+"""Make routing tables from sampled traffic, and refuse those that held-out requests do not justify.
+
+It imports scikit-learn, so processes that do not fit import it late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from eldr_serve.artifacts import RoutingTable
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.guard import Verdict, judge
+from eldr_serve.fitting.refit import halves, keep_slots, reason, refit_centroids
+from eldr_serve.fitting.table import fit_table
+
+
+class TableRefused(ValueError):
+    """A table that was made must not be used; one sentence."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A table to swap in.
+
+    Attributes:
+        file: content of a RoutingTable file.
+        verdict: how it did on the held-out half before it was fitted to all samples.
+    """
+
+    file: bytes
+    why: str
+    verdict: Verdict
+
+
+def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: str) -> Made:
+    """Fit IDF, layer mask and centroids; the slots of a live table are kept.
+
+    Raises:
+        TableRefused: it groups held-out requests no better than load.
+        ValueError: the trace cannot be fitted.
+    """
+    seen, unseen = halves(len(trace.ids))
+    trial, _ = fit_table(trace.subset(seen), workers)
+    verdict = _checked(trial, trace.subset(unseen))
+    table, _ = fit_table(trace, workers)
+    if live is not None:
+        before = RoutingTable.from_bytes(live)
+        table = replace(table, band=before.band)
+        if before.spec.idf.shape == trace.prefill_counts.shape[1:]:
+            table = keep_slots(table, before, trace.prefill_counts)
+    return Made(table.to_bytes(), why, verdict)
+
+
+def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: float) -> Made | None:
+    """Refit the live table's centroids if traffic has drifted or another number of replicas serves.
+
+    Raises:
+        TableRefused: it groups held-out requests no better than load.
+        ValueError: the samples do not fit the table.
+    """
+    table, counts = RoutingTable.from_bytes(live), trace.prefill_counts
+    if table.spec.idf.shape != counts.shape[1:]:
+        raise TableRefused(
+            f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples have "
+            f"{counts.shape[1]} x {counts.shape[2]}"
+        )
+    why = reason(table, counts, workers, workers, min_gain)
+    if why is None:
+        return None
+    seen, unseen = halves(len(trace.ids))
+    verdict = _checked(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
+    return Made(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
+
+
+def _checked(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
+    verdict = judge(table, held_out)
+    if not verdict.better:
+        raise TableRefused(f"a fitted table is no better than load: {verdict}")
+    return verdict

@@ -1,0 +1,196 @@
+"""A bounded store of the newest expert samples, and the calibration trace that they make."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.expert_sample import ExpertSample
+
+logger = logging.getLogger(__name__)
+
+
+class SampleRefused(ValueError):
+    """A sample cannot be used; one sentence."""
+
+
+@dataclass(frozen=True)
+class KeptSample:
+    """A sample that was checked.
+
+    Attributes:
+        at: when it came, s since the epoch.
+        top_k: experts a token and layer.
+        prompt_tokens: length of the prompt, known without its token ids.
+        decode_tokens: tokens that passed the gates in decode steps.
+    """
+
+    at: float
+    sample: ExpertSample
+    top_k: int
+    prompt_tokens: int
+    decode_tokens: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of its arrays."""
+        sample = self.sample
+        return sample.prefill_counts.nbytes + sample.decode_counts.nbytes + sample.token_ids.nbytes
+
+
+class SampleWindow:
+    """The newest samples of one shape [L, E].
+
+    Args:
+        most: samples at most.
+        max_bytes: of their arrays, at most; the newest sample is always kept.
+        keep_token_ids: False drops the token ids of prompts.
+    """
+
+    def __init__(self, most: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
+        self.most = most
+        self.shape: tuple[int, int] | None = None
+        self.total = 0  # samples taken so far
+        self.refused: Counter[str] = Counter()  # sentence -> samples
+        self._max_bytes = max_bytes
+        self._keep_token_ids = keep_token_ids
+        self._kept: OrderedDict[str, KeptSample] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def samples(self) -> list[KeptSample]:
+        """The samples, oldest first."""
+        return list(self._kept.values())
+
+    @property
+    def bytes(self) -> int:
+        """Memory of their arrays."""
+        return self._bytes
+
+    def resize(self, most: int, max_bytes: int, keep_token_ids: bool) -> None:
+        """Apply new bounds."""
+        self.most, self._max_bytes, self._keep_token_ids = most, max_bytes, keep_token_ids
+        self._trim()
+
+    def add(self, samples: Iterable[ExpertSample]) -> int:
+        """Take samples; those that cannot be used are counted and logged once a reason. Return how many are kept."""
+        kept = 0
+        for sample in samples:
+            try:
+                self._put(self._checked(sample))
+                kept += 1
+            except SampleRefused as error:
+                why = str(error)
+                if why not in self.refused:
+                    logger.warning("expert samples are refused: %s", why)
+                self.refused[why] += 1
+        self.total += kept
+        return kept
+
+    def _put(self, sample: KeptSample) -> None:
+        name = sample.sample.request_id
+        self._drop(name)
+        self._kept[name] = sample
+        self._bytes += sample.size
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._kept) > self.most or (self._bytes > self._max_bytes and len(self._kept) > 1):
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, request_id: str) -> None:
+        old = self._kept.pop(request_id, None)
+        if old is not None:
+            self._bytes -= old.size
+
+    def _checked(self, sample: ExpertSample) -> KeptSample:
+        prefill, decode = sample.prefill_counts, sample.decode_counts
+        if prefill.ndim != 2 or not prefill.size or decode.shape != prefill.shape:
+            raise SampleRefused(
+                f"counts have the shapes {prefill.shape} and {decode.shape}, both must be [L, E]"
+            )
+        if self.shape not in (None, prefill.shape):
+            assert self.shape is not None
+            raise SampleRefused(
+                f"counts are of {prefill.shape[0]} layers x {prefill.shape[1]} experts, the pool holds "
+                f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model"
+            )
+        prompt = len(sample.token_ids)
+        routed = _sum_of_each_layer(prefill, "prefill")
+        top_k, rest = divmod(routed, prompt) if prompt else (0, 1)
+        if rest or not 0 < top_k <= prefill.shape[1]:
+            raise SampleRefused(
+                "prefill counts are no multiple of the prompt's tokens: some of its tokens were not counted"
+            )
+        tokens, rest = divmod(_sum_of_each_layer(decode, "decode"), top_k)
+        if rest:
+            raise SampleRefused("decode counts do not add up to top_k experts a token")
+        self.shape = (prefill.shape[0], prefill.shape[1])
+        return KeptSample(time.time(), self._compact(sample), top_k, prompt, tokens)
+
+    def _compact(self, sample: ExpertSample) -> ExpertSample:
+        """Own, small arrays: those that came may be views of a whole message."""
+        ids = sample.token_ids if self._keep_token_ids else sample.token_ids[:0]
+        return replace(
+            sample,
+            token_ids=np.array(ids, np.uint32),
+            prefill_counts=_smallest(sample.prefill_counts),
+            decode_counts=_smallest(sample.decode_counts),
+        )
+
+
+def trace_of(
+    samples: Iterable[KeptSample], model: str, *, tokenizer: str = "", vocabulary: int = 0
+) -> CalibrationTrace:
+    """Return the samples as a calibration trace, oldest first and without routes.
+
+    Args:
+        tokenizer: fingerprint of the tokenizer that made the token ids; "" leaves them out.
+        vocabulary: its size.
+
+    Raises:
+        ValueError: there is no sample, or they are not of one model.
+    """
+    found = list(
+        {kept.sample.request_id: kept for kept in sorted(samples, key=lambda kept: kept.at)}.values()
+    )
+    if not found:
+        raise ValueError("the signature pool holds no sample yet")
+    if len({(kept.top_k, kept.sample.prefill_counts.shape) for kept in found}) > 1:
+        raise ValueError("the samples are of different models")
+    whole = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in found)
+    return CalibrationTrace(
+        model=model,
+        top_k=found[0].top_k,
+        prefill_counts=np.stack([kept.sample.prefill_counts for kept in found]).astype(np.uint32),
+        decode_counts=np.stack([kept.sample.decode_counts for kept in found]).astype(np.uint32),
+        decode_steps=np.array([kept.decode_tokens for kept in found], np.uint32),
+        prompt_tokens=np.array([kept.prompt_tokens for kept in found], np.uint32),
+        domains=[kept.sample.domain for kept in found],
+        ids=[kept.sample.request_id for kept in found],
+        token_ids=np.concatenate([kept.sample.token_ids for kept in found]) if whole else None,
+        tokenizer=tokenizer if whole else "",
+        vocabulary=vocabulary if whole else 0,
+    )
+
+
+def _sum_of_each_layer(counts: NDArray[np.unsignedinteger], phase: str) -> int:
+    sums = counts.sum(axis=1, dtype=np.int64)
+    if (sums != sums[0]).any():
+        raise SampleRefused(f"{phase} counts differ between layers: each token must pass every layer")
+    return int(sums[0])
+
+
+def _smallest(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    most = int(counts.max(initial=0))
+    return np.array(counts, np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
