@@ -164,8 +164,8 @@ ROUTER = _by_name(
         status="signatures.samples", only=_POOL,
     ),
     Metric(
-        "eldr_signature_share_ratio", GAUGE, "ratio", "of requests that are sampled", status="signatures.share",
-        only=_POOL,
+        "eldr_signature_share_ratio", GAUGE, "ratio", "of requests that are sampled",
+        status="signatures.share", only=_POOL,
     ),
     Metric(
         "eldr_step_cost_error_ratio", GAUGE, "ratio", "relative error of the fitted step cost", ("policy",),

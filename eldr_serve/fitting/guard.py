@@ -38,9 +38,9 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"{self.by_table:.3f} distinct experts in a decode batch of {BATCH} when {self.requests} held-out "
-            f"requests follow the table, {self.by_load:.3f} (lowest {self.best_by_load:.3f}) when load alone "
-            "groups them"
+            f"{self.by_table:.3f} distinct experts in a decode batch of {BATCH} when {self.requests} "
+            f"held-out requests follow the table, {self.by_load:.3f} (lowest {self.best_by_load:.3f}) when "
+            "load alone groups them"
         )
 
 

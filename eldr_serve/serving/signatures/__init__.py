@@ -1,1 +1,1 @@
-"""The signature pool: Ray actors that keep expert counts of live traffic and make routing tables from them."""
+"""The signature pool: Ray actors that sample expert counts of live traffic and make routing tables."""

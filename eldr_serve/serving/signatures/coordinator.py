@@ -84,7 +84,7 @@ class Coordinator:
 
     @property
     def needed(self) -> int:
-        """Samples for the first table."""
+        """Samples for a table that nobody has asked for."""
         workers = self.view.workers if self.view else 0
         return max(self.settings.options.first_table, MIN_REQUESTS_PER_WORKER * workers)
 
@@ -126,8 +126,7 @@ class Coordinator:
             return view
         if not view.clients or view.workers < 2 or self._clock() < self._not_before:
             return view
-        enough = self.needed if not view.has_table else MIN_REQUESTS_PER_WORKER * view.workers
-        if self.samples < enough or self._working.locked():
+        if self.samples < self.needed or self._working.locked():
             return view
         self._not_before = self._clock() + self.settings.options.every_s
         try:

@@ -14,7 +14,7 @@ from eldr_serve.fitting.refit import halves, keep_slots, reason, refit_centroids
 from eldr_serve.fitting.table import fit_table
 
 
-class TableRefused(ValueError):
+class RefusedTableError(ValueError):
     """A table that was made must not be used; one sentence."""
 
 
@@ -36,7 +36,7 @@ def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: st
     """Fit IDF, layer mask and centroids; the slots of a live table are kept.
 
     Raises:
-        TableRefused: it groups held-out requests no better than load.
+        RefusedTableError: it groups held-out requests no better than load.
         ValueError: the trace cannot be fitted.
     """
     seen, unseen = halves(len(trace.ids))
@@ -55,14 +55,14 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
     """Refit the live table's centroids if traffic has drifted or another number of replicas serves.
 
     Raises:
-        TableRefused: it groups held-out requests no better than load.
+        RefusedTableError: it groups held-out requests no better than load.
         ValueError: the samples do not fit the table.
     """
     table, counts = RoutingTable.from_bytes(live), trace.prefill_counts
     if table.spec.idf.shape != counts.shape[1:]:
-        raise TableRefused(
-            f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples have "
-            f"{counts.shape[1]} x {counts.shape[2]}"
+        raise RefusedTableError(
+            f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples "
+            f"have {counts.shape[1]} x {counts.shape[2]}"
         )
     why = reason(table, counts, workers, workers, min_gain)
     if why is None:
@@ -75,5 +75,5 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
 def _checked(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
     verdict = judge(table, held_out)
     if not verdict.better:
-        raise TableRefused(f"a fitted table is no better than load: {verdict}")
+        raise RefusedTableError(f"a fitted table is no better than load: {verdict}")
     return verdict

@@ -17,7 +17,7 @@ from eldr_serve.expert_sample import ExpertSample
 logger = logging.getLogger(__name__)
 
 
-class SampleRefused(ValueError):
+class SampleError(ValueError):
     """A sample cannot be used; one sentence."""
 
 
@@ -28,15 +28,13 @@ class KeptSample:
     Attributes:
         at: when it came, s since the epoch.
         top_k: experts a token and layer.
-        prompt_tokens: length of the prompt, known without its token ids.
-        decode_tokens: tokens that passed the gates in decode steps.
+        prompt_tokens: tokens that the prefill counts are of, known without the token ids.
     """
 
     at: float
     sample: ExpertSample
     top_k: int
     prompt_tokens: int
-    decode_tokens: int
 
     @property
     def size(self) -> int:
@@ -83,13 +81,13 @@ class SampleWindow:
         self._trim()
 
     def add(self, samples: Iterable[ExpertSample]) -> int:
-        """Take samples; those that cannot be used are counted and logged once a reason. Return how many are kept."""
+        """Take samples and return how many are kept; the others are counted in `refused`."""
         kept = 0
         for sample in samples:
             try:
                 self._put(self._checked(sample))
                 kept += 1
-            except SampleRefused as error:
+            except SampleError as error:
                 why = str(error)
                 if why not in self.refused:
                     logger.warning("expert samples are refused: %s", why)
@@ -116,31 +114,27 @@ class SampleWindow:
     def _checked(self, sample: ExpertSample) -> KeptSample:
         prefill, decode = sample.prefill_counts, sample.decode_counts
         if prefill.ndim != 2 or not prefill.size or decode.shape != prefill.shape:
-            raise SampleRefused(
+            raise SampleError(
                 f"counts have the shapes {prefill.shape} and {decode.shape}, both must be [L, E]"
             )
         if self.shape not in (None, prefill.shape):
             assert self.shape is not None
-            raise SampleRefused(
+            raise SampleError(
                 f"counts are of {prefill.shape[0]} layers x {prefill.shape[1]} experts, the pool holds "
                 f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model"
             )
-        prompt = len(sample.token_ids)
-        routed = _sum_of_each_layer(prefill, "prefill")
-        top_k, rest = divmod(routed, prompt) if prompt else (0, 1)
-        if rest or not 0 < top_k <= prefill.shape[1]:
-            raise SampleRefused(
-                "prefill counts are no multiple of the prompt's tokens: some of its tokens were not counted"
-            )
-        tokens, rest = divmod(_sum_of_each_layer(decode, "decode"), top_k)
-        if rest:
-            raise SampleRefused("decode counts do not add up to top_k experts a token")
+        top_k = _quotient(
+            _sum_of_each_layer(decode, "decode"), sample.decode_steps, "decode counts", "the decode steps"
+        )
+        prompt = _quotient(_sum_of_each_layer(prefill, "prefill"), top_k, "prefill counts", f"top_k {top_k}")
+        if len(sample.token_ids) - prompt not in (0, 1):  # decode engines may compute the last token
+            raise SampleError("prefill counts are not of all tokens of the prompt")
         self.shape = (prefill.shape[0], prefill.shape[1])
-        return KeptSample(time.time(), self._compact(sample), top_k, prompt, tokens)
+        return KeptSample(time.time(), self._compact(sample, prompt), top_k, prompt)
 
-    def _compact(self, sample: ExpertSample) -> ExpertSample:
-        """Own, small arrays: those that came may be views of a whole message."""
-        ids = sample.token_ids if self._keep_token_ids else sample.token_ids[:0]
+    def _compact(self, sample: ExpertSample, prompt: int) -> ExpertSample:
+        """Copy the arrays, small: those that came may be views of a whole message."""
+        ids = sample.token_ids[: prompt if self._keep_token_ids else 0]
         return replace(
             sample,
             token_ids=np.array(ids, np.uint32),
@@ -174,7 +168,7 @@ def trace_of(
         top_k=found[0].top_k,
         prefill_counts=np.stack([kept.sample.prefill_counts for kept in found]).astype(np.uint32),
         decode_counts=np.stack([kept.sample.decode_counts for kept in found]).astype(np.uint32),
-        decode_steps=np.array([kept.decode_tokens for kept in found], np.uint32),
+        decode_steps=np.array([kept.sample.decode_steps for kept in found], np.uint32),
         prompt_tokens=np.array([kept.prompt_tokens for kept in found], np.uint32),
         domains=[kept.sample.domain for kept in found],
         ids=[kept.sample.request_id for kept in found],
@@ -187,8 +181,15 @@ def trace_of(
 def _sum_of_each_layer(counts: NDArray[np.unsignedinteger], phase: str) -> int:
     sums = counts.sum(axis=1, dtype=np.int64)
     if (sums != sums[0]).any():
-        raise SampleRefused(f"{phase} counts differ between layers: each token must pass every layer")
+        raise SampleError(f"{phase} counts differ between layers: each token must pass every layer")
     return int(sums[0])
+
+
+def _quotient(total: int, of: int, name: str, unit: str) -> int:
+    found, rest = divmod(total, of) if of else (0, 1)
+    if rest or not found:
+        raise SampleError(f"{name} add up to {total} in a layer, which is no multiple of {unit}")
+    return found
 
 
 def _smallest(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

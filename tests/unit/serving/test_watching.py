@@ -156,7 +156,7 @@ def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) 
         "change_pct": -10.0, "low_pct": -12.0, "high_pct": -8.0, "live_ms": 9.0, "measured_ms": 10.0,
     }  # fmt: skip
     state.status = lambda: status  # type: ignore[method-assign]
-    metrics.export(state)
+    metrics.export(state, {"samples": 9, "share": 0.5})
     assert {name for name, metric in made.items() if metric.samples} == set(ROUTER)
     assert made["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
     shadow = (("policy", "shortest-queue"), ("shadow", "random"))

@@ -1,0 +1,111 @@
+"""The store of expert samples: its bounds, what it refuses, and the trace that it makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from samples import EXPERTS, LAYERS, TOP_K, sample, traffic
+
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.serving.signatures.sampling import SampleShare
+from eldr_serve.serving.signatures.window import SampleWindow, trace_of
+
+
+def names(window: SampleWindow) -> list[str]:
+    return [kept.sample.request_id for kept in window.samples]
+
+
+def test_the_newest_samples_are_kept_within_both_bounds() -> None:
+    window = SampleWindow(3)
+    assert window.add(traffic([0], 5)) == 5
+    assert names(window) == ["r2", "r3", "r4"]
+    window.resize(10, 2 * window.samples[0].size, True)
+    assert names(window) == ["r3", "r4"]
+    assert window.bytes <= 2 * window.samples[0].size
+    window.resize(10, 1, True)
+    assert names(window) == ["r4"]  # the newest one, however large
+
+
+def test_a_request_that_comes_twice_is_kept_once() -> None:
+    window = SampleWindow(8)
+    window.add([sample("a", prompt=20), sample("b"), sample("a", prompt=30)])
+    assert names(window) == ["b", "a"]
+    assert window.samples[1].prompt_tokens == 30
+    assert window.bytes == sum(kept.size for kept in window.samples)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"shape": (LAYERS, 8)}, "2 layers x 8 experts, the pool holds 2 x 16"),
+        ({"decode_steps": 0}, "decode counts"),
+        ({"decode_steps": 7}, "decode counts"),
+        ({"token_ids": np.zeros(5, np.uint32)}, "not of all tokens"),
+        ({"decode_counts": np.zeros((3, 4), np.uint32)}, "both must be"),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_refused_with_one_sentence_and_counted(changed, why) -> None:
+    window = SampleWindow(8)
+    window.add([sample("a")])
+    shape = changed.pop("shape", None)
+    wrong = sample("b", shape=shape) if shape else replace(sample("b"), **changed)
+    assert window.add([wrong, replace(wrong, request_id="c")]) == 0
+    ((sentence, times),) = window.refused.items()
+    assert why in sentence
+    assert times == 2
+    assert names(window) == ["a"]
+
+
+def test_counts_that_differ_between_layers_are_refused() -> None:
+    window, one = SampleWindow(8), sample("a")
+    one.prefill_counts[0, 0] += TOP_K
+    assert window.add([one]) == 0
+    assert "prefill counts differ between layers" in next(iter(window.refused))
+
+
+def test_samples_become_a_trace_that_can_be_saved() -> None:
+    window = SampleWindow(8)
+    cut = sample("cut")
+    cut = replace(cut, token_ids=np.append(cut.token_ids, np.uint32(7)))  # its last token was decoded
+    window.add([sample("a"), cut])
+    trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
+    again = CalibrationTrace.from_bytes(trace.to_bytes())
+    assert again.ids == ["a", "cut"]
+    assert (again.top_k, again.prefill_counts.shape) == (TOP_K, (2, LAYERS, EXPERTS))
+    assert [len(prompt) for prompt in again.prompts] == again.prompt_tokens.tolist() == [20, 20]
+    np.testing.assert_array_equal(again.decode_counts[0], sample("a").decode_counts)
+    assert again.routes is None
+
+
+def test_token_ids_can_be_left_out() -> None:
+    window = SampleWindow(8, keep_token_ids=False)
+    window.add(traffic([0], 2))
+    trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
+    assert trace.token_ids is None
+    assert trace.prompt_tokens.tolist() == [20, 20]
+
+
+def test_an_empty_pool_makes_no_trace() -> None:
+    with pytest.raises(ValueError, match="holds no sample"):
+        trace_of([], "m")
+
+
+def test_the_share_follows_the_rate_of_requests() -> None:
+    now = 0.0
+    share = SampleShare(2.0, clock=lambda: now)
+
+    def seconds(requests_per_s: float, many: int) -> None:
+        nonlocal now
+        for _ in range(many):
+            now += 1.0
+            share.took(round(requests_per_s * share.now))
+
+    seconds(100, 10)
+    assert share.now == 1.0  # until the first table
+    share.all = False
+    seconds(100, 10)
+    assert share.now == pytest.approx(0.02, rel=0.3)
+    seconds(0, 10)
+    assert share.now == 1.0

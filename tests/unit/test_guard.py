@@ -1,0 +1,54 @@
+"""A table must group held-out requests better than chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from traces import synthetic_trace
+
+from eldr_serve.fitting.guard import judge
+from eldr_serve.fitting.refit import halves, keep_slots
+from eldr_serve.fitting.table import fit_table
+
+
+def test_a_table_of_the_traffic_is_better_than_load() -> None:
+    trace = synthetic_trace(120)
+    seen, unseen = halves(120)
+    verdict = judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen))
+    assert verdict.better
+    assert verdict.by_table < verdict.best_by_load < verdict.by_load
+
+
+def test_a_table_of_noise_is_not_better_than_load() -> None:
+    """Prefill that foretells nothing: its counts are another request's."""
+    refused = 0
+    for seed in range(10):
+        trace = synthetic_trace(120, seed=seed)
+        shuffled = np.random.default_rng(seed).permutation(120)
+        trace = replace(
+            trace, prefill_counts=trace.prefill_counts[shuffled], prompt_tokens=trace.prompt_tokens[shuffled],
+            token_ids=None, tokenizer="", vocabulary=0,
+        )  # fmt: skip
+        seen, unseen = halves(120)
+        refused += not judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen)).better
+    assert refused >= 8
+
+
+def test_a_table_with_one_centroid_groups_nothing() -> None:
+    trace = synthetic_trace(60)
+    assert not judge(fit_table(trace, 1)[0], trace).better
+
+
+def test_a_whole_fit_keeps_the_slots_of_the_live_table() -> None:
+    trace = synthetic_trace(120)
+    live = fit_table(trace, 3)[0]
+    order = [2, 0, 1]
+    fitted = replace(
+        live, centroids=live.centroids[order], cluster_sizes=live.cluster_sizes[order],
+        domains=[live.domains[slot] for slot in order],
+    )  # fmt: skip
+    kept = keep_slots(fitted, live, trace.prefill_counts)
+    np.testing.assert_array_equal(kept.centroids, live.centroids)
+    assert kept.domains == live.domains
+    assert kept.version == live.version + 1
