@@ -68,6 +68,15 @@ class Client:
         """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
         return self._ask("PUT", "/eldr/table", content=table)
 
+    def refit(self) -> dict[str, Any]:
+        """Have a table made of recent traffic and swapped in; returns what the status shows of it."""
+        found: dict[str, Any] = self._ask("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
+        return found
+
+    def trace(self) -> bytes:
+        """GET /eldr/trace: a CalibrationTrace file of recent traffic."""
+        return self._answer("GET", "/eldr/trace", timeout=_SWAP_S).content
+
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
         """Swap the predictor, given as a SignaturePredictor file's content; returns the live settings."""
         return self._ask("PUT", "/eldr/predictor", content=predictor)
@@ -120,24 +129,31 @@ class Client:
         return totals
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        answer = self._answer(method, path, **kwargs)
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise self._foreign(answer)
+        return found
+
+    def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         url = f"{self.url}{path}"
         try:
             answer = self._http.request(method, url, **kwargs)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServiceError(f"{url} cannot be reached: {error}") from error
+        if answer.is_success:
+            return answer
         try:
-            found = answer.json()
-        except ValueError:
-            found = None
-        if answer.is_success and isinstance(found, dict):
-            return found
-        try:
-            sentence = str(found["error"]["message"])
-        except (KeyError, TypeError):
-            raise ServiceError(
-                f"{self.url} does not answer as eldr-serve: HTTP {answer.status_code}"
-            ) from None
+            sentence = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            raise self._foreign(answer) from None
         raise ServiceError(f"{self.url} refuses: {sentence}")
+
+    def _foreign(self, answer: httpx.Response) -> ServiceError:
+        return ServiceError(f"{self.url} does not answer as eldr-serve: HTTP {answer.status_code}")
 
 
 def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:

@@ -38,8 +38,7 @@ _LAZY = {
         "offline.fit_predictor:fit_predictor",
         "Fit what foretells a prompt's experts from its tokens, on a calibration trace.",
     ),
-    "refit": ("offline.refit:refit", "Fit a table for the decode replicas that serve now, and swap it in."),
-    "live-refit": ("offline.live_refit:live_refit", "Keep the table fitted to traffic and replicas: a job."),
+    "refit": ("offline.refit:refit", "Fit a table to recent traffic or to a trace, and swap it in."),
     "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
     "simulate": ("offline.simulate:simulate", "Run a scenario's policies in simulation."),
     "compare": ("loadgen.compare:compare", "Compare policies on a running service, with intervals."),
@@ -174,6 +173,23 @@ def table(
     """Show the live routing table, or swap in another one; requests in flight keep their workers."""
     client = _client(url, admin_key)
     _print_json(client.status().get("table") if file is None else client.swap_table(file.read_bytes()))
+
+
+@app.command(rich_help_panel=_SERVICE)
+def trace(
+    out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (safetensors).")],
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Save the expert counts of recent requests for fits, simulations and predictors.
+
+    The file holds the prompts' token ids, unless the deployment says `keep_token_ids: false`.
+    """
+    from eldr_serve.files import write_whole
+
+    file = _client(url, admin_key).trace()
+    write_whole(out, file)
+    typer.echo(f"wrote {out}: {len(file) / 2**20:.1f} MiB")
 
 
 @app.command(rich_help_panel=_SERVICE)
@@ -329,6 +345,8 @@ def _show(found: dict[str, Any]) -> None:
     for name in names:
         if found.get(name) is not None:
             grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
+    if found.get("signatures"):
+        grid.add_row("signatures", found["signatures"]["note"])
     if now := (found.get("comparison") or {}).get("now"):
         grid.add_row("shadow", _saving(now))
     grid.add_row("ingress", _line(found.get("ingress", {})))

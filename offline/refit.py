@@ -1,13 +1,16 @@
 """Fit a table for the decode replicas that serve now, and swap it in under load.
 
-    python -m offline.refit --trace trace.safetensors --swap
+    eldr refit                                               # to recent traffic, by the signature pool
+    python -m offline.refit --trace trace.safetensors --swap # to a calibration trace
 
-Without --swap it only writes the table. The router takes a table whole or not at all; requests in
-flight keep their workers.
+In a Ray job the service is found on the Ray cluster, elsewhere at --url. With --trace and without --swap the
+table is only written. The router takes a table whole or not at all; requests in flight keep their workers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,38 +19,83 @@ import ray
 import typer
 
 from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.errors import SwapRefused
+from eldr_serve.client import Client
+from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.fitting.table import fit_table
 from eldr_serve.serving.decode_router import actor_name, find
+from eldr_serve.serving.signatures.client import PoolClient
 from tools.cli import BadInput, run
+
+_URL = "http://127.0.0.1:8000"
 
 
 def refit(
-    trace: Annotated[Path, typer.Option(help="CalibrationTrace file.")],
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Decode workers; default: those that live now.")
+    trace: Annotated[
+        Path | None, typer.Option(help="CalibrationTrace file; none: the service's recent traffic.")
     ] = None,
-    swap: Annotated[bool, typer.Option(help="Make the new table the live one.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the table to this file.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Decode workers; default: those that live now. With --trace.")
+    ] = None,
+    swap: Annotated[bool, typer.Option(help="With --trace: make the new table the live one.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --trace: also write the table to this file.")] = None,
     application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
-    band: Annotated[float, typer.Option(min=0.0, max=2.0, help="Band width, cosine similarity.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Seed of the clustering.")] = 0,
+    band: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="With --trace: band width, cosine similarity.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="With --trace: seed of the clustering.")] = 0,
+    url: Annotated[
+        str | None, typer.Option(help=f"Without --trace: where the ingress listens, else {_URL}.")
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(envvar="ELDR_ADMIN_KEY", help="The service's admin key.", show_default=False),
+    ] = None,
 ) -> None:
     """Fit for the present decode replicas and hot-swap the table."""
+    if trace is None:
+        if out is not None or workers is not None:
+            raise BadInput("--out and --workers go with --trace: the service fits for its own replicas")
+        made = _of_recent_traffic(application, url, admin_key)
+        typer.echo(
+            f"table version {made['version']} is live: {made['samples']} recent requests, "
+            f"{made['workers']} decode replicas"
+        )
+        return
     if not swap and out is None:
         raise BadInput("nothing to do: give --swap, --out or both")
     if workers is None and not swap:
         raise BadInput("give --workers, or --swap to fit for the replicas that live now")
-    loaded = CalibrationTrace.load(trace)
+    _of_trace(CalibrationTrace.load(trace), workers, swap, out, application, band, seed)
+
+
+def _of_recent_traffic(application: str, url: str | None, admin_key: str | None) -> dict[str, Any]:
+    if url is not None or "RAY_ADDRESS" not in os.environ:  # Ray sets it for its jobs
+        return Client(url or _URL, admin_key).refit()
+    _join_cluster()
+    try:
+        return asyncio.run(PoolClient(application).refit())
+    except (SwapRefused, Overloaded) as error:
+        raise BadInput(str(error)) from None
+
+
+def _of_trace(
+    trace: CalibrationTrace,
+    workers: int | None,
+    swap: bool,
+    out: Path | None,
+    application: str,
+    band: float,
+    seed: int,
+) -> None:
     router = _router(application) if swap else None
     if workers is None:
         workers = len(ray.get(router.status.remote())["workers"])  # type: ignore[union-attr]
         if workers == 0:
             raise BadInput(f"application {application!r} has no decode replica now; give --workers")
     start = time.perf_counter()
-    table, report = fit_table(loaded, workers, band=band, seed=seed)
+    table, report = fit_table(trace, workers, band=band, seed=seed)
     typer.echo(
-        f"fitted {workers} clusters of sizes {report['cluster_sizes']} from {len(loaded.ids)} requests "
+        f"fitted {workers} clusters of sizes {report['cluster_sizes']} from {len(trace.ids)} requests "
         f"in {time.perf_counter() - start:.1f} s; prefill foretells decode "
         f"with rho {report['rho']:.3f} (1: in full)"
     )
@@ -59,9 +107,13 @@ def refit(
         typer.echo(f"table version {settings.table_version} is live")
 
 
-def _router(application: str) -> Any:
+def _join_cluster() -> None:
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
+
+
+def _router(application: str) -> Any:
+    _join_cluster()
     try:
         return find(actor_name(application))
     except ValueError:

@@ -250,10 +250,12 @@ function drawSpace({axes, centroids, columns, points}) {
       : "axes: the principal components of the first signatures"}.</p>`;
 }
 
-function drawSettings({policy, parameters, table, workers}) {
+function drawSettings({policy, parameters, table, workers, signatures}) {
   $("settings").innerHTML = `<p>Policy <b>${esc(named({name: policy, parameters}))}</b></p><p>${table === null
     ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${table.workers_fitted} workers, band
-    ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} serve: a refit is advised</span>` : ""}`}</p>`;
+    ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} serve: a refit is advised</span>` : ""}`}</p>
+    ${signatures ? `<p class="faint">Signature pool: ${esc(signatures.note)}${signatures.last_refusal
+    ? `; last refusal: ${esc(signatures.last_refusal.why)}` : ""}.</p>` : ""}`;
 }
 
 // -- what the operator does -------------------------------------------------------------------------

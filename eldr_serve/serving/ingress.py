@@ -55,6 +55,7 @@ from eldr_serve.serving.request_log import RequestLog
 from eldr_serve.serving.router_calls import AWAY, RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.serving.signatures.client import PoolClient
 from eldr_serve.serving.tenants import Visit
 from eldr_serve.serving.warmup import Warmup
 from eldr_serve.serving.watching import PERIOD_S, IngressMetrics
@@ -120,6 +121,7 @@ class EldrIngress:
         self._client = RouterClient(calls, self._decode, on_predictor=self._tokenise)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
+        self._pool = PoolClient(application)
         engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
         self._tokens = PromptTokens(tokenizer)
         self._whole = engines.whole
@@ -404,6 +406,26 @@ class EldrIngress:
             raise BadRequest(str(error)) from error
         return await self._administer("swap_predictor", await request.body(), self._client.tokenizer)
 
+    async def refit(self, request: Request) -> Response:
+        """Make a routing table of recent traffic now, and swap it in; the body is ignored."""
+        try:
+            return JSONResponse({"table": await self._pool.refit()})
+        except SwapRefused as error:
+            raise BadRequest(str(error)) from error
+
+    async def trace(self, request: Request) -> Response:
+        """The signature pool's samples as a CalibrationTrace file; it holds the prompts' token ids."""
+        self.gate.check_key(request.headers)
+        try:
+            tokenizer, vocabulary = await self._tokens.fingerprint(), await self._tokens.size()
+        except ValueError:  # a trace without token ids needs none
+            tokenizer, vocabulary = "", 0
+        try:
+            file = await self._pool.trace(tokenizer, vocabulary)
+        except SwapRefused as error:
+            raise BadRequest(str(error)) from error
+        return Response(file, media_type="application/octet-stream")
+
     async def place_experts(self, request: Request) -> Response:
         """Bring the experts of decode engines to a placement while they serve, one engine after the other."""
         return JSONResponse(await place_everywhere(self._decode, await request.body()))
@@ -516,6 +538,8 @@ def application() -> Starlette:
             Route("/eldr/", page),
             Route("/eldr/live", endpoint("live")),
             Route("/eldr/table", endpoint("swap_table"), methods=["PUT"]),
+            Route("/eldr/refit", endpoint("refit"), methods=["PUT"]),
+            Route("/eldr/trace", endpoint("trace")),
             Route("/eldr/predictor", endpoint("swap_predictor"), methods=["PUT"]),
             Route("/eldr/experts", endpoint("place_experts"), methods=["PUT"]),
         ],

@@ -26,9 +26,9 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
     app = FastAPI(title="eldr-serve")
     for path, method in _PATHS.items():
         app.post(path)(_endpoint(requests[method]))
-    for path in ("/v1/models", "/eldr/status", "/eldr/ready", "/eldr/live"):
+    for path in ("/v1/models", "/eldr/status", "/eldr/ready", "/eldr/live", "/eldr/trace"):
         app.get(path)(_nothing)
-    for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table", "/eldr/experts"):
+    for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table", "/eldr/refit", "/eldr/experts"):
         app.put(path)(_nothing)
     return app.openapi()
 

@@ -45,6 +45,12 @@ class PromptTokens:
             self._tokenizer = await asyncio.to_thread(self._load)
         return await asyncio.to_thread(tokenizer_fingerprint, self._tokenizer.get_vocab())
 
+    async def size(self) -> int:
+        """Return the number that all token ids are below; loads the tokenizer as `fingerprint` does."""
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(self._load)
+        return 1 + max(self._tokenizer.get_vocab().values())
+
     def _load(self) -> Tokenizer:
         folder = Path(self._source)
         try:
