@@ -72,7 +72,13 @@ class Sent:
 
 
 def request(
-    name: str, *, tokens: int = 4, stream: bool = True, held: Prefilled | None = None, generated: bytes = b""
+    name: str,
+    *,
+    tokens: int = 4,
+    stream: bool = True,
+    held: Prefilled | None = None,
+    generated: bytes = b"",
+    sampled: bool = False,
 ) -> EngineRequest:
     """A completion of PROMPT, of so many tokens."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": tokens, "stream": stream}
@@ -80,7 +86,7 @@ def request(
     ids = b"" if held is None else held.token_ids.tobytes()
     return EngineRequest(
         "completions", json.dumps(body).encode(), name,
-        kv=held and held.kv, token_ids=ids, generated=generated,
+        kv=held and held.kv, token_ids=ids, generated=generated, sampled=sampled, domain="poems",
     )  # fmt: skip
 
 
@@ -181,6 +187,44 @@ async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
     _of_prompt(subject, packed, tokens)
 
 
+async def a_sampled_request_gives_a_sample_once(subject: Subject) -> None:
+    engine = subject.generates
+    engine.take_samples()
+    for stream in (True, False):
+        name = f"sampled {stream}"
+        await asyncio.gather(
+            engine.generate(request(name, tokens=5, stream=stream, sampled=True), Sent()),
+            engine.generate(request("not sampled", tokens=5, stream=stream), Sent()),
+        )
+        (sample,) = engine.take_samples()
+        assert (sample.request_id, sample.domain) == (name, "poems")
+        assert sample.token_ids.dtype == np.uint32
+        assert sample.token_ids.tolist() == subject.ids, sample.token_ids
+        assert sample.decode_steps == 4, sample.decode_steps  # the last token passes no gate
+        for counts, tokens in ((sample.prefill_counts, len(subject.ids)), (sample.decode_counts, 4)):
+            assert counts.shape == subject.shape, counts.shape
+            assert counts.dtype.kind == "u", counts.dtype
+            assert (counts.sum(axis=1) == tokens * subject.top_k).all(), counts.sum(axis=1)
+        assert engine.take_samples() == []
+
+
+async def a_sampled_request_without_a_decode_step_gives_no_sample(subject: Subject) -> None:
+    await subject.generates.generate(request("one token", tokens=1, sampled=True), Sent())
+    assert subject.generates.take_samples() == []
+
+
+async def a_sampled_request_that_is_cancelled_gives_no_sample(subject: Subject) -> None:
+    sent = Sent()
+    call = asyncio.create_task(
+        subject.generates.generate(request("left early", tokens=LONG, sampled=True), sent)
+    )
+    await sent.begun.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    await subject.generates.generate(request("later"), Sent())
+    assert subject.generates.take_samples() == []
+
+
 async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> None:
     broken = EngineRequest("completions", b"[", "broken")
     told = []
@@ -220,6 +264,9 @@ CHECKS: dict[str, Check] = {
         a_prompt_may_be_released_twice_and_one_that_was_never_there,
         an_engine_says_how_full_it_is,
         a_signature_is_that_of_the_prompt,
+        a_sampled_request_gives_a_sample_once,
+        a_sampled_request_without_a_decode_step_gives_no_sample,
+        a_sampled_request_that_is_cancelled_gives_no_sample,
         a_request_is_refused_by_prefill_as_by_generate,
         an_endpoint_that_is_not_there_is_refused,
     )

@@ -18,8 +18,10 @@ from numpy.typing import ArrayLike
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
+from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.errors import Refused
 from eldr_serve.expert_placement import ExpertPlacement
+from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import Counts, pack_counts
 
@@ -34,6 +36,7 @@ class FakeConfig:
         prefill_s: time of a prefill, s.
         step_s: time of a decode step, s; all streams' tokens of a step are sent together.
         prefix_cache: tokens of a block, and of the KV cache.
+        top_k: experts a token; a decode step uses the first k of each layer.
     """
 
     signatures: Sequence[Counts] | Counts
@@ -41,6 +44,7 @@ class FakeConfig:
     prefill_s: float = 0.0
     step_s: float = 0.001
     prefix_cache: tuple[int, int] = (0, 0)
+    top_k: int = 2
     deployment_config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +86,7 @@ class FakeEngine(InProcess):
         self._packed = itertools.cycle([pack_counts(counts) for counts in config.signatures])
         self._due: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
         self._number = 0  # of the newest step
+        self._samples = SampleBuffer()
         self._steps = asyncio.get_running_loop().create_task(self._step())
 
     @classmethod
@@ -112,7 +117,17 @@ class FakeEngine(InProcess):
                 await answer.ended.wait()
         finally:
             answer.ended.set()
+        if request.sampled:
+            self._keep_sample(request, answer.tokens - 1)
         return 0.0
+
+    def _keep_sample(self, request: EngineRequest, steps: int) -> None:
+        ids = np.frombuffer(request.token_ids, np.uint32)
+        if not len(ids):
+            ids = np.zeros(self._config.prompt_tokens, np.uint32)
+        prefill = request.signature or next(self._packed)
+        decode = _decode_counts(self._config.signatures[0].shape, steps, self._config.top_k)
+        self._samples.put(request, ids, prefill, pack_counts(decode), steps)
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine."""
@@ -143,6 +158,10 @@ class FakeEngine(InProcess):
     def take_steps(self) -> StepSums:
         """See protocol.Engine; steps of nothing cost nothing."""
         return StepSums()
+
+    def take_samples(self) -> list[ExpertSample]:
+        """See protocol.Engine."""
+        return self._samples.take()
 
     def status_of(self, error: Exception) -> int:
         """See protocol.Engine."""
@@ -181,18 +200,17 @@ class FakeTokenizer:
 
 
 class FakeTracer:
-    """See protocol.Tracer; a decode step uses the first k experts of each layer.
+    """See protocol.Tracer.
 
     Args:
         config: prompts have its signatures in turn.
         max_model_len: tokens of a prompt and its answer, at most.
-        top_k: experts a token.
     """
 
-    def __init__(self, config: FakeConfig, max_model_len: int = 64, top_k: int = 2) -> None:
+    def __init__(self, config: FakeConfig, max_model_len: int = 64) -> None:
         self.max_model_len = max_model_len
         self._signatures = itertools.cycle(config.signatures)
-        self._top_k = top_k
+        self._top_k = config.top_k
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -208,8 +226,7 @@ class FakeTracer:
         layers, experts = counts.shape
         steps = asked.max_tokens - 1
         routes = np.broadcast_to(np.arange(self._top_k), (steps, layers, self._top_k))
-        decode = np.zeros((layers, experts), np.uint32)
-        decode[:, : self._top_k] = steps
+        decode = _decode_counts((layers, experts), steps, self._top_k)
         return {
             "token_ids": prompt,
             "eldr_prefill": pack_counts(counts),
@@ -249,6 +266,12 @@ class _Answer:
 
     def _body(self, text: str) -> bytes:
         return msgspec.json.encode({"id": self.name, "choices": [{"index": 0, "text": text}]})
+
+
+def _decode_counts(shape: tuple[int, ...], steps: int, top_k: int) -> Counts:
+    counts = np.zeros(shape, np.uint32)
+    counts[:, :top_k] = steps
+    return counts
 
 
 def _fields(request: EngineRequest) -> dict[str, Any]:

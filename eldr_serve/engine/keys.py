@@ -2,7 +2,7 @@
 
 SIGNATURE = "eldr_signature"  # on a prefill's answer: packed expert counts of the prompt
 REQUEST = "eldr_request"  # the caller's name for a prompt, to abandon its blocks or hear its signature by
-CALIBRATE = "eldr_calibrate"  # asks for the counts of prefill and decode
+CALIBRATE = "eldr_calibrate"  # asks for the counts of decode, and of prefill where the engine prefills
 ROUTES = "eldr_routes"  # with CALIBRATE: asks for the routes too
 
 # Headers by which a client would tell an engine what only serving may say.

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.expert_placement import ExpertPlacement
+from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.routing.cost import StepSums
+
+MAX_SAMPLES = 256  # that an engine keeps until `take_samples`
 
 
 class Send(Protocol):
@@ -44,6 +47,10 @@ class EngineRequest:
         generated: ids that an engine which was lost has sent of the answer, uint32 bytes; they follow the
             prompt, and what is sent now follows what was sent with them.
         created: the time in the events that were sent with them, s since 1970.
+        sampled: make an ExpertSample of the request, which `take_samples` returns.
+        domain: the client's label for the kind of request, for its sample.
+        signature: the prompt's packed expert counts from the engine that prefilled it, for the sample; ""
+            where this engine prefills.
     """
 
     method: str
@@ -55,6 +62,9 @@ class EngineRequest:
     cache_salt: str = ""
     generated: bytes = b""
     created: int | None = None
+    sampled: bool = False
+    domain: str = ""
+    signature: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,13 @@ class Engine(Protocol):
 
     def take_steps(self) -> StepSums:
         """Sums over the steps since the last call."""
+
+    def take_samples(self) -> list[ExpertSample]:
+        """Return samples of the sampled requests that ended since the last call, the oldest first.
+
+        Only an answer that ended in the engine itself, by its length or a stop token, after at least one
+        decode step gives a sample. The engine keeps at most MAX_SAMPLES and drops the oldest.
+        """
 
     def status_of(self, error: Exception) -> int:
         """HTTP status of what a method raised: below 500 if the request is at fault."""

@@ -537,6 +537,7 @@ class RequestPath:
             request.cache_salt,
             generated=bytes(run.ids),
             created=run.created,
+            domain=request.domain,
         )
         call: Call | None = None
         signature: TrueSignature | None = None

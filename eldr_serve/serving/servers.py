@@ -26,7 +26,9 @@ from eldr_serve.serving.engine_watch import EngineWatch
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.kept_log import kept_log
 from eldr_serve.serving.loop_watch import LoopWatch
+from eldr_serve.serving.pool_client import PoolClient
 from eldr_serve.serving.replicas import BLOCK_TOKENS, EXPERTS
+from eldr_serve.serving.sampling import Sampler, send_samples
 from eldr_serve.serving.wire import WAITED_S, WARM
 
 logger = logging.getLogger(__name__)
@@ -149,17 +151,33 @@ class PrefillServer(EngineServer):
 
 
 class DecodeServer(EngineServer):
-    """A decode engine, or a whole one, that tells the router what its steps cost and its cache holds."""
+    """A decode engine, or a whole one, that reports its steps' costs and cache to the router, and samples of
+    its requests to the signature pool.
+
+    Args:
+        application, num_pool_actors: name the pool's actors (see PoolClient); with none nothing is sampled.
+    """
 
     _role = "decode"
 
     async def __init__(  # type: ignore[misc]
-        self, llm_config: EngineConfig, *, router_name: str, **kwargs: Any
+        self,
+        llm_config: EngineConfig,
+        *,
+        router_name: str,
+        application: str = "",
+        num_pool_actors: int = 0,
+        **kwargs: Any,
     ) -> None:
+        self._sampler = Sampler(1.0 if num_pool_actors else 0.0)
         await super().__init__(llm_config, **kwargs)
         self._router_name = router_name
         self._queued = 0.0  # requests that wait in the router for a worker, this one's share
-        self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
+        loop = asyncio.get_running_loop()
+        self._reporter = loop.create_task(self._report_steps())
+        if num_pool_actors:
+            self._pool = PoolClient(application, num_pool_actors)
+            self._sending = loop.create_task(send_samples(self._engine, self._sampler, self._pool))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """As an EngineServer, and the size of a prefix block: ingress replicas cut prompts alike."""
@@ -172,6 +190,9 @@ class DecodeServer(EngineServer):
             answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await expert_swap.place(self._engine, body), 0)
+        elif method == "generate" and _may_be_sampled(header):
+            with self._sampler.admit(header["id"]) as sampled:
+                await super().answer(method, header | {"sampled": sampled}, body, answer)
         else:
             await super().answer(method, header, body, answer)
 
@@ -200,6 +221,11 @@ class DecodeServer(EngineServer):
                 if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)
+
+
+def _may_be_sampled(header: dict[str, Any]) -> bool:
+    """Return whether a generate call is a client's, and from the first token of its answer on."""
+    return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
 
 
 def describe(error: Exception, status_of: Callable[[Exception], int]) -> tuple[int, bytes]:

@@ -145,8 +145,11 @@ def decode_header(
     *,
     generated: bytes = b"",
     created: int | None = None,
+    domain: str | None = None,
 ) -> dict[str, Any]:
     """Of the call that generates; `params` and `token_ids` as prefill returned them.
+
+    The signature is not among the parameters that the engine's core gets; a sample of the request needs it.
 
     The answer goes on after `generated` (uint32 ids); chunks with the time `created` were sent before.
     """
@@ -154,6 +157,7 @@ def decode_header(
     return {
         "method": method, "id": request_id, "kv": passed, "token_ids": token_ids, "headers": headers or {},
         "cache_salt": cache_salt, "generated": generated, "created": created,
+        "domain": domain or "", "signature": (params or {}).get(SIGNATURE) or "",
     }  # fmt: skip
 
 

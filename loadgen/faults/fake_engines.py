@@ -23,6 +23,7 @@ from eldr_serve.engine.fake import InProcess
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.errors import Refused
+from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import pack_counts
 from loadgen.faults.virtual_time import Process
@@ -177,6 +178,10 @@ class BlockEngine(InProcess):
         """See protocol.Engine."""
         taken, self._steps = self._steps, []
         return StepSums.of(*zip(*taken, strict=True)) if taken else StepSums()
+
+    def take_samples(self) -> list[ExpertSample]:
+        """See protocol.Engine; no request is sampled."""
+        return []
 
     def status_of(self, error: Exception) -> int:
         """See protocol.Engine."""

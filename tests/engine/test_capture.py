@@ -28,7 +28,7 @@ LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(
     begun=[3, 1, 2],
     finished_prompts={"a": [3], "b": [1, 2]},
-    traced={"b": [7, 8]},
+    traced={"b": (3, [7, 8]), "a": (2, [14])},
     requests=2, tokens=8, drafts=6, kv_tokens=12,
 )  # fmt: skip
 SLOTS = [12, 13, 14, 4, 5, 6, 7, 8, -1, -1]  # three tokens of a, five of b, padding
@@ -67,7 +67,10 @@ def test_a_step_counts_what_its_tokens_chose(on_host: bool) -> None:
             for layer in range(LAYERS):
                 expected[layer, token[layer]] += 1
         np.testing.assert_array_equal(counts.prompts[request].wait(), expected)
-    np.testing.assert_array_equal(counts.routes["b"].wait(), chosen[6:8])
+    routes = {request: (first, found) for request, first, found in counts.routes.by_request()}
+    assert {request: first for request, (first, _) in routes.items()} == {"b": 3, "a": 2}
+    np.testing.assert_array_equal(routes["b"][1], chosen[6:8])
+    np.testing.assert_array_equal(routes["a"][1], chosen[2:3])
     assert active.wait().tolist() == [len(np.unique(chosen[:8, layer])) for layer in range(LAYERS)]
 
 
@@ -94,7 +97,7 @@ def test_a_rank_that_does_not_report_counts_all_the_same(
     assert first[0].prompts.keys() == {"a", "b"}
     copies.clear()
     counts, active = ranks[1].after_forward(torch.tensor(SLOTS), PLAN)
-    assert (counts.prompts, counts.routes, active, copies) == ({}, {}, None, [])
+    assert (counts.prompts, counts.routes, active, copies) == ({}, None, None, [])
     caches = [rank.cache.rows for rank in ranks if rank.cache is not None]
     assert caches[0].sum() == PLAN.tokens * LAYERS * K
     assert torch.equal(*caches)
@@ -106,7 +109,7 @@ def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     with FakeTensorMode(allow_non_fake_inputs=True):  # lists of blocks come from the host
         counts, active, _ = step()
     assert {r: c.shape for r, c in counts.prompts.items()} == dict.fromkeys("ab", (LAYERS, EXPERTS))
-    assert counts.routes["b"].shape == (2, LAYERS, K)
+    assert counts.routes.chosen.shape == (3, LAYERS, K)
     assert active.shape == (LAYERS,)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy, to_device
@@ -32,14 +34,15 @@ class StepPlan:
     Attributes:
         begun: KV blocks whose first slot is written in this step.
         finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
-        traced: request id -> KV slots of its generated tokens in this step (calibration).
+        traced: request id -> position of its first generated token in this step, and the KV slots of all
+            of them, for requests whose decode experts are counted.
         requests, tokens, kv_tokens: size of the step, and KV tokens that it attends to.
         drafts: those of the tokens that are drafts to be verified (speculative decoding).
     """
 
     begun: list[int] = field(default_factory=list)
     finished_prompts: dict[str, list[int]] = field(default_factory=dict)
-    traced: dict[str, list[int]] = field(default_factory=dict)
+    traced: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     requests: int = 0
     tokens: int = 0
     kv_tokens: int = 0
@@ -57,11 +60,33 @@ class StepPlan:
 
 
 @dataclass
+class StepRoutes:
+    """Experts that the traced tokens of one step chose.
+
+    Attributes:
+        num_experts: experts a layer.
+        tokens: request id -> position of its first token, and how many follow each other in `chosen`.
+        chosen: int16[tokens,L,k], one request after the other.
+    """
+
+    num_experts: int
+    tokens: dict[str, tuple[int, int]]
+    chosen: HostCopy
+
+    def by_request(self) -> Iterator[tuple[str, int, NDArray[np.int16]]]:
+        """Yield each request's id, the position of its first token, and its part of `chosen`."""
+        chosen, start = self.chosen.wait(), 0
+        for request, (first, tokens) in self.tokens.items():
+            yield request, first, chosen[start : start + tokens]
+            start += tokens
+
+
+@dataclass
 class StepCounts:
-    """What one step found: prompt counts int32[L,E], and routes int16[tokens,L,k], by request id."""
+    """What one step found: prompt counts int32[L,E] by request id, and the routes of traced tokens."""
 
     prompts: dict[str, HostCopy] = field(default_factory=dict)
-    routes: dict[str, HostCopy] = field(default_factory=dict)
+    routes: StepRoutes | None = None
 
 
 class ExpertCapture:
@@ -159,13 +184,16 @@ class ExpertCapture:
             return counts, None
         return counts, self._copies.start(active_experts(chosen, self.num_experts))
 
-    def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, list[int]]) -> dict[str, HostCopy]:
+    def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, tuple[int, list[int]]]) -> StepRoutes:
+        """Gather the routes of all traced requests at once: the cost hardly grows with their number."""
+        wanted = [slot for _, of_request in traced.values() for slot in of_request]
         order = slots.argsort()
-        ordered, found = slots[order], {}
-        for request, wanted in traced.items():
-            rows = order[torch.searchsorted(ordered, to_device(wanted, slots.device))]
-            found[request] = self._copies.start(chosen[:, rows].transpose(0, 1))  # [wanted, L, k]
-        return found
+        rows = order[torch.searchsorted(slots[order], to_device(wanted, slots.device))]
+        return StepRoutes(
+            self.num_experts,
+            {request: (first, len(of_request)) for request, (first, of_request) in traced.items()},
+            self._copies.start(chosen[:, rows].transpose(0, 1)),
+        )
 
 
 class StepTimer:

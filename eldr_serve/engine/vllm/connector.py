@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
-from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.vllm.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.engine import check_engine, model_runner
@@ -51,6 +50,7 @@ from eldr_serve.engine.vllm.compat.nixl import (
 )
 from eldr_serve.engine.vllm.signatures import Signature
 from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
+from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
 from eldr_serve.signature import pack_counts
 
 logger = logging.getLogger(__name__)
@@ -71,18 +71,6 @@ class EldrWorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
-
-
-@dataclass
-class _Tracked:
-    """A request whose experts were asked for. `request` is vLLM's own object."""
-
-    request: Any
-    calibrate: bool
-    want_routes: bool
-    prompt_counts: NDArray[np.int32] | None = None
-    routes: dict[int, NDArray[np.int16]] = field(default_factory=dict)  # position -> [L,k]
-    asked: list[list[int]] = field(default_factory=list)  # positions of each step under way
 
 
 class EldrConnector(NixlPullConnector):
@@ -106,7 +94,7 @@ class EldrConnector(NixlPullConnector):
         self._drafts = vllm_config.speculative_config is not None
         self._said_cut = False
         # scheduler half
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
         self._requests: dict[str, Any] = {}
         self._held: dict[str, str] = {}  # since the last step
         self._handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
@@ -148,9 +136,12 @@ class EldrConnector(NixlPullConnector):
         self._cut_to_one(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
-        calibrate = bool(params.get(CALIBRATE))
+        # Rejected drafts would be counted as decode steps.
+        calibrate = bool(params.get(CALIBRATE)) and not self._drafts
         if calibrate or params.get("do_remote_decode") or REQUEST in params:
-            self._tracked[request.request_id] = _Tracked(request, calibrate, bool(params.get(ROUTES)))
+            routes = bool(params.get(ROUTES))
+            decode = RouteCounts(request.num_prompt_tokens, keep=routes) if calibrate else None
+            self._tracked[request.request_id] = TrackedRequest(request, routes, decode)
 
     def _cut_to_one(self, request: Any) -> None:
         """On a prefill engine with a drafter, answers end before a draft could be rejected, and counted."""
@@ -192,18 +183,19 @@ class EldrConnector(NixlPullConnector):
         if first < end and not self._is_consumer_only:
             plan.begun += self._blocks(request_id)[first:end]
 
-    def _plan_tracked(self, plan: StepPlan, tracked: _Tracked, before: int, after: int) -> None:
-        request, prompt = tracked.request, tracked.request.num_prompt_tokens
-        blocks, size = self._blocks(request.request_id), self.counted.block_size
+    def _plan_tracked(self, plan: StepPlan, tracked: TrackedRequest, before: int, after: int) -> None:
+        request_id, prompt = tracked.request.request_id, tracked.request.num_prompt_tokens
+        size = self.counted.block_size
         # After a preemption a prompt may end a second time, together with tokens that followed it:
         # the first sum stands.
-        if before < prompt <= after and tracked.prompt_counts is None:
-            plan.finished_prompts[request.request_id] = blocks[: -(-prompt // size)]
-        if tracked.calibrate:
-            positions = [p for p in range(max(before, prompt), after)]
-            if positions:
-                tracked.asked.append(positions)
-                plan.traced[request.request_id] = [blocks[p // size] * size + p % size for p in positions]
+        if before < prompt <= after and tracked.prompt_counts is None and not self._is_consumer_only:
+            plan.finished_prompts[request_id] = self._blocks(request_id)[: -(-prompt // size)]
+        first = max(before, prompt)
+        if tracked.decode is not None and first < after:
+            # Without a list of all block ids, which grows with the context in every step.
+            blocks = self._kv_cache_manager.get_blocks(request_id).blocks[self.counted.index]
+            slots = [blocks[p // size].block_id * size + p % size for p in range(first, after)]
+            plan.traced[request_id] = first, slots
 
     def _blocks(self, request_id: str) -> list[int]:
         blocks: list[int] = self._kv_cache_manager.get_block_ids(request_id)[self.counted.index]
@@ -216,11 +208,13 @@ class EldrConnector(NixlPullConnector):
             if tracked is not None and tracked.prompt_counts is None:
                 tracked.prompt_counts = counts.wait()
                 self._keep_whole(tracked.request, tracked.prompt_counts)
-        for request_id, routes in meta.counts.routes.items():
+        routes = meta.counts.routes
+        if routes is None:
+            return
+        for request_id, first, chosen in routes.by_request():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.asked:
-                for position, route in zip(tracked.asked.pop(0), routes.wait(), strict=True):
-                    tracked.routes.setdefault(position, route)
+            if tracked is not None and tracked.decode is not None:
+                tracked.decode.take(first, chosen, routes.num_experts)
 
     def _keep_whole(self, request: Any, counts: NDArray[np.int32]) -> None:
         params = request.kv_transfer_params or {}
@@ -248,11 +242,12 @@ class EldrConnector(NixlPullConnector):
         if delay_free and name is not None:
             self._held[request.request_id] = str(name)
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or tracked.prompt_counts is None:
+        if tracked is None:
             return delay_free, params
-        if tracked.calibrate:
-            return delay_free, (params or {}) | _calibration(tracked)
-        if params is not None:
+        if tracked.decode is not None:
+            counts = tracked.decode_answer(prefilled_here=not self._is_consumer_only)
+            return delay_free, (params or {}) | counts or None
+        if tracked.prompt_counts is not None and params is not None:
             params[SIGNATURE] = pack_counts(tracked.prompt_counts)
         return delay_free, params
 
@@ -296,7 +291,7 @@ class EldrConnector(NixlPullConnector):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         counts, self._counts = self._counts, StepCounts()
-        return EldrWorkerMetadata(counts) if counts.prompts or counts.routes else None
+        return EldrWorkerMetadata(counts) if counts.prompts or counts.routes is not None else None
 
     def abandon(self, names: list[str]) -> None:
         """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
@@ -357,20 +352,3 @@ class EldrConnector(NixlPullConnector):
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> EldrPromMetrics:
         return EldrPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _calibration(tracked: _Tracked) -> dict[str, Any]:
-    assert tracked.prompt_counts is not None
-    shape = tracked.prompt_counts.shape
-    last = tracked.request.num_tokens - 1  # the last sampled token never passes the gates
-    steps = [tracked.routes[p] for p in sorted(tracked.routes) if p < last]
-    routes = np.stack(steps) if steps else np.zeros((0, shape[0], 1), np.int16)
-    decode = np.zeros(shape, np.uint32)
-    layers = np.arange(shape[0])[None, :, None]
-    np.add.at(decode, (layers, routes.astype(np.int64)), 1)
-    return {
-        "eldr_prefill": pack_counts(tracked.prompt_counts),
-        "eldr_decode": pack_counts(decode),
-        "eldr_decode_steps": len(steps),
-        "eldr_routes": pack_routes(routes) if tracked.want_routes else None,
-    }

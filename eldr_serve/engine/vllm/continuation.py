@@ -87,6 +87,8 @@ class Continuation:
         self._ids: list[int] = []
         self.failure: Exception | None = None  # the engine's, whatever the serving object has made of it
         self.metrics: Any = None  # vLLM's RequestStateStats, at the end of the answer and if there are any
+        self.prompt_token_ids: list[int] = []  # at the end of the answer
+        self.counts: dict[str, Any] = {}  # by our connector at the end of the answer; no client sees them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -130,6 +132,8 @@ class Continuation:
                 async for output in outputs:
                     completion = output.outputs[0]
                     self._ids += completion.token_ids
+                    if output.kv_transfer_params:
+                        self.counts, output.kv_transfer_params = output.kv_transfer_params, None
                     if completion.finish_reason == "error":
                         self.failure = RuntimeError("the engine failed this request")
                     if self._stream:
@@ -144,6 +148,7 @@ class Continuation:
             self.failure = error
             raise
         self.metrics = getattr(output, "metrics", None)
+        self.prompt_token_ids = getattr(output, "prompt_token_ids", None) or []
         if whole is not None:
             yield whole
 

@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.keys import REQUEST, SIGNATURE
+from eldr_serve.engine.keys import CALIBRATE, REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
+from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm import kv_usage, late_metrics, signatures, steps
 from eldr_serve.engine.vllm.compat.checked import clear_start
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
@@ -41,6 +42,7 @@ from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests import parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, Refused, sentence
 from eldr_serve.expert_placement import ExpertPlacement
+from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import unpack_counts
 
@@ -67,6 +69,7 @@ class VllmEngine:
         self.server = server
         self._model_id = model_id
         self._held: HeldExperts | None = None
+        self._samples = SampleBuffer()
 
     @classmethod
     async def start(cls, config: Any) -> VllmEngine:
@@ -109,6 +112,8 @@ class VllmEngine:
         serving, create = openai_serving(self.server.engine, request.method)
         single: Continuation | None = None
         if _has_one_answer(parsed):
+            if request.sampled:
+                parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
             serving = copy.copy(serving)
             serving.engine_client = single = Continuation(
                 serving.engine_client, send, parsed, _ids(request.generated), request.created
@@ -124,6 +129,7 @@ class VllmEngine:
                 send(whole, tokens)
                 return None
             single.end(whole)
+            self._keep_sample(request, single)
             return _waited(single, called_s)
         begun = False
         async for chunk in made:
@@ -137,7 +143,15 @@ class VllmEngine:
         if single is None:
             return None
         single.end()
+        self._keep_sample(request, single)
         return _waited(single, called_s)
+
+    def _keep_sample(self, request: EngineRequest, single: Continuation) -> None:
+        counts = single.counts
+        if request.sampled and counts:
+            prefill = request.signature or counts.get("eldr_prefill", "")
+            ids = np.asarray(single.prompt_token_ids, np.uint32)
+            self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine; never returns under `disable_log_stats`."""
@@ -202,6 +216,10 @@ class VllmEngine:
     def take_steps(self) -> StepSums:
         """See protocol.Engine."""
         return steps.take()
+
+    def take_samples(self) -> list[ExpertSample]:
+        """See protocol.Engine; an engine that drafts makes none."""
+        return self._samples.take()
 
     @staticmethod
     def status_of(error: Exception) -> int:

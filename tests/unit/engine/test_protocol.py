@@ -17,6 +17,7 @@ from engine_contract import CHECKS, Subject, run_check
 from eldr_serve.engine.fake import FakeConfig, FakeEngine, FakeTracer
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.signature import pack_counts, unpack_counts
 
 TOKENS, TOP_K = 8, 2
@@ -110,6 +111,31 @@ class TakesAll(FakeEngine):
         return await super().prefill(replace(request, body=b"{}"))
 
 
+class SamplesAll(FakeEngine):
+    """Whatever was asked."""
+
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        return await super().generate(replace(request, sampled=True), send)
+
+
+class CountsTheLastToken(FakeEngine):
+    """A decode step more than the gates have seen."""
+
+    def take_samples(self) -> list[ExpertSample]:
+        return [replace(s, decode_steps=s.decode_steps + 1) for s in super().take_samples()]
+
+
+class SamplesTheCancelled(FakeEngine):
+    """As if the answer had ended."""
+
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        try:
+            return await super().generate(request, send)
+        except asyncio.CancelledError:
+            self._keep_sample(request, 3)
+            raise
+
+
 @pytest.mark.parametrize(
     ("kind", "found_by"),
     [
@@ -121,8 +147,11 @@ class TakesAll(FakeEngine):
         (NeverEnds, "an_answer_is_a_stream_that_ends"),
         (BeginsAgain, "what_an_engine_that_was_lost_has_sent_is_not_sent_again"),
         (TakesAll, "a_request_is_refused_by_prefill_as_by_generate"),
+        (SamplesAll, "a_sampled_request_gives_a_sample_once"),
+        (CountsTheLastToken, "a_sampled_request_gives_a_sample_once"),
+        (SamplesTheCancelled, "a_sampled_request_that_is_cancelled_gives_no_sample"),
     ],
 )
 async def test_an_engine_that_breaks_it_is_found(kind: Any, found_by: str) -> None:
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, ValueError)):
         await over(kind, found_by)

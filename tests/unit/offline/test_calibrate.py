@@ -50,7 +50,7 @@ def test_records_become_a_trace_that_adds_up() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_for_its_answer_is_cut() -> None:
-    tracer = FakeTracer(FakeConfig(np.ones((1, 3, 5), np.uint32)), max_model_len=10, top_k=1)
+    tracer = FakeTracer(FakeConfig(np.ones((1, 3, 5), np.uint32), top_k=1), max_model_len=10)
     sampling = Sampling(4, 0.5, routes=True)
     found = trace_texts(tracer, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
     assert [(r["id"], r["domain"]) for r in found] == [("a", "code"), ("b", "law")]

@@ -1,0 +1,63 @@
+"""Samples that an engine keeps until they are taken."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.engine.protocol import MAX_SAMPLES, EngineRequest
+from eldr_serve.expert_sample import ExpertSample
+from eldr_serve.signature import unpack_counts
+
+logger = logging.getLogger(__name__)
+
+
+class SampleBuffer:
+    """Keeps the newest samples of an engine.
+
+    Args:
+        size: samples kept; with one more the oldest is dropped.
+
+    Attributes:
+        dropped: samples dropped since the start.
+    """
+
+    def __init__(self, size: int = MAX_SAMPLES) -> None:
+        self.dropped = 0
+        self._kept: deque[ExpertSample] = deque(maxlen=size)
+
+    def put(
+        self, request: EngineRequest, token_ids: NDArray[np.uint32], prefill: str, decode: str, steps: int
+    ) -> None:
+        """Add the sample of a request that has ended; nothing without decode steps or prefill counts.
+
+        Args:
+            prefill, decode: packed counts. Those of another shape than the decode counts, or malformed,
+                are not the engine's own: they make no sample.
+        """
+        if not steps or not prefill:
+            return
+        try:
+            prefill_counts, decode_counts = unpack_counts(prefill), unpack_counts(decode)
+        except ValueError as error:
+            logger.warning("no sample of request %s: %s", request.id, error)
+            return
+        if prefill_counts.shape != decode_counts.shape:
+            logger.warning(
+                "no sample of request %s: its prefill counts have shape %s, this engine counts %s",
+                request.id, prefill_counts.shape, decode_counts.shape,
+            )  # fmt: skip
+            return
+        self.dropped += len(self._kept) == self._kept.maxlen
+        self._kept.append(
+            ExpertSample(request.id, request.domain, token_ids, prefill_counts, decode_counts, steps)
+        )
+
+    def take(self) -> list[ExpertSample]:
+        """Return all that is kept, the oldest first, and keep it no longer."""
+        taken = list(self._kept)
+        self._kept.clear()
+        return taken

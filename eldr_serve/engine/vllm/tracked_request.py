@@ -1,0 +1,114 @@
+"""The scheduler's record of a request whose experts are counted, in prefill and in decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.engine.routes import pack_routes
+from eldr_serve.signature import pack_counts
+
+_BATCH = 32  # decode steps that are summed together
+
+
+class RouteCounts:
+    """Decode counts of one request, summed step by step.
+
+    Positions must come in order. A preempted request computes some of them a second time, with the same
+    tokens; these are skipped.
+
+    Args:
+        first: position of the first generated token.
+        keep: keep the routes themselves too.
+
+    Attributes:
+        kept: int16[steps,L,k] each, if the routes are kept.
+    """
+
+    def __init__(self, first: int, *, keep: bool) -> None:
+        self.kept: list[NDArray[np.int16]] = []
+        self._first = self._next = first
+        self._keep = keep
+        self._pending: list[NDArray[np.int16]] = []
+        self._num_experts = 0
+        self._cells: NDArray[np.int64] | None = None  # counts, flat
+
+    def take(self, first: int, routes: NDArray[np.int16], num_experts: int) -> None:
+        """Add the experts int16[n,L,k] of n consecutive tokens, the first of which has this position."""
+        new = routes[max(0, self._next - first) :]
+        if first > self._next or not len(new):  # after a gap nothing counts: see `complete`
+            return
+        self._next += len(new)
+        self._num_experts = num_experts
+        self._pending.append(new)
+        if self._keep:
+            self.kept.append(new)
+        if len(self._pending) >= _BATCH:
+            self._sum()
+
+    def complete(self, last: int) -> bool:
+        """Return whether all positions before `last` were counted, and none from there on."""
+        return self._next == last
+
+    @property
+    def steps(self) -> int:
+        """Number of positions counted."""
+        return self._next - self._first
+
+    def total(self, shape: tuple[int, int]) -> NDArray[np.uint32]:
+        """Return the sum, uint32[L,E]; `shape` is that of a request without decode steps."""
+        self._sum()
+        if self._cells is None:
+            return np.zeros(shape, np.uint32)
+        return self._cells.reshape(-1, self._num_experts).astype(np.uint32)
+
+    def _sum(self) -> None:
+        if not self._pending:
+            return
+        routes = np.concatenate(self._pending)
+        self._pending.clear()
+        layers = routes.shape[1]
+        cells = routes + (np.arange(layers) * self._num_experts)[None, :, None]
+        counts = np.bincount(cells.reshape(-1), minlength=layers * self._num_experts)
+        self._cells = counts if self._cells is None else self._cells + counts
+
+
+@dataclass
+class TrackedRequest:
+    """A request whose experts were asked for.
+
+    Attributes:
+        request: vLLM's own object.
+        want_routes: the answer carries the routes of its decode steps.
+        decode: its decode counts, if they were asked for.
+        prompt_counts: int32[L,E], once its prompt has been computed in this engine.
+    """
+
+    request: Any
+    want_routes: bool = False
+    decode: RouteCounts | None = None
+    prompt_counts: NDArray[np.int32] | None = None
+
+    def decode_answer(self, *, prefilled_here: bool) -> dict[str, Any]:
+        """Return what the answer carries of the decode steps; empty if counts are missing.
+
+        Args:
+            prefilled_here: the prompt's counts belong to the answer, and must be there.
+        """
+        last = self.request.num_tokens - 1  # the last sampled token never passes the gates
+        if self.decode is None or not self.decode.complete(last):
+            return {}
+        answer: dict[str, Any] = {"eldr_decode_steps": self.decode.steps}
+        shape = (1, 1)
+        if prefilled_here:
+            if self.prompt_counts is None:
+                return {}
+            shape = self.prompt_counts.shape
+            answer["eldr_prefill"] = pack_counts(self.prompt_counts)
+        answer["eldr_decode"] = pack_counts(self.decode.total(shape))
+        kept = self.decode.kept or [np.zeros((0, shape[0], 1), np.int16)]
+        answer["eldr_routes"] = pack_routes(np.concatenate(kept)) if self.want_routes else None
+        return answer

@@ -1,0 +1,80 @@
+"""Client of the signature pool's actors, for decode replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from eldr_serve.expert_sample import ExpertSample
+from eldr_serve.serving.decode_router import NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+_CALL_LIMIT_S = 10.0
+
+
+def find_actor(name: str) -> Any:
+    """Return the handle of a named actor; ValueError if there is none."""
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+class PoolClient:
+    """Sends samples to the actors of an application's signature pool.
+
+    Samples for an actor that is away are dropped: new requests bring new samples.
+
+    Args:
+        application: its name is part of the actors' names.
+        num_actors: actors of the pool, at least 1; a sample's request id decides which one gets it.
+        find: returns the handle of a named actor or raises ValueError; a thread calls it, since Ray's look-up
+            blocks while GCS is away.
+
+    Attributes:
+        sent: samples that the pool has taken.
+        dropped: samples that it has not.
+    """
+
+    def __init__(self, application: str, num_actors: int, find: Callable[[str], Any] = find_actor) -> None:
+        self.sent = self.dropped = 0
+        self._names = [f"signature-pool:{application}:{index}" for index in range(num_actors)]
+        self._find = find
+        self._handles: dict[int, Any] = {}
+        self._shares = [1.0] * num_actors  # by each actor's last answer
+        self._away: set[int] = set()
+
+    async def add(self, samples: list[ExpertSample]) -> float:
+        """Send samples; return the share of requests to sample next, the mean of what the actors ask for.
+
+        Without samples all actors are asked for their share. An actor that is away keeps its last one.
+        """
+        parts: dict[int, list[ExpertSample]] = {} if samples else {i: [] for i in range(len(self._names))}
+        for sample in samples:
+            index = zlib.crc32(sample.request_id.encode(errors="surrogatepass")) % len(self._names)
+            parts.setdefault(index, []).append(sample)
+        await asyncio.gather(*(self._send(index, part) for index, part in parts.items()))
+        return sum(self._shares) / len(self._shares)
+
+    async def _send(self, index: int, samples: Sequence[ExpertSample]) -> None:
+        try:
+            if index not in self._handles:
+                self._handles[index] = await asyncio.to_thread(self._find, self._names[index])
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                self._shares[index] = float(await self._handles[index].add.remote(list(samples)))
+        except (ValueError, RayError, TimeoutError) as error:
+            self.dropped += len(samples)
+            if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
+                self._handles.pop(index, None)
+            if index not in self._away:
+                self._away.add(index)
+                logger.warning("%s is away, samples for it are dropped: %r", self._names[index], error)
+            return
+        self.sent += len(samples)
+        if index in self._away:
+            self._away.discard(index)
+            logger.info("%s takes samples again; %d were dropped in all", self._names[index], self.dropped)

@@ -1,0 +1,155 @@
+"""Samples of requests that an engine serves under pressure, and a calibration's counts of the same prompts.
+
+    python samples_script.py MODEL OUT decode|whole PROMPTS
+
+A decode engine reads its prompts' blocks from a prefill engine over NIXL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import contract_script
+import numpy as np
+from contract_script import There, end, nixl, serve, start
+
+from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.protocol import EngineRequest, Sampling
+from eldr_serve.signature import pack_counts
+
+CHUNK = 48  # tokens a step: longer prompts are prefilled in pieces
+BLOCKS = 24  # of 32 tokens: fewer than the requests that run together need, so that some are preempted
+AT_ONCE = 8
+TOKENS = 40  # of an answer
+LEFT_AFTER = 3  # tokens of an answer whose client goes
+
+
+def prompts(many: int) -> list[list[int]]:
+    """Token ids of various lengths; every third prompt begins as an earlier one, every seventh equals one."""
+    rng, found = np.random.default_rng(39), []
+    for number in range(many):
+        own = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
+        if number and number % 7 == 0:
+            own = found[number - 5]
+        elif number > 2 and number % 3 == 0:
+            own = found[number - 3][:64] + own
+        found.append(own)
+    return found
+
+
+class Client:
+    """Sends requests as serving does, a completion of token ids each."""
+
+    def __init__(self, engine: Any, prefills: Any) -> None:
+        self._engine, self._prefills = engine, prefills
+        self._one_prefill = asyncio.Lock()  # the pipe has one call at a time
+        self.generated: dict[str, list[int]] = {}
+
+    def _request(self, name: str, prompt: list[int], **more: Any) -> EngineRequest:
+        body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+        body |= {"ignore_eos": True, "temperature": 0}
+        return EngineRequest("completions", json.dumps(body).encode(), name, domain="d", **more)
+
+    async def send(self, name: str, prompt: list[int], *, sampled: bool, leaves: bool = False) -> None:
+        """Generate; the client leaves early if it says so."""
+        more: dict[str, Any] = {"sampled": sampled}
+        if self._prefills is not None:
+            async with self._one_prefill:
+                held = await self._prefills.prefill(self._request(name, prompt))
+            kv = dict(held.kv)
+            more |= {"signature": kv.pop(SIGNATURE), "kv": kv, "token_ids": held.token_ids.tobytes()}
+        ids, enough = bytearray(), asyncio.Event()
+
+        def took(payload: bytes, tokens: int, made: bytes = b"") -> None:
+            ids.extend(made)
+            if len(ids) >= 4 * LEFT_AFTER:
+                enough.set()
+
+        call = asyncio.create_task(self._engine.generate(self._request(name, prompt, **more), took))
+        if leaves:
+            await enough.wait()
+            call.cancel()
+            await asyncio.wait([call])
+            return
+        await call
+        self.generated[name] = np.frombuffer(ids, np.uint32).tolist()
+
+
+async def check(role: Any, model: str, many: int, prefills: Connection | None) -> dict[str, Any]:
+    contract_script.KWARGS |= {
+        "max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": BLOCKS,
+    }  # fmt: skip
+    engine: Any = await start(role, model)
+    client = Client(engine, None if prefills is None else There(prefills))
+    waiting = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int, prompt: list[int]) -> None:
+        async with waiting:
+            await client.send(f"{number}", prompt, sampled=number % 4 != 3, leaves=number % 5 == 4)
+
+    await asyncio.gather(*(one(*numbered) for numbered in enumerate(prompts(many))))
+    samples = engine.take_samples()
+    from prometheus_client import REGISTRY
+
+    values = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
+    core = engine.server.engine._engine_client.engine_core
+    found = {
+        "samples": [
+            {
+                "id": sample.request_id,
+                "domain": sample.domain,
+                "prompt": sample.token_ids.tolist(),
+                "generated": client.generated[sample.request_id],
+                "prefill": pack_counts(sample.prefill_counts),
+                "decode": pack_counts(sample.decode_counts),
+                "steps": sample.decode_steps,
+            }
+            for sample in samples
+        ],
+        "preemptions": values.get("vllm:num_preemptions_total"),
+        "core": type(core).__name__,
+    }
+    end(engine)
+    return found
+
+
+def calibrate(model: str, pipe: Connection) -> None:
+    """Count each [prompt, answer's length] in a calibrating engine."""
+    settings, environment = ENGINES.tracing(model, "cpu", dict(contract_script.KWARGS))
+    os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    tracer = ENGINES.tracer(settings, nixl())
+    asked = pipe.recv()
+    sampling = [Sampling(TOKENS, 0.0, ignore_eos=True)] * len(asked)
+    pipe.send(tracer.trace(asked, sampling))
+
+
+def main(model: str, out: Path, role: str, many: int) -> None:
+    fork = get_context("fork")
+    (mine, theirs), (traced, tracers) = fork.Pipe(), fork.Pipe()
+    children = [fork.Process(target=calibrate, args=(model, tracers))]
+    if role == "decode":
+        children.append(fork.Process(target=lambda: asyncio.run(serve(model, theirs))))
+    for child in children:
+        child.start()
+    theirs.close()
+    tracers.close()
+    found = asyncio.run(check(role, model, many, mine if role == "decode" else None))
+    traced.send([sample["prompt"] for sample in found["samples"]])
+    found["traced"] = traced.recv()
+    if role == "decode":
+        mine.send(None)
+    for child in children:
+        child.join()
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,61 @@
+"""Samples of served requests equal a calibration's counts, and what Hugging Face's model chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples_script import TOKENS, prompts
+from scripts import run_script
+from tiny_model import EXPERTS
+
+from eldr_serve.signature import unpack_counts
+
+RUNS = {"decode": ("decode", 60), "whole": ("whole", 60), "whole, v2": ("whole", 10)}
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def run(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, dict[str, Any]]:
+    """How many requests were served, and what was found."""
+    out = tmp_path_factory.mktemp("samples") / "found.json"
+    role, many = RUNS[request.param]
+    run_script("samples_script.py", model, out, role, many, v2=request.param.endswith("v2"))
+    return many, json.loads(out.read_text())
+
+
+def test_requests_that_are_sampled_and_end_give_one_sample_each(run: tuple[int, dict[str, Any]]) -> None:
+    many, found = run
+    expected = {f"{number}" for number in range(many) if number % 4 != 3 and number % 5 != 4}
+    assert sorted(sample["id"] for sample in found["samples"]) == sorted(expected)
+    for sample in found["samples"]:
+        assert sample["prompt"] == prompts(many)[int(sample["id"])]
+        assert sample["domain"] == "d"
+
+
+def test_counts_equal_a_calibration_s(run: tuple[int, dict[str, Any]]) -> None:
+    _, found = run
+    for sample, traced in zip(found["samples"], found["traced"], strict=True):
+        assert sample["steps"] == traced["eldr_decode_steps"] == TOKENS - 1
+        assert sample["prefill"] == traced["eldr_prefill"]
+        assert sample["decode"] == traced["eldr_decode"]
+
+
+def test_counts_equal_the_cold_recomputation(
+    run: tuple[int, dict[str, Any]], choices: Callable[[list[int]], np.ndarray]
+) -> None:
+    _, found = run
+    for sample in found["samples"]:
+        prompt = sample["prompt"]
+        chosen = choices(prompt + sample["generated"])[..., None] == np.arange(EXPERTS)
+        np.testing.assert_array_equal(
+            unpack_counts(sample["prefill"]), chosen[: len(prompt)].sum(axis=(0, 2))
+        )
+        np.testing.assert_array_equal(
+            unpack_counts(sample["decode"]), chosen[len(prompt) : -1].sum(axis=(0, 2))
+        )

@@ -1,0 +1,90 @@
+"""Decode counts of one request are complete and exact, or not reported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
+from eldr_serve.signature import unpack_counts
+
+PROMPT, STEPS, LAYERS, EXPERTS, K = 5, 100, 3, 8, 2
+ROUTES = np.argsort(np.random.default_rng(0).random((STEPS, LAYERS, EXPERTS)), axis=-1)[..., :K].astype(
+    np.int16
+)
+COUNTS = (ROUTES[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))
+
+
+def tracked(*, routes: bool = False) -> TrackedRequest:
+    """A request that ends after STEPS decode steps, as vLLM sees it at its end."""
+    request: Any = SimpleNamespace(num_tokens=PROMPT + STEPS + 1)
+    prompt_counts = np.ones((LAYERS, EXPERTS), np.int32)
+    return TrackedRequest(request, routes, RouteCounts(PROMPT, keep=routes), prompt_counts)
+
+
+def take(one: TrackedRequest, first: int, end: int) -> None:
+    """Steps with these numbers have run together."""
+    assert one.decode is not None
+    one.decode.take(PROMPT + first, ROUTES[first:end], EXPERTS)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_steps_are_summed_one_by_one(routes: bool) -> None:
+    one = tracked(routes=routes)
+    for step in range(STEPS):
+        take(one, step, step + 1)
+    answer = one.decode_answer(prefilled_here=True)
+    np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
+    np.testing.assert_array_equal(unpack_counts(answer["eldr_prefill"]), np.ones((LAYERS, EXPERTS)))
+    assert answer["eldr_decode_steps"] == STEPS
+    if routes:
+        np.testing.assert_array_equal(unpack_routes(answer["eldr_routes"]), ROUTES)
+    else:
+        assert answer["eldr_routes"] is None
+
+
+@pytest.mark.parametrize("again", [0, 7, 30])
+def test_steps_that_a_preempted_request_computes_again_count_once(again: int) -> None:
+    one = tracked()
+    for step in range(30):
+        take(one, step, step + 1)
+    take(one, again, 40)  # in one chunk with new tokens
+    for step in range(40, STEPS):
+        take(one, step, step + 1)
+    np.testing.assert_array_equal(
+        unpack_counts(one.decode_answer(prefilled_here=False)["eldr_decode"]), COUNTS
+    )
+
+
+def test_incomplete_counts_are_not_reported() -> None:
+    cut, gap = tracked(), tracked()
+    take(cut, 0, STEPS - 1)
+    take(gap, 0, 10)
+    take(gap, 11, STEPS)
+    without_prompt = tracked()
+    without_prompt.prompt_counts = None
+    take(without_prompt, 0, STEPS)
+    assert cut.decode_answer(prefilled_here=True) == {}
+    assert gap.decode_answer(prefilled_here=True) == {}
+    assert without_prompt.decode_answer(prefilled_here=True) == {}
+    assert without_prompt.decode_answer(prefilled_here=False)["eldr_decode_steps"] == STEPS
+
+
+def test_counts_beyond_the_answer_are_not_reported() -> None:
+    one = tracked()
+    take(one, 0, STEPS)
+    one.request.num_tokens -= 1
+    assert one.decode_answer(prefilled_here=True) == {}
+
+
+def test_an_answer_of_one_token_has_no_decode_steps() -> None:
+    one = tracked(routes=True)
+    one.request.num_tokens = PROMPT + 1
+    answer = one.decode_answer(prefilled_here=True)
+    assert answer["eldr_decode_steps"] == 0
+    assert not unpack_counts(answer["eldr_decode"]).any()
+    assert unpack_routes(answer["eldr_routes"]).shape[:2] == (0, LAYERS)
