@@ -23,7 +23,7 @@ from eldr_serve.client import Client
 from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.fitting.table import fit_table
 from eldr_serve.serving.decode_router import actor_name, find
-from eldr_serve.serving.signatures.client import PoolClient
+from eldr_serve.serving.signatures.control import PoolControl
 from tools.cli import BadInput, run
 
 _URL = "http://127.0.0.1:8000"
@@ -73,7 +73,7 @@ def _of_recent_traffic(application: str, url: str | None, admin_key: str | None)
         return Client(url or _URL, admin_key).refit()
     _join_cluster()
     try:
-        return asyncio.run(PoolClient(application).refit())
+        return asyncio.run(PoolControl(application).refit())
     except (SwapRefused, Overloaded) as error:
         raise BadInput(str(error)) from None
 

@@ -50,7 +50,7 @@ def build_app(args: dict[str, Any]) -> Application:
         name_prefix="Decode:",
         router_name=actor_name(parsed.name),
         application=parsed.name,
-        num_pool_actors=1,
+        num_pool_actors=parsed.signatures.actors,
         stall_limit_s=stall_limit_s,
     )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config

@@ -55,7 +55,7 @@ from eldr_serve.serving.request_log import RequestLog
 from eldr_serve.serving.router_calls import AWAY, RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
-from eldr_serve.serving.signatures.client import PoolClient
+from eldr_serve.serving.signatures.control import PoolControl
 from eldr_serve.serving.tenants import Visit
 from eldr_serve.serving.warmup import Warmup
 from eldr_serve.serving.watching import PERIOD_S, IngressMetrics
@@ -121,7 +121,7 @@ class EldrIngress:
         self._client = RouterClient(calls, self._decode, on_predictor=self._tokenise)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
-        self._pool = PoolClient(application)
+        self._pool = PoolControl(application)
         engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
         self._tokens = PromptTokens(tokenizer)
         self._whole = engines.whole

@@ -8,20 +8,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.serving.decode_router import NAMESPACE
+from eldr_serve.serving.signatures.pool import find_actor
+from eldr_serve.serving.signatures.settings import pool_actor_name
 
 logger = logging.getLogger(__name__)
 
 _CALL_LIMIT_S = 10.0
-
-
-def find_actor(name: str) -> Any:
-    """Return the handle of a named actor; ValueError if there is none."""
-    return ray.get_actor(name, namespace=NAMESPACE)
 
 
 class PoolClient:
@@ -42,7 +37,7 @@ class PoolClient:
 
     def __init__(self, application: str, num_actors: int, find: Callable[[str], Any] = find_actor) -> None:
         self.sent = self.dropped = 0
-        self._names = [f"signature-pool:{application}:{index}" for index in range(num_actors)]
+        self._names = [pool_actor_name(application, index) for index in range(num_actors)]
         self._find = find
         self._handles: dict[int, Any] = {}
         self._shares = [1.0] * num_actors  # by each actor's last answer

@@ -11,7 +11,7 @@ from eldr_serve.errors import Overloaded, SwapRefused, sentence
 from eldr_serve.serving.signatures.pool import find_pool
 
 
-class PoolClient:
+class PoolControl:
     """Finds the coordinating actor by its name for each call: operators call it rarely.
 
     Both methods raise SwapRefused with one sentence, or Overloaded if the actor does not answer.

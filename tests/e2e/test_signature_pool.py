@@ -1,0 +1,191 @@
+"""ELDR as it is shipped: nothing is done by hand, and requests follow a table of the service's own traffic."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import ENGINE_ENV, PROMPTS
+from service import ADMIN_KEY, ROOT, Background, Service, wait_for
+
+from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.fitting.table import fit_table
+
+PORT = 8261
+MODEL = ROOT / "demo_model" / "weights"
+FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
+AT_ONCE = 8
+TOKENS = 12
+
+
+@dataclass
+class Pool:
+    """The running application, and what it is sent."""
+
+    service: Service
+    process: subprocess.Popen[str]
+
+    def __post_init__(self) -> None:
+        self._client = httpx.Client(timeout=120)
+        self._numbers = itertools.count()
+
+    def deploy(self, decode_replicas: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{decode_replicas}\n")
+        self.process.stdin.flush()
+
+    def send(self, domains: tuple[str, ...], requests: int) -> None:
+        """Prompts of the domains in turn, some at once; all are answered."""
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(self._ask, itertools.islice(self._prompts(domains), requests)))
+
+    def _prompts(self, domains: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        lines = [(PROMPTS / f"{domain}.jsonl").read_text().splitlines() for domain in domains]
+        begin = next(self._numbers)
+        for number in itertools.count(begin):
+            for domain, found in zip(domains, lines, strict=True):
+                yield domain, json.loads(found[number % len(found)])["prompt"][:400]
+
+    def _ask(self, asked: tuple[str, str]) -> None:
+        domain, prompt = asked
+        body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        url = f"{self.service.url}/v1/completions"
+        answer = self._client.post(url, json=body, headers={"x-eldr-domain": domain})
+        assert answer.status_code == 200, answer.text
+
+    def send_until(self, domains: tuple[str, ...], done: Any, what: str, timeout_s: float = 90.0) -> None:
+        """Keep sending until the condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, f"{what}: {self.signatures()}"
+            self.send(domains, 16)
+
+    def signatures(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.service.status()["signatures"]
+        return found
+
+    def placed(self) -> tuple[int, int]:
+        """Requests placed, and of these on the most similar worker."""
+        counters = self.service.status()["counters"]
+        return counters["placed"], counters["best_worker"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pool")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, prompts: list[str]) -> list[str]:
+    """What one plain engine answers, before the service has the cores."""
+    out = folder / "answers.json"
+    job = {"model": str(MODEL), "prompts": prompts, "max_tokens": 16, "out": str(out)}
+    command = [sys.executable, str(Path(__file__).with_name("single_engine.py")), json.dumps(job)]
+    with Background(command, folder / "single_engine.txt", ENGINE_ENV) as run:
+        run.finished()
+    found: list[str] = json.loads(out.read_text())["completions"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path, reference: list[str]) -> Iterator[Pool]:
+    said = folder / "said.txt"
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("pool_service.py")), str(PORT), ADMIN_KEY],
+            stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+    try:
+        wait_for(lambda: "ready" in said.read_text() or process.poll() is not None, "it is ready", 240)
+        assert process.poll() is None, said.read_text()[-5000:]
+        yield Pool(Service(f"http://127.0.0.1:{PORT}"), process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+
+
+def test_a_table_of_its_own_is_live_within_300_requests(pool: Pool) -> None:
+    assert pool.service.status()["table"] is None
+    wait_for(lambda: "no table yet: 0 of 192" in pool.signatures()["note"], "the pool says what it needs", 30)
+    pool.send(FIRST, 300)
+    wait_for(lambda: pool.service.status()["table"] is not None, "a table is live", 30)
+    made = pool.signatures()["table"]
+    assert made["version"] == 1
+    assert made["samples"] >= 192
+    assert made["held_out"]["experts_by_table"] < made["held_out"]["experts_by_load"]
+
+
+def test_requests_follow_its_centroids(pool: Pool) -> None:
+    before = pool.placed()
+    pool.send(FIRST, 100)
+    placed, best = (after - earlier for after, earlier in zip(pool.placed(), before, strict=True))
+    assert placed == 100
+    assert best / placed > 0.6  # chance: 0.5
+
+
+def test_greedy_answers_are_those_of_a_single_engine(
+    pool: Pool, reference: list[str], prompts: list[str]
+) -> None:
+    found = [
+        pool.service.client.completions.create(
+            model="eldr-demo", prompt=prompt, max_tokens=16, temperature=0
+        ).choices[0].text
+        for prompt in prompts
+    ]  # fmt: skip
+    assert found == reference
+
+
+def test_the_traffic_is_saved_as_a_trace_that_can_be_fitted(pool: Pool, folder: Path) -> None:
+    out = folder / "trace.safetensors"
+    command = [sys.executable, "-m", "eldr_serve.command", "trace", "--out", str(out)]
+    service = ["--url", pool.service.url, "--admin-key", ADMIN_KEY]
+    subprocess.run([*command, *service], cwd=ROOT, check=True, timeout=120)
+    trace = CalibrationTrace.load(out)
+    assert trace.model == "eldr-demo"
+    assert set(FIRST) <= set(trace.domains)
+    assert trace.routes is None
+    assert [len(prompt) for prompt in trace.prompts] == trace.prompt_tokens.tolist()
+    table, _ = fit_table(trace, 2)
+    assert table.num_layers == trace.prefill_counts.shape[1]
+    assert pool.service.admin("GET", "/eldr/trace", key=None).status_code == 401
+
+
+def test_a_shift_of_domains_leads_to_a_refit(pool: Pool) -> None:
+    refits = pool.signatures()["refits"]
+    pool.send_until(SHIFTED, lambda: pool.signatures()["refits"] > refits, "a refit")
+    assert "drifted" in pool.signatures()["table"]["why"]
+    assert pool.service.status()["counters"]["refits"] >= 1
+
+
+def test_an_operator_can_ask_for_a_refit(pool: Pool) -> None:
+    version = pool.service.status()["table"]["version"]
+    assert pool.service.admin("PUT", "/eldr/refit", key=None).status_code == 401
+    answer = pool.service.admin("PUT", "/eldr/refit")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["table"]["why"] == "requested"
+    assert pool.service.status()["table"]["version"] > version
+
+
+def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
+    pool.deploy(3)
+    wait_for(lambda: len(pool.service.status().get("workers", [])) == 3, "three decode replicas", 150)
+    pool.send_until(
+        (*FIRST, *SHIFTED),
+        lambda: pool.service.status()["table"]["workers_fitted"] == 3,
+        "a table of three",
+    )
+    assert pool.service.status()["table"]["refit_advised"] is False
