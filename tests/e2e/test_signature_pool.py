@@ -1,4 +1,4 @@
-"""ELDR as it is shipped: nothing is done by hand, and requests follow a table of the service's own traffic."""
+"""ELDR as it is shipped: requests follow a table that the service makes of its own traffic."""
 
 from __future__ import annotations
 

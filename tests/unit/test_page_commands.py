@@ -79,6 +79,14 @@ BY_A_TEST = {
         "tests/e2e/test_serving.py",
         "test_refit_swaps_a_table_for_the_live_replicas",
     ),
+    "eldr refit --admin-key": (
+        "tests/e2e/test_signature_pool.py",
+        "test_an_operator_can_ask_for_a_refit",
+    ),
+    "eldr trace": (
+        "tests/e2e/test_signature_pool.py",
+        "test_the_traffic_is_saved_as_a_trace_that_can_be_fitted",
+    ),
     "eldr reproduce": (
         "tests/unit/studies/test_reproduce.py",
         "test_without_arguments_it_lists_its_figures",
@@ -178,7 +186,6 @@ BY_NONE = {
     "python -m benchmarks.stream_faults": "2,000 streams and minutes; its results are committed",
     "python -m benchmarks.scaling": "six engines and minutes; its results are committed",
     "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; its results are committed",
-    "python -m offline.live_refit": "a job without an end; its decisions are in test_live_refit.py",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }
 HERE = (

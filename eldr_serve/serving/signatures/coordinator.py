@@ -135,13 +135,16 @@ class Coordinator:
             logger.warning("no table was swapped in: %s", error)
         return view
 
-    async def refit(self) -> dict[str, Any]:
+    async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
         """Fit IDF, mask and centroids to the pool's samples now; return what `status` shows of the new table.
+
+        Args:
+            status: of the pool, to report.
 
         Raises:
             SwapRefused: there are too few samples, or the table is refused; one sentence.
         """
-        view = self.view = await self._router.look(self.status())
+        view = self.view = await self._router.look(status)
         if view.workers < 2:
             raise SwapRefused(
                 f"{view.workers} decode replica(s) serve: a table is for 2 or more, so start another one"

@@ -91,7 +91,7 @@ class SignaturePool:
     async def refit(self) -> dict[str, Any]:
         """Make a table now; see Coordinator.refit."""
         await self._ask_all()
-        return await self._coordinator.refit()
+        return await self._coordinator.refit(self._status())
 
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
         found = await self._of_others("samples")
@@ -110,14 +110,16 @@ class SignaturePool:
 
     async def _look(self) -> None:
         await self._ask_all()
-        status = self._coordinator.status() | {
+        view = await self._coordinator.look(self._status())
+        await self.look(view.pool, view.has_table)
+
+    def _status(self) -> dict[str, Any]:
+        return self._coordinator.status() | {
             "actors": self._alive,
             "of": self._settings.options.actors,
             "share": round(self._share.now, 4),
             "samples_refused": dict(self._refused),
         }
-        view = await self._coordinator.look(status)
-        await self.look(view.pool, view.has_table)
 
     async def _ask_all(self) -> None:
         """Tell all actors what holds now, and count their samples."""

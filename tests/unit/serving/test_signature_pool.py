@@ -127,7 +127,7 @@ async def test_a_table_that_is_worse_than_load_is_refused_and_the_status_says_wh
     await found.looks(1)
     assert found.counters["tables_refused"] == 1
     with pytest.raises(SwapRefused, match="no better than load"):
-        await found.coordinator.refit()
+        await found.coordinator.refit(found.coordinator.status())
     found.now += OPTIONS.every_s
     found.window.add(traffic([0, 3], 240, begin=500))
     await found.looks(1)
@@ -175,7 +175,7 @@ async def test_one_decode_replica_needs_no_table() -> None:
     assert found.live is None
     assert "a table is for 2 or more" in found.coordinator.status()["note"]
     with pytest.raises(SwapRefused, match="2 or more"):
-        await found.coordinator.refit()
+        await found.coordinator.refit(found.coordinator.status())
 
 
 async def test_a_table_of_an_operator_is_not_replaced_by_a_first_one() -> None:
@@ -207,13 +207,13 @@ async def test_a_request_makes_a_whole_new_table_that_keeps_the_workers() -> Non
     found = Pool()
     await found.serve(2)
     with pytest.raises(SwapRefused, match="holds 0 samples and a table of 2 decode replicas needs 16"):
-        await found.coordinator.refit()
+        await found.coordinator.refit(found.coordinator.status())
     found.window.add(traffic([0, 3], 60))
     await found.looks()
     before = serves(found.live)
     found.window.add(traffic([0, 3], 60, begin=60))
     found.coordinator.samples = 120
-    made = await found.coordinator.refit()
+    made = await found.coordinator.refit(found.coordinator.status())
     assert (made["version"], made["samples"], made["why"]) == (2, 120, "requested")
     assert serves(found.live) == before
 
