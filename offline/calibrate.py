@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,9 @@ from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.protocol import Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.home import model_folder
+from eldr_serve.serving.signatures.window import SampleWindow, trace_of
 from eldr_serve.signature import unpack_counts
 from eldr_serve.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import Prompt, balanced_sample, read_prompts
@@ -114,23 +117,35 @@ def build_trace(
         raise BadInput(
             f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}"
         )
-    steps = np.array([r["eldr_decode_steps"] for r in records], np.uint32)
-    prompts = [np.array(r["token_ids"], np.uint32) for r in records]
-    route_arrays = [unpack_routes(r["eldr_routes"]) for r in records] if routes else []
-    return CalibrationTrace(
-        model=model_id,
-        top_k=top_k,
-        prefill_counts=np.stack([unpack_counts(r["eldr_prefill"]) for r in records]),
-        decode_counts=np.stack([unpack_counts(r["eldr_decode"]) for r in records]),
-        decode_steps=steps,
-        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.uint32),
-        domains=[r["domain"] for r in records],
-        ids=[r["id"] for r in records],
-        routes=np.concatenate(route_arrays) if routes else None,
-        route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]) if routes else None,
-        token_ids=np.concatenate(prompts),
+    window = SampleWindow(len(records))
+    if window.add(map(_sample_of, records)) < len(records):
+        why, number = window.refused.most_common(1)[0]
+        raise BadInput(f"the counts of {number} prompts cannot be used: {why}")
+    trace = trace_of(
+        window.samples,
+        model_id,
         tokenizer=tokenizer_fingerprint(vocabulary),
         vocabulary=1 + max(vocabulary.values()),
+    )
+    if trace.top_k != top_k:
+        raise BadInput(
+            f"engines counted {trace.top_k} experts a token, the model's configuration says {top_k}"
+        )
+    if not routes:
+        return trace
+    offsets = np.concatenate([[0], np.cumsum(trace.decode_steps, dtype=np.int64)])
+    found = np.concatenate([unpack_routes(record["eldr_routes"]) for record in records])
+    return replace(trace, routes=found, route_offsets=offsets)
+
+
+def _sample_of(record: dict[str, Any]) -> ExpertSample:
+    return ExpertSample(
+        record["id"],
+        record["domain"],
+        np.array(record["token_ids"], np.uint32),
+        unpack_counts(record["eldr_prefill"]),
+        unpack_counts(record["eldr_decode"]),
+        record["eldr_decode_steps"],
     )
 
 

@@ -123,10 +123,12 @@ class SampleWindow:
                 f"counts are of {prefill.shape[0]} layers x {prefill.shape[1]} experts, the pool holds "
                 f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model"
             )
-        top_k = _quotient(
-            _sum_of_each_layer(decode, "decode"), sample.decode_steps, "decode counts", "the decode steps"
-        )
-        prompt = _quotient(_sum_of_each_layer(prefill, "prefill"), top_k, "prefill counts", f"top_k {top_k}")
+        routed, generated = _sum_of_each_layer(prefill, "prefill"), _sum_of_each_layer(decode, "decode")
+        if sample.decode_steps or generated:
+            top_k = _quotient(generated, sample.decode_steps, "decode counts", "the decode steps")
+        else:
+            top_k = _quotient(routed, len(sample.token_ids), "prefill counts", "the prompt's tokens")
+        prompt = _quotient(routed, top_k, "prefill counts", f"top_k {top_k}")
         if len(sample.token_ids) - prompt not in (0, 1):  # decode engines may compute the last token
             raise SampleError("prefill counts are not of all tokens of the prompt")
         self.shape = (prefill.shape[0], prefill.shape[1])

@@ -79,6 +79,12 @@ def test_samples_become_a_trace_that_can_be_saved() -> None:
     assert again.routes is None
 
 
+def test_a_request_without_a_decode_step_is_kept() -> None:
+    window, one = SampleWindow(8), sample("a")
+    window.add([replace(one, decode_steps=0, decode_counts=np.zeros_like(one.decode_counts))])
+    assert [kept.top_k for kept in window.samples] == [TOP_K]
+
+
 def test_token_ids_can_be_left_out() -> None:
     window = SampleWindow(8, keep_token_ids=False)
     window.add(traffic([0], 2))
