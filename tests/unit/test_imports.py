@@ -40,6 +40,7 @@ PARTS = (
     "eldr_serve.signature",
     "eldr_serve.expert_placement",
     "eldr_serve.artifacts",
+    "eldr_serve.expert_sample",
     "eldr_serve.signature_predictor",
     "eldr_serve.online_predictor",
     "eldr_serve.routing",
