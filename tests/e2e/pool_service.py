@@ -1,6 +1,7 @@
 """The application of deployments/cpu_demo_eldr.yaml, until its input ends. Run as a script: port, admin key.
 
-Its tables are refitted within seconds. Each line of its input is a number of decode replicas to deploy.
+Its tables are refitted within seconds. Each line of its input is a number of decode replicas to deploy, or
+`kill` for the actor of the signature pool, which Ray starts again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ if __name__ == "__main__":
     try:
         application.start(arguments, port, key, dashboard=False, tell=lambda line: print(line, flush=True))
         print("ready", flush=True)
+        import ray  # after `start` has set its environment
+
+        from eldr_serve.serving.signatures.pool import find_pool
+
         for line in sys.stdin:
+            if line.strip() == "kill":
+                ray.kill(find_pool(application.NAME), no_restart=False)
+                continue
             changed = copy.deepcopy(arguments)
             changed["decode_config"]["deployment_config"]["num_replicas"] = int(line)
             application.deploy(changed)

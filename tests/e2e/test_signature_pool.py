@@ -40,9 +40,10 @@ class Pool:
         self._client = httpx.Client(timeout=120)
         self._numbers = itertools.count()
 
-    def deploy(self, decode_replicas: int) -> None:
+    def say(self, line: str) -> None:
+        """See pool_service.py."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{decode_replicas}\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
     def send(self, domains: tuple[str, ...], requests: int) -> None:
@@ -185,7 +186,7 @@ def test_an_operator_can_ask_for_a_refit(pool: Pool) -> None:
 
 
 def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
-    pool.deploy(3)
+    pool.say("3")
     wait_for(lambda: len(pool.service.status().get("workers", [])) == 3, "three decode replicas", 150)
     pool.send_until(
         (*FIRST, *SHIFTED),
@@ -193,3 +194,17 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
         "a table of three",
     )
     assert pool.service.status()["table"]["refit_advised"] is False
+
+
+def test_a_pool_that_dies_loses_its_samples_and_nothing_else(pool: Pool) -> None:
+    table, held = pool.service.status()["table"], pool.signatures()["samples"]
+    pool.say("kill")
+    pool.send(FIRST, 16)
+    wait_for(
+        lambda: pool.signatures()["actors"] == 1 and pool.signatures()["samples"] < held, "it is back", 90
+    )
+    pool.send(FIRST, 16)
+    wait_for(lambda: pool.signatures()["samples"] >= 1, "it takes samples", 30)
+    after = pool.service.status()["table"]
+    assert after["version"] >= table["version"]
+    assert after["workers_fitted"] == 3

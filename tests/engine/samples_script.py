@@ -100,7 +100,6 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
     from prometheus_client import REGISTRY
 
     values = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
-    core = engine.server.engine._engine_client.engine_core
     found = {
         "samples": [
             {
@@ -115,7 +114,6 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
             for sample in samples
         ],
         "preemptions": values.get("vllm:num_preemptions_total"),
-        "core": type(core).__name__,
     }
     end(engine)
     return found

@@ -30,7 +30,7 @@ def run_script(name: str, *arguments: object, v2: bool = False, **env: str) -> N
     """Run a script beside the tests, under Model Runner V2 if asked; fails with the end of its output."""
     script = [str(Path(__file__).with_name(name)), *map(str, arguments)]
     if v2:
-        folders = [str(TRITON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        folders = [str(TRITON_CPU), str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
         done = subprocess.run(
             [sys.executable, *script],

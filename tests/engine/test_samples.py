@@ -38,7 +38,11 @@ def test_requests_that_are_sampled_and_end_give_one_sample_each(run: tuple[int, 
         assert sample["domain"] == "d"
 
 
-def test_counts_equal_a_calibration_s(run: tuple[int, dict[str, Any]]) -> None:
+def test_some_requests_were_preempted(run: tuple[int, dict[str, Any]]) -> None:
+    assert run[1]["preemptions"] > 0
+
+
+def test_counts_equal_those_of_a_calibration(run: tuple[int, dict[str, Any]]) -> None:
     _, found = run
     for sample, traced in zip(found["samples"], found["traced"], strict=True):
         assert sample["steps"] == traced["eldr_decode_steps"] == TOKENS - 1
