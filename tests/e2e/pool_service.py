@@ -1,12 +1,12 @@
 """The application of deployments/cpu_demo_eldr.yaml, until its input ends. Run as a script: port, admin key.
 
-Its tables are refitted within seconds. Each line of its input is a number of decode replicas to deploy, or
-`kill` for the actor of the signature pool, which Ray starts again.
+Its tables are refitted within seconds, and many requests at once start a third decode engine. Each line of its
+input ends the actor of the signature pool, which Ray starts again.
 """
 
 from __future__ import annotations
 
-import copy
+import os
 import sys
 
 import yaml
@@ -14,12 +14,22 @@ from service import ROOT
 
 from loadgen import application
 
+# Above 20 requests in flight there are three engines soon, and they stay.
+_SCALING = {
+    "min_replicas": 2, "initial_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 10,
+    "upscale_delay_s": 1, "downscale_delay_s": 600, "look_back_period_s": 2, "metrics_interval_s": 0.5,
+}  # fmt: skip
+
 if __name__ == "__main__":
     port, key = int(sys.argv[1]), sys.argv[2]
+    os.environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
     deployment = ROOT / "deployments" / "cpu_demo_eldr.yaml"
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role, base in (("prefill_config", 27000), ("decode_config", 28000)):
         arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}  # beside the suite's
+    engines = arguments["decode_config"]["deployment_config"]
+    del engines["num_replicas"]
+    engines["autoscaling_config"] = _SCALING
     arguments["signatures"] |= {"window": 256, "rate": 50, "every_s": 3}
     try:
         application.start(arguments, port, key, dashboard=False, tell=lambda line: print(line, flush=True))
@@ -28,13 +38,7 @@ if __name__ == "__main__":
 
         from eldr_serve.serving.signatures.pool import find_pool
 
-        for line in sys.stdin:
-            if line.strip() == "kill":
-                ray.kill(find_pool(application.NAME), no_restart=False)
-                continue
-            changed = copy.deepcopy(arguments)
-            changed["decode_config"]["deployment_config"]["num_replicas"] = int(line)
-            application.deploy(changed)
-            print("deployed", flush=True)
+        for _ in sys.stdin:
+            ray.kill(find_pool(application.NAME), no_restart=False)
     finally:
         application.stop()

@@ -25,7 +25,7 @@ from eldr_serve.fitting.table import fit_table
 PORT = 8261
 MODEL = ROOT / "demo_model" / "weights"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
-AT_ONCE = 8
+AT_ONCE, CROWD = 8, 30  # requests; the second starts another decode engine
 TOKENS = 8
 
 
@@ -40,15 +40,15 @@ class Pool:
         self._client = httpx.Client(timeout=120)
         self._numbers = itertools.count()
 
-    def say(self, line: str) -> None:
+    def kill_pool(self) -> None:
         """See pool_service.py."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.write("kill\n")
         self.process.stdin.flush()
 
-    def send(self, domains: tuple[str, ...], requests: int) -> None:
-        """Prompts of the domains in turn, some at once; all are answered."""
-        with ThreadPoolExecutor(AT_ONCE) as threads:
+    def send(self, domains: tuple[str, ...], requests: int, at_once: int = AT_ONCE) -> None:
+        """Prompts of the domains in turn; all are answered."""
+        with ThreadPoolExecutor(at_once) as threads:
             list(threads.map(self._ask, itertools.islice(self._prompts(domains), requests)))
 
     def _prompts(self, domains: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -65,12 +65,14 @@ class Pool:
         answer = self._client.post(url, json=body, headers={"x-eldr-domain": domain})
         assert answer.status_code == 200, answer.text
 
-    def send_until(self, domains: tuple[str, ...], done: Any, what: str, timeout_s: float = 150.0) -> None:
+    def send_until(
+        self, domains: tuple[str, ...], done: Any, what: str, at_once: int = AT_ONCE, timeout_s: float = 240.0
+    ) -> None:
         """Keep sending until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < deadline, f"{what}: {self.signatures()}"
-            self.send(domains, 16)
+            self.send(domains, 2 * at_once, at_once)
 
     def signatures(self) -> dict[str, Any]:
         found: dict[str, Any] = self.service.status()["signatures"]
@@ -186,19 +188,19 @@ def test_an_operator_can_ask_for_a_refit(pool: Pool) -> None:
 
 
 def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
-    pool.say("3")
-    wait_for(lambda: len(pool.service.status().get("workers", [])) == 3, "three decode replicas", 150)
+    everything = (*FIRST, *SHIFTED)
     pool.send_until(
-        (*FIRST, *SHIFTED),
-        lambda: pool.service.status()["table"]["workers_fitted"] == 3,
-        "a table of three",
+        everything, lambda: len(pool.service.status()["workers"]) == 3, "a third decode replica", CROWD
+    )
+    pool.send_until(
+        everything, lambda: pool.service.status()["table"]["workers_fitted"] == 3, "a table of three"
     )
     assert pool.service.status()["table"]["refit_advised"] is False
 
 
 def test_a_pool_that_dies_loses_its_samples_and_nothing_else(pool: Pool) -> None:
     table, held = pool.service.status()["table"], pool.signatures()["samples"]
-    pool.say("kill")
+    pool.kill_pool()
     pool.send(FIRST, 16)
     wait_for(
         lambda: pool.signatures()["actors"] == 1 and pool.signatures()["samples"] < held, "it is back", 90
