@@ -51,7 +51,8 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         if not names:
             continue
         folders = [ROOT, *([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
-        environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        given = os.environ.get("PYTHONPATH")
+        environment = {"PYTHONPATH": os.pathsep.join([*map(str, folders), *([given] if given else [])])}
         if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
             environment["TRITON_INTERPRET"] = "1"
         folder = work / f"{runner}{'_torchvision' * torchvision}"

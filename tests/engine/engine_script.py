@@ -131,6 +131,9 @@ def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -
     report = {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "records": records,
+        "kernels": sorted(
+            {line.split("/")[-1].strip() for line in open("/proc/self/maps") if "/vllm/_C" in line}
+        ),
         "operators": sorted(operators.names),
         "steps": steps,
         "signatures": signatures,

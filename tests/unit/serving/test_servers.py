@@ -23,9 +23,6 @@ from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.path import prefill_answer
 from eldr_serve.serving.wire import decode_header, prefill_header, signature_of
 
-# The destructor is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
-
 
 def router(*errors: Exception | None) -> Any:
     """The actor's handle; the first calls fail so, in turn."""
