@@ -57,7 +57,13 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
             environment["TRITON_INTERPRET"] = "1"
         folder = work / f"{runner}{'_torchvision' * torchvision}"
         folder.mkdir()
-        jobs = {name: FAMILIES[name].engine | {"model": str(checkpoints[name])} for name in names}
+        jobs = {
+            name: {
+                "arguments": FAMILIES[name].engine | {"model": str(checkpoints[name])},
+                "mla_for_amx": FAMILIES[name].mla_for_amx,
+            }
+            for name in names
+        }
         (folder / "jobs.json").write_text(json.dumps(jobs))
         ended = subprocess.run(
             [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],

@@ -37,16 +37,22 @@ def limited_to(best: str, environment: Mapping[str, str]) -> dict[str, str]:
     return _LIBRARIES[best] | {VARIABLE: best, "PYTHONPATH": path}
 
 
-def description() -> str:
-    """Return the model of the CPU and its features, and which of them are hidden."""
-    name, flags = platform.processor() or platform.machine(), set[str]()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            name = value.strip()
-        elif key.strip() == "flags":
-            flags = set(value.split())
+def available() -> list[str]:
+    """Return the features that tests see, lowest first."""
+    flags = set(_cpuinfo().get("flags", "").split())
     found = [feature for feature, needs in FEATURES.items() if needs <= flags]
-    said = f"cpu: {name} x {os.cpu_count()}, {' '.join(found) or 'no AVX2'}"
     best = os.environ.get(VARIABLE)
-    return f"{said}; seen by the tests: none above {best} ({VARIABLE})" if best else said
+    return found[: list(FEATURES).index(best) + 1] if best else found
+
+
+def description() -> str:
+    """Return the model of the CPU and the features that tests see."""
+    model = _cpuinfo().get("model name", platform.machine())
+    hidden = f", others hidden by {VARIABLE}" if VARIABLE in os.environ else ""
+    return f"cpu: {os.cpu_count()} x {model}, {' '.join(available()) or 'no AVX2'}{hidden}"
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Return what Linux says of the last CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

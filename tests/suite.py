@@ -14,16 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
+PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, as they are named
 PARTS = {
-    "engine-and-unit": [
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-        "tests/engine",
-        "tests/unit",
-    ],
+    "engine-and-unit": [*PARALLEL, "tests/engine", "tests/unit"],
     "end-to-end": ["tests/e2e"],
 }
 
@@ -69,9 +62,7 @@ class Part:
         if self.process.returncode == 0:
             return []
         lines = self.lines()
-        start = max(
-            (n for n, line in enumerate(lines) if "short test summary info" in line), default=len(lines)
-        )
+        start = max((n for n, line in enumerate(lines) if "test summary info" in line), default=0)
         found = [line for line in lines[start:] if line.startswith(("FAILED ", "ERROR "))]
         return found or [f"FAILED no test by name: pytest ended with status {self.process.returncode}"]
 

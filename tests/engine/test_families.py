@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cpu_features import available
 
 from benchmarks.harness.families import FAMILIES
 from benchmarks.model_families import RUNNERS, rows
@@ -13,6 +14,7 @@ from benchmarks.model_families import RUNNERS, rows
 ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states, convolutions
     ("Qwen3-MoE", "V1"),
     ("DeepSeek-V2", "V1"),
+    ("DeepSeek-V2 for AMX", "V1"),
     ("GPT-OSS", "V1"),
     ("Qwen3-Next", "V1"),
     ("LFM2-MoE", "V1"),
@@ -23,6 +25,9 @@ REFUSED = {
     "ERNIE-4.5": "correction bias",
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
+NEEDS = {
+    "DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")
+}  # CPU feature, and the row's word for it
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
 NEAR_TIE = 0.05  # of the range of a router's scores, or of its groups': 0.030 is the widest measured
 Row = Callable[[str, str], dict[str, Any]]
@@ -63,6 +68,11 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
     if family in REFUSED:
         assert not row["starts"]
         assert REFUSED[family] in row["note"]
+        return
+    feature, word = NEEDS.get(family, (None, ""))
+    if feature is not None and feature not in available():
+        assert not row["starts"]
+        assert word in row["note"]
         return
     assert row["starts"], row["note"]
     assert row["captured"] == row["prompts_exact"] == row["decodes_exact"] == row["requests"] > 0
