@@ -68,7 +68,7 @@ class Family:
         exact: whether vLLM's CPU engine chooses as Hugging Face's model does, token by token.
         engine: engine arguments; few KV blocks, so that requests are preempted.
         torchvision: vLLM imports it, for pictures that a text model does not see.
-        mla_for_amx: served by vLLM's MLA backend for AMX, which other CPUs run if they have AVX-512 with bfloat16.
+        mla_for_amx: served by vLLM's MLA backend for AMX; it takes AMX, or AVX-512 with bfloat16.
     """
 
     model: str

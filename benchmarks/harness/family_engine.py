@@ -137,13 +137,14 @@ def choose_mla_for_amx() -> None:
     import torch
     from vllm.platforms import cpu
 
-    if not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
+    seen = vars(torch.cpu)
+    if not (seen["_is_amx_tile_supported"]() or seen["_is_avx512_bf16_supported"]()):
         raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
 
     class WithAmx:
-        """torch, as the module that chooses backends sees it; the kernels of other layers stay as they are."""
+        """torch, as the module that chooses backends sees it; the kernels of other layers do not change."""
 
-        cpu = SimpleNamespace(**vars(torch.cpu) | {"_is_amx_tile_supported": lambda: True})
+        cpu = SimpleNamespace(**seen | {"_is_amx_tile_supported": lambda: True})
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)

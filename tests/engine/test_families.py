@@ -25,9 +25,7 @@ REFUSED = {
     "ERNIE-4.5": "correction bias",
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
-NEEDS = {
-    "DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")
-}  # CPU feature, and the row's word for it
+NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and the row's word
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
 NEAR_TIE = 0.05  # of the range of a router's scores, or of its groups': 0.030 is the widest measured
 Row = Callable[[str, str], dict[str, Any]]
