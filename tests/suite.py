@@ -1,7 +1,8 @@
 """Run all parts of the suite, also after one has failed, and end with what failed. `make test` calls it.
 
-Parts run at once. What they print is shown in their order, that of the first as it comes; out/suite has it
-too, one file a part.
+Parts run at once, since the end-to-end tests often wait. They have limits of time, so the other part has a lower
+priority. What the parts print is shown in their order, that of the first as it comes; out/suite has it too, one
+file a part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PARTS = {
     "engine-and-unit": [*PARALLEL, "tests/engine", "tests/unit"],
     "end-to-end": ["tests/e2e"],
 }
+NICENESS = {"engine-and-unit": 10}
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Part:
 
     def start(self) -> None:
         """Start it, with its output in a file."""
-        command = [sys.executable, "-m", "pytest", *self.arguments]
+        nice = ["nice", "-n", str(NICENESS.get(self.name, 0))]
+        command = [*nice, sys.executable, "-m", "pytest", *self.arguments]
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
