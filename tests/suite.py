@@ -1,8 +1,7 @@
 """Run all parts of the suite, also after one has failed, and end with what failed. `make test` calls it.
 
-Parts run at once, since the end-to-end tests often wait. They have limits of time, so the other part has a lower
-priority. What the parts print is shown in their order, that of the first as it comes; out/suite has it too, one
-file a part.
+Parts run at once, since the end-to-end tests often wait; these have limits of time, so the other part has a
+lower priority. The output of the first part is shown as it comes, then that of the next; out/suite has both.
 """
 
 from __future__ import annotations
