@@ -241,9 +241,10 @@ def model_families(
 
 
 def with_published(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The published rows, with these in place of theirs."""
+    """Return the published rows with these in place of theirs, and those of new families behind."""
     new = {(one["family"], one["runner"]): one for one in found}
-    return [new.get((one["family"], one["runner"]), one) for one in read_rows("model_families")]
+    rows = [new.pop((one["family"], one["runner"]), one) for one in read_rows("model_families")]
+    return rows + list(new.values())
 
 
 if __name__ == "__main__":
