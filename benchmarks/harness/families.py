@@ -80,12 +80,17 @@ class Family:
     torchvision: bool = False
     mla_for_amx: bool = False
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what the checkpoint's configuration is made of."""
+        return _COMMON | self.config
+
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the checkpoint in Hugging Face format, without a tokenizer."""
         import transformers
 
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config_class or f"{self.model}Config")(**(_COMMON | self.config))
+        config = getattr(transformers, self.config_class or f"{self.model}Config")(**self.settings)
         model = getattr(transformers, f"{self.model}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
             if _is_gate(name):  # far from ties, so that rounding moves no choice

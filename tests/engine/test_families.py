@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cpu_features import available
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
 from benchmarks.harness.families import FAMILIES
 from benchmarks.model_families import RUNNERS, rows
@@ -82,3 +87,21 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
     else:
         assert max(row["differ_from_hf"], row["differ_replayed"]) <= 0.02 * row["choices"]
         assert row["widest_gap"] <= NEAR_TIE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernels_for_amx_take_the_dimensions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own checks, told that the CPU has AMX, whatever it has."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    sizes = FAMILIES[family].settings
+    neurons = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
+    layer: Any = SimpleNamespace(
+        hidden_dim=sizes["hidden_size"],
+        intermediate_size_per_partition=neurons,
+        activation=MoEActivation.SILU,
+    )
+    assert X86CPUUnquantizedExperts._supports_grouped_gemm(layer) == (True, None)
+    if "kv_lora_rank" in sizes:  # the two products of AMXMLAImpl, [out, in]
+        rank = sizes["kv_lora_rank"]
+        for out, into in ((rank, sizes["qk_nope_head_dim"]), (sizes["v_head_dim"], rank)):
+            assert check_cpu_sgl_kernel(out, into, torch.bfloat16)
