@@ -98,7 +98,7 @@ def test_the_kernels_for_amx_take_the_dimensions(family: str, monkeypatch: pytes
     layer: Any = SimpleNamespace(
         hidden_dim=sizes["hidden_size"],
         intermediate_size_per_partition=neurons,
-        activation=MoEActivation.SILU,
+        activation=MoEActivation.SWIGLUOAI,  # vLLM pads the layers of others
     )
     assert X86CPUUnquantizedExperts._supports_grouped_gemm(layer) == (True, None)
     if "kv_lora_rank" in sizes:  # the two products of AMXMLAImpl, [out, in]
