@@ -47,9 +47,8 @@ browser: ## install Debian's chromium if there is no Chromium
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/loadgen/test_report.py fails' >&2
 
-test: setup browser ## the whole suite: unit, engine and end to end, the demo among it, on real engines
-	$(BIN)/python -m pytest $(PARALLEL) tests/engine tests/unit
-	$(BIN)/python -m pytest tests/e2e
+test: setup browser ## the whole suite, on real engines; all parts run, and the last lines say what failed
+	$(BIN)/python tests/suite.py
 
 test-unit: setup browser ## the fast part, under 3 minutes: no engine, no Ray
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' tests/unit
@@ -57,7 +56,7 @@ test-unit: setup browser ## the fast part, under 3 minutes: no engine, no Ray
 test-engine: setup ## the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
 
-test-families: setup ## every MoE family on a real engine, under both model runners of vLLM
+test-families: setup ## every MoE family on a real engine, under both runners (ELDR_CPU=avx2: without AVX-512)
 	$(BIN)/python -m pytest -m families tests/engine
 
 test-faults: setup ## the fault harness at length: every mutation of the code is found; processes die in turn

@@ -51,12 +51,19 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         if not names:
             continue
         folders = [ROOT, *([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
-        environment = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        given = os.environ.get("PYTHONPATH")
+        environment = {"PYTHONPATH": os.pathsep.join([*map(str, folders), *([given] if given else [])])}
         if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
             environment["TRITON_INTERPRET"] = "1"
         folder = work / f"{runner}{'_torchvision' * torchvision}"
         folder.mkdir()
-        jobs = {name: FAMILIES[name].engine | {"model": str(checkpoints[name])} for name in names}
+        jobs = {
+            name: {
+                "arguments": FAMILIES[name].engine | {"model": str(checkpoints[name])},
+                "mla_for_amx": FAMILIES[name].mla_for_amx,
+            }
+            for name in names
+        }
         (folder / "jobs.json").write_text(json.dumps(jobs))
         ended = subprocess.run(
             [sys.executable, "-m", "benchmarks.harness.family_engine", str(folder / "jobs.json")],
@@ -234,9 +241,10 @@ def model_families(
 
 
 def with_published(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The published rows, with these in place of theirs."""
+    """Return the published rows with these in place of theirs, and those of new families behind."""
     new = {(one["family"], one["runner"]): one for one in found}
-    return [new.get((one["family"], one["runner"]), one) for one in read_rows("model_families")]
+    rows = [new.pop((one["family"], one["runner"]), one) for one in read_rows("model_families")]
+    return rows + list(new.values())
 
 
 if __name__ == "__main__":

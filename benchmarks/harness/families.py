@@ -30,9 +30,9 @@ _MLA = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "kv_lora_rank": 512,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 16,
+    "v_head_dim": 32,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 32,
     "n_routed_experts": 16,
@@ -68,6 +68,7 @@ class Family:
         exact: whether vLLM's CPU engine chooses as Hugging Face's model does, token by token.
         engine: engine arguments; few KV blocks, so that requests are preempted.
         torchvision: vLLM imports it, for pictures that a text model does not see.
+        mla_for_amx: served by vLLM's MLA backend for AMX; it takes AMX, or AVX-512 with bfloat16.
     """
 
     model: str
@@ -77,13 +78,19 @@ class Family:
     exact: bool = True
     engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
     torchvision: bool = False
+    mla_for_amx: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what the checkpoint's configuration is made of."""
+        return _COMMON | self.config
 
     def make(self, folder: Path, seed: int = 0) -> Path:
         """Write the checkpoint in Hugging Face format, without a tokenizer."""
         import transformers
 
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config_class or f"{self.model}Config")(**(_COMMON | self.config))
+        config = getattr(transformers, self.config_class or f"{self.model}Config")(**self.settings)
         model = getattr(transformers, f"{self.model}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
             if _is_gate(name):  # far from ties, so that rounding moves no choice
@@ -107,6 +114,8 @@ def _is_gate(name: str) -> bool:
 
 _EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
+# Without a name, vLLM takes its backend for AMX where the CPU has that, which cannot serve float32.
+_MLA_ENGINE = _engine(17, attention_backend="CPU_MLA")
 _RECURRENT = _engine(
     24, dtype="bfloat16", max_model_len=1536
 )  # vLLM's CPU kernel of GDN takes bfloat16 alone
@@ -191,11 +200,14 @@ FAMILIES = {
         exact=False, engine=_RECURRENT, torchvision=True,
     ),
     "DeepSeek-V2": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy", "scoring_func": "softmax"}, exact=False, engine=_engine(17)),
+        "topk_method": "greedy", "scoring_func": "softmax"}, exact=False, engine=_MLA_ENGINE),
+    "DeepSeek-V2 for AMX": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "topk_method": "greedy", "scoring_func": "softmax"}, exact=False, mla_for_amx=True,
+        engine=_engine(9, dtype="bfloat16", block_size=32)),
     "DeepSeek-V3": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
-                          exact=False, engine=_engine(17)),
+                          exact=False, engine=_MLA_ENGINE),
     "Kimi-K2": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
-                      exact=False, engine=_engine(17)),
+                      exact=False, engine=_MLA_ENGINE),
     "ERNIE-4.5": Family("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32,
         "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from collections import defaultdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,35 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _serve(arguments: dict[str, Any], report: Path) -> None:
+def choose_mla_for_amx() -> None:
+    """Make vLLM choose its MLA backend for AMX, whose matrix products are oneDNN's and run without AMX too.
+
+    Raises:
+        RuntimeError: the CPU has neither AMX nor what oneDNN needs instead.
+    """
+    import torch
+    from vllm.platforms import cpu
+
+    seen = vars(torch.cpu)
+    if not (seen["_is_amx_tile_supported"]() or seen["_is_avx512_bf16_supported"]()):
+        raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
+
+    class WithAmx:
+        """torch, as the module that chooses backends sees it; the kernels of other layers do not change."""
+
+        cpu = SimpleNamespace(**seen | {"_is_amx_tile_supported": lambda: True})
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    cpu.torch = WithAmx()
+
+
+def _serve(job: dict[str, Any], report: Path) -> None:
     try:
-        found = serve(arguments)
+        if job["mla_for_amx"]:
+            choose_mla_for_amx()
+        found = serve(job["arguments"])
     except Exception as error:
         traceback.print_exc()
         found = {"error": str(error)}
@@ -137,16 +164,18 @@ def _serve(arguments: dict[str, Any], report: Path) -> None:
 
 
 def main(jobs: Path) -> None:
-    """Serve each of a JSON file's engine arguments by name; the report is NAME.json beside the file.
+    """Serve each of a JSON file's jobs by name; the report is NAME.json beside the file.
+
+    A job is {"arguments": the engine's, "mla_for_amx": see Family}.
 
     That of an engine that does not start is {"error": the reason}.
     """
     from vllm import LLM  # noqa: F401 - once, not in every fork
 
-    for name, arguments in json.loads(jobs.read_text()).items():
+    for name, job in json.loads(jobs.read_text()).items():
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         report = jobs.with_name(f"{name}.json")
-        process = get_context("fork").Process(target=_serve, args=(arguments, report))
+        process = get_context("fork").Process(target=_serve, args=(job, report))
         process.start()
         process.join()
         if not report.exists():

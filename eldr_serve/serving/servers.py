@@ -55,6 +55,9 @@ class EngineServer:
         engine: Callable[[Any], Awaitable[Engine]],
         stall_limit_s: float,
     ) -> None:
+        # Serve awaits it before it ends the replica. As a method of the class, Python would call it once more
+        # when it frees the object, and nobody would await that coroutine.
+        self.__del__ = self.shut_down
         self._samples = itertools.count()
         with kept_log():
             self._engine = await engine(llm_config)
@@ -105,8 +108,8 @@ class EngineServer:
         if self._life.lost is not None:
             raise RuntimeError(f"the engine is lost: {self._life.lost}")
 
-    async def __del__(self) -> None:
-        """Serve's hook before it ends the replica: streams end first."""
+    async def shut_down(self) -> None:
+        """End the streams, then the engine."""
         channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
         if channel is not None:
             await channel.drain()

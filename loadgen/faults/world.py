@@ -117,16 +117,6 @@ class _Ingress(ingress.EldrIngress):
         """Serve's is asynchronous, and awaited by Serve alone."""
 
 
-class _Prefill(servers.PrefillServer):
-    def __del__(self) -> None:  # type: ignore[override]
-        """As above; `leave` is what Serve does."""
-
-
-class _Decode(servers.DecodeServer):
-    def __del__(self) -> None:  # type: ignore[override]
-        """As above."""
-
-
 class _Remote:
     """`handle.method.remote()`, in the process that the method belongs to.
 
@@ -249,10 +239,10 @@ class World:
         config: Any = SimpleNamespace(deployment_config={})
         server: servers.EngineServer
         if role == "prefill":
-            server = _Prefill.__new__(_Prefill)
+            server = servers.PrefillServer.__new__(servers.PrefillServer)
             await server.__init__(config, engine=prefill, stall_limit_s=CALL_S)  # type: ignore[misc]
         else:
-            server = _Decode.__new__(_Decode)
+            server = servers.DecodeServer.__new__(servers.DecodeServer)
             await server.__init__(  # type: ignore[misc]
                 config, engine=decode, router_name="router", stall_limit_s=CALL_S
             )
@@ -377,7 +367,7 @@ class World:
         self._forget(role, process)
 
         async def leave() -> None:
-            await servers.EngineServer.__del__(server)
+            await server.shut_down()
             process.soon(self._left, process, after_s=0.01)
 
         process.run(self.loop.create_task, leave())

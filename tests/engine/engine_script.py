@@ -57,6 +57,12 @@ def noted(on_host: bool) -> Operators:
     return operators
 
 
+def kernels() -> list[str]:
+    """Return the names of vLLM's libraries of kernels in this process."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.rpartition("/")[2] for line in mapped if "/vllm/_C" in line})
+
+
 def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -> None:
     from prometheus_client import REGISTRY
     from vllm import EngineArgs, SamplingParams
@@ -131,6 +137,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -
     report = {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "records": records,
+        "kernels": kernels(),
         "operators": sorted(operators.names),
         "steps": steps,
         "signatures": signatures,

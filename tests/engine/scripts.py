@@ -11,6 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
+from cpu_features import limited_to
+
 ROOT = Path(__file__).parents[2]
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -26,12 +28,23 @@ _FORKED = get_context("forkserver")
 _FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # imported once, not by every script
 
 
-def run_script(name: str, *arguments: object, v2: bool = False, **env: str) -> None:
-    """Run a script beside the tests, under Model Runner V2 if asked; fails with the end of its output."""
+def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", **env: str) -> None:
+    """Run a script beside the tests; fail with the end of its output.
+
+    Args:
+        name: the script's file.
+        arguments: its arguments.
+        v2: whether it runs under Model Runner V2.
+        cpu: the best CPU feature that it sees (`cpu_features.limited_to`); default all that there are.
+        env: its environment variables, beside those of this process.
+    """
     script = [str(Path(__file__).with_name(name)), *map(str, arguments)]
     if v2:
         folders = [str(TRITON_CPU), str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    if cpu:
+        env |= limited_to(cpu, os.environ | env)
+    if v2 or cpu:  # the fork server has imported vLLM for neither
         done = subprocess.run(
             [sys.executable, *script],
             capture_output=True, text=True, timeout=400, check=False, env=os.environ | ENGINE_ENV | env,

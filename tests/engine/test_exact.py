@@ -18,12 +18,15 @@ from scripts import run_script
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 
-RUNS = {  # name -> scheduler, batches, where is counted, port of NIXL
+# Name -> scheduler, batches, where is counted, port of NIXL; v2 is Model Runner V2, avx2 has the kernels of a
+# CPU without AVX-512.
+RUNS = {
     "async": ("async", "all", "host", "21871"),
     "sync": ("sync", "all", "device", "21872"),
     "v2": ("async", "short", "device", "21873"),
+    "avx2": ("async", "short", "host", "21874"),
 }
-RUNNERS = {"async": "cpu_model_runner", "sync": "cpu_model_runner", "v2": "cpu.model_runner"}
+RUNNERS = dict.fromkeys(RUNS, "cpu_model_runner") | {"v2": "cpu.model_runner"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
         scheduler, batches, where, port = RUNS[name]
         run_script(
             "engine_script.py", model, out, scheduler, batches, where,
-            v2=name == "v2", VLLM_NIXL_SIDE_CHANNEL_PORT=port,
+            v2=name == "v2", cpu="avx2" if name == "avx2" else "", VLLM_NIXL_SIDE_CHANNEL_PORT=port,
         )  # fmt: skip
         found: dict[str, Any] = json.loads(out.read_text())
         return found
@@ -67,8 +70,13 @@ def test_the_engine_runs_the_model_runner_that_is_meant(report: dict[str, Any], 
     assert report["runner"] == f"vllm.v1.worker.{RUNNERS[name]}"
 
 
+def test_vllm_loads_the_kernels_for_the_features_that_it_sees(run: Callable[[str], dict[str, Any]]) -> None:
+    assert run("avx2")["kernels"] == ["_C_AVX2.abi3.so"]
+    assert len(run("async")["kernels"]) == 1
+
+
 def test_the_pressure_was_real(report: dict[str, Any], name: str) -> None:
-    assert report["cached_tokens"] > (500 if name == "v2" else 1000)
+    assert report["cached_tokens"] > (500 if "short" in RUNS[name] else 1000)
     assert report["preemptions"] > 0
     assert any(len(r["prompt"]) > 2 * CHUNK for r in report["records"])
 
@@ -76,7 +84,7 @@ def test_the_pressure_was_real(report: dict[str, Any], name: str) -> None:
 def test_every_count_equals_the_cold_recomputation(
     report: dict[str, Any], name: str, choices: Callable[[list[int]], np.ndarray]
 ) -> None:
-    batches = BATCHES[:SHORT] if name == "v2" else BATCHES
+    batches = BATCHES[:SHORT] if "short" in RUNS[name] else BATCHES
     assert len(report["records"]) == sum(prompts for _, prompts, _ in batches)
     for record in report["records"]:
         prompt, output = record["prompt"], record["output"]
@@ -113,11 +121,17 @@ def test_every_step_record_equals_the_cold_recomputation(
         assert step["seconds"] > 0
 
 
-def test_v2_counts_as_v1_does(run: Callable[[str], dict[str, Any]]) -> None:
-    v1, v2 = run("async"), run("v2")
-    assert v2["records"] == v1["records"][: len(v2["records"])]
-    timeless = [[{k: v for k, v in step.items() if k != "seconds"} for step in r["steps"]] for r in (v1, v2)]
-    assert timeless[1] == timeless[0][: len(v2["steps"])]
+@pytest.mark.parametrize("other", [name for name, run in RUNS.items() if "short" in run])
+def test_answers_and_counts_are_those_of_the_default(
+    run: Callable[[str], dict[str, Any]], other: str
+) -> None:
+    """Model Runner V2 answers and counts as V1, and the kernels for AVX2 as those that vLLM chose."""
+    default, short = run("async"), run(other)
+    assert short["records"] == default["records"][: len(short["records"])]
+    timeless = [
+        [{k: v for k, v in step.items() if k != "seconds"} for step in r["steps"]] for r in (default, short)
+    ]
+    assert timeless[1] == timeless[0][: len(short["steps"])]
 
 
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "device" in run])

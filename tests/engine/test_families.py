@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from cpu_features import available
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
 from benchmarks.harness.families import FAMILIES
 from benchmarks.model_families import RUNNERS, rows
@@ -13,6 +19,7 @@ from benchmarks.model_families import RUNNERS, rows
 ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states, convolutions
     ("Qwen3-MoE", "V1"),
     ("DeepSeek-V2", "V1"),
+    ("DeepSeek-V2 for AMX", "V1"),
     ("GPT-OSS", "V1"),
     ("Qwen3-Next", "V1"),
     ("LFM2-MoE", "V1"),
@@ -23,6 +30,7 @@ REFUSED = {
     "ERNIE-4.5": "correction bias",
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
+NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and the row's word
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
 NEAR_TIE = 0.05  # of the range of a router's scores, or of its groups': 0.030 is the widest measured
 Row = Callable[[str, str], dict[str, Any]]
@@ -64,6 +72,11 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
         assert not row["starts"]
         assert REFUSED[family] in row["note"]
         return
+    feature, word = NEEDS.get(family, (None, ""))
+    if feature is not None and feature not in available():
+        assert not row["starts"]
+        assert word in row["note"]
+        return
     assert row["starts"], row["note"]
     assert row["captured"] == row["prompts_exact"] == row["decodes_exact"] == row["requests"] > 0
     assert (row["preemptions"] > 0) == (family not in NEVER_PREEMPTED)
@@ -74,3 +87,21 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
     else:
         assert max(row["differ_from_hf"], row["differ_replayed"]) <= 0.02 * row["choices"]
         assert row["widest_gap"] <= NEAR_TIE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernels_for_amx_take_the_dimensions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own checks, told that the CPU has AMX, whatever it has."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    sizes = FAMILIES[family].settings
+    neurons = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
+    layer: Any = SimpleNamespace(
+        hidden_dim=sizes["hidden_size"],
+        intermediate_size_per_partition=neurons,
+        activation=MoEActivation.SWIGLUOAI,  # vLLM pads the layers of others
+    )
+    assert X86CPUUnquantizedExperts._supports_grouped_gemm(layer) == (True, None)
+    if "kv_lora_rank" in sizes:  # the two products of AMXMLAImpl, [out, in]
+        rank = sizes["kv_lora_rank"]
+        for out, into in ((rank, sizes["qk_nope_head_dim"]), (sizes["v_head_dim"], rank)):
+            assert check_cpu_sgl_kernel(out, into, torch.bfloat16)

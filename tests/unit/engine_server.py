@@ -33,4 +33,4 @@ async def serving(
         yield server, channel
     finally:
         channel.close("the test ends")
-        await server.__del__()
+        await server.shut_down()

@@ -129,7 +129,8 @@ def test_rows_that_are_not_measured_anew_stay(monkeypatch: pytest.MonkeyPatch) -
     published = [{"family": family, "runner": runner, "n": 1} for family in "ab" for runner in ("V1", "V2")]
     monkeypatch.setattr(model_families, "read_rows", lambda name: published)
     anew = {"family": "b", "runner": "V1", "n": 2}
-    assert model_families.with_published([anew]) == [*published[:2], anew, published[3]]
+    new = {"family": "c", "runner": "V1", "n": 2}
+    assert model_families.with_published([anew, new]) == [*published[:2], anew, published[3], new]
 
 
 def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:

@@ -21,8 +21,6 @@ from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.serving import engine_watch, servers
 from eldr_serve.serving.wire import WARM, decode_header
 
-# The destructor is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
 LIMIT_S = 0.1
 
 

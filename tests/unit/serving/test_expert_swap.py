@@ -23,9 +23,6 @@ from eldr_serve.serving import servers
 from eldr_serve.serving.expert_swap import METHOD, place, place_everywhere
 from eldr_serve.serving.replicas import EXPERTS, ReplicaDirectory
 
-# The destructor of a replica is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
-
 PLACED = ExpertPlacement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]]), 2, 3, model="m", method="by hand")
 
 

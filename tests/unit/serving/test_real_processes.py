@@ -18,8 +18,6 @@ from router_talk import settled
 
 from eldr_serve.serving import servers
 
-# The destructor is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
 ENDLESS = {"model": "m", "prompt": "x", "max_tokens": 10**6, "gap_ms": 20, "stream": True}
 NEVER_S = 3600.0  # of an engine's step, or of a prefill
 

@@ -23,9 +23,6 @@ from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.path import prefill_answer
 from eldr_serve.serving.wire import decode_header, prefill_header, signature_of
 
-# The destructor is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
-
 
 def router(*errors: Exception | None) -> Any:
     """The actor's handle; the first calls fail so, in turn."""
@@ -156,3 +153,10 @@ async def test_a_call_that_fails_says_so(method: str, header: dict[str, Any], st
             await channel.call(method, header, b"?").read()
         assert failure.value.status == status
         assert json.loads(failure.value.body)["error"]["code"] == status
+
+
+async def test_serve_finds_a_destructor_that_python_does_not_call() -> None:
+    """Serve awaits the attribute of the object; Python would call that of the class, and never await it."""
+    async with serving(servers.DecodeServer, router_name="router") as (server, _):
+        assert server.__del__ == server.shut_down
+        assert not hasattr(type(server), "__del__")

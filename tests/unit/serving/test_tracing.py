@@ -24,8 +24,6 @@ from eldr_serve.channel import ChannelLost
 from eldr_serve.serving import servers, tracing
 from eldr_serve.serving.admission import IngressOptions
 
-# The destructor is a coroutine, which Serve awaits.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
 COMPLETIONS = "/v1/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAMED = HELLO | {"stream": True}

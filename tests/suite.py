@@ -1,0 +1,95 @@
+"""Run all parts of the suite, also after one has failed, and end with what failed. `make test` calls it.
+
+Parts run at once, since the end-to-end tests often wait; these have limits of time, so the other part has a
+lower priority. The output of the first part is shown as it comes, then that of the next; out/suite has both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "out" / "suite"
+PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, as they are named
+PARTS = {
+    "engine-and-unit": [*PARALLEL, "tests/engine", "tests/unit"],
+    "end-to-end": ["tests/e2e"],
+}
+NICENESS = {"engine-and-unit": 10}
+
+
+@dataclass
+class Part:
+    """A run of pytest in a process of its own."""
+
+    name: str
+    arguments: list[str]
+    folder: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"{self.name}.txt"
+
+    def start(self) -> None:
+        """Start it, with its output in a file."""
+        nice = ["nice", "-n", str(NICENESS.get(self.name, 0))]
+        command = [*nice, sys.executable, "-m", "pytest", *self.arguments]
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+
+    def follow(self) -> None:
+        """Print the output as it comes, until the process has ended."""
+        print(f"\n##### {self.name}: pytest {' '.join(self.arguments)}", flush=True)
+        with self.output.open("rb") as file:
+            ended = False
+            while not ended:
+                ended = self.process.poll() is not None
+                while found := file.read(1 << 16):
+                    sys.stdout.buffer.write(found)
+                    sys.stdout.buffer.flush()
+                if not ended:
+                    time.sleep(0.2)
+
+    def lines(self) -> list[str]:
+        """Return what pytest has printed."""
+        return self.output.read_text(errors="replace").strip().splitlines()
+
+    def failed(self) -> list[str]:
+        """Return pytest's lines on tests that failed, or how it ended if it names none although it failed."""
+        if self.process.returncode == 0:
+            return []
+        lines = self.lines()
+        start = max((n for n, line in enumerate(lines) if "test summary info" in line), default=0)
+        found = [line for line in lines[start:] if line.startswith(("FAILED ", "ERROR "))]
+        return found or [f"FAILED no test by name: pytest ended with status {self.process.returncode}"]
+
+
+def run(parts: dict[str, list[str]], folder: Path) -> int:
+    """Run the parts, print what failed, and return the exit status of all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    started: list[Part] = []
+    try:
+        for name, arguments in parts.items():
+            started.append(Part(name, arguments, folder))
+            started[-1].start()
+        for part in started:
+            part.follow()
+    finally:
+        for part in started:
+            if part.process.poll() is None:
+                part.process.terminate()
+                part.process.wait(60)
+    print("\n##### all parts")
+    for part in started:
+        print(f"{part.name}: {'failed' if part.process.returncode else 'passed'}")
+        print(*part.failed(), *part.lines()[-1:], sep="\n")
+    return int(any(part.process.returncode for part in started))
+
+
+if __name__ == "__main__":
+    sys.exit(run(PARTS, OUT))

@@ -1,0 +1,52 @@
+"""`make test` runs every part, and its last lines and exit status are those of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import suite
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> dict[str, list[str]]:
+    bodies = {
+        "fails": "def test_good(): pass\ndef test_bad(): assert 0, 'a reason'",
+        "cannot": "import no_such_module",
+        "dies": "import os\ndef test_end(): os._exit(7)",
+        "passes": "def test_good(): pass",
+    }
+    for name, body in bodies.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"test_{name}.py").write_text(body)
+    return {name: ["-ra", "-p", "no:cacheprovider", str(tmp_path / name)] for name in bodies}
+
+
+def test_all_parts_run_and_the_last_lines_name_what_failed(
+    parts: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert suite.run(parts, tmp_path / "out") == 1
+    said = capsys.readouterr().out.partition("##### all parts\n")[2].splitlines()
+    starts = [said.index(f"{name}: {'passed' if name == 'passes' else 'failed'}") for name in parts]
+    fails, cannot, dies, passes = (
+        said[start + 1 : end] for start, end in zip(starts, [*starts[1:], len(said)], strict=True)
+    )
+    assert fails[0].startswith("FAILED ")
+    assert "::test_bad" in fails[0]
+    assert "1 failed, 1 passed" in fails[1]
+    assert "test_cannot.py" in cannot[0]
+    assert "1 error" in cannot[1]
+    assert dies[0] == "FAILED no test by name: pytest ended with status 7"
+    assert len(passes) == 1
+    assert "1 passed" in passes[0]
+
+
+def test_the_status_is_good_if_all_parts_are(parts: dict[str, list[str]], tmp_path: Path) -> None:
+    assert suite.run({"passes": parts["passes"]}, tmp_path / "out") == 0
+
+
+def test_the_parts_have_every_folder_of_tests() -> None:
+    folders = {word for arguments in suite.PARTS.values() for word in arguments if word.startswith("tests/")}
+    tests = suite.ROOT / "tests"
+    has_tests = {f"tests/{file.relative_to(tests).parts[0]}" for file in tests.rglob("test_*.py")}
+    assert folders == has_tests
