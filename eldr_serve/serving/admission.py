@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -309,12 +309,20 @@ def _fits(number: int) -> bool:
 # -- answers -------------------------------------------------------------------------------------
 
 
-def refusal(message: str, status: int, retry_after_s: int | None = None, kind: str | None = None) -> Response:
-    """An OpenAI-like error answer."""
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    return Response(error_body(message, status, kind), status, headers, "application/json")
+def refusal(
+    message: str,
+    status: int,
+    retry_after_s: int | None = None,
+    kind: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Return an OpenAI-like error answer."""
+    retry_after = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+    body = error_body(message, status, kind, param)
+    return Response(body, status, {**retry_after, **(headers or {})}, "application/json")
 
 
 def refused_response(error: Refused) -> Response:
     """The answer to a request that was refused."""
-    return refusal(str(error), error.status, error.retry_after_s, error.kind)
+    return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param)

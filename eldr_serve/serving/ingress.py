@@ -305,9 +305,9 @@ class EldrIngress:
         try:
             asked = Asked.model_validate(fields)
         except ValidationError as error:
-            raise BadRequest(sentence(error)) from error
-        if asked.model is not None and asked.model != self._router.model_id:
-            raise Refused(f"there is no model {asked.model!r}", status=404)
+            raise BadRequest(sentence(error), param=f"body.{error.errors()[0]['loc'][0]}") from error
+        if asked.model and asked.model != self._router.model_id:
+            raise Refused(f"there is no model {asked.model!r}", status=404, param="model")
         return asked
 
     # -- /eldr -----------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def application() -> Starlette:
         """The same model by its name."""
         card = ingress().model_card
         if request.path_params["model"] != card["id"]:
-            raise Refused(f"there is no model {request.path_params['model']!r}", status=404)
+            raise Refused(f"there is no model {request.path_params['model']!r}", status=404, param="model")
         return JSONResponse(card)
 
     async def openapi(request: Request) -> Response:
@@ -547,7 +547,7 @@ async def _channel_lost(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return refusal(error.detail, error.status_code)
+    return refusal(error.detail, error.status_code, headers=error.headers)
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
-from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest
+from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.serving import expert_swap, true_signature
@@ -77,7 +77,7 @@ class EngineServer:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
-        status, body = describe(error, self._engine.status_of)
+        status, body = describe(error, self._engine)
         if status >= 500 and not isinstance(error, Refused):
             self._life.failed()
         return status, body
@@ -202,17 +202,17 @@ class DecodeServer(EngineServer):
                 logger.info("step costs not reported: %r", error)
 
 
-def describe(error: Exception, status_of: Callable[[Exception], int]) -> tuple[int, bytes]:
+def describe(error: Exception, engine: DescribesErrors) -> tuple[int, bytes]:
     """An exception's status, as of HTTP, and the body that tells it to the client.
 
     Args:
-        status_of: that of what serving does not raise itself, see protocol.Engine.
+        engine: describes what serving does not raise itself.
     """
     if isinstance(error, CallFailed):
         return error.status, error.body
     if isinstance(error, Refused):
-        return error.status, error_body(str(error), error.status)
-    status = status_of(error)
+        return error.status, error_body(str(error), error.status, param=error.param)
+    status = engine.status_of(error)
     if status >= 500:
         logger.error("a call failed", exc_info=error)
-    return status, error_body(sentence(error), status)
+    return status, error_body(sentence(error), status, param=engine.parameter_of(error))

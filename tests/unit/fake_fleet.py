@@ -110,7 +110,7 @@ class FakeFleet:
         except (ChannelLost, CallFailed) as error:
             call.over(error)
         except Exception as error:
-            call.over(CallFailed(*describe(error, VllmEngine.status_of)))
+            call.over(CallFailed(*describe(error, VllmEngine)))
 
 
 def prefilled(**params: Any) -> bytes:

@@ -27,9 +27,11 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     QuietLLMServer,
     RawRequestInfo,
     canonical_request_id,
+    check_serving,
     create_error_response,
     engine_client,
     openai_serving,
+    parameter_of,
     register_connector,
 )
 from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
@@ -81,8 +83,7 @@ class VllmEngine:
         with clear_start():
             await server.start()
         replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
-        for method in ("chat", "completions"):
-            openai_serving(server.engine, method)  # raises now rather than with the first request
+        check_serving(server.engine)  # rather than with the first request
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
         if parallel.enable_expert_parallel and switched_on():
@@ -148,6 +149,10 @@ class VllmEngine:
         if request.method not in ENDPOINT_REQUESTS:
             raise Refused(f"an engine has no call {request.method!r}", status=400)
         parsed = parse_request(request)
+        if request.method in ("tokenize", "detokenize"):
+            serving, create = openai_serving(self.server.engine, request.method)
+            send(*_whole(await getattr(serving, create)(parsed, _raw_request(parsed, request))))
+            return
         info = RawRequestInfo(headers=request.headers)
         async for made in await getattr(self.server, request.method)(parsed, info):
             send(*_whole(made))
@@ -209,6 +214,11 @@ class VllmEngine:
         if isinstance(error, ValidationError):
             return 400
         return int(create_error_response(error).error.code)
+
+    @staticmethod
+    def parameter_of(error: Exception) -> str | None:
+        """See protocol.Engine."""
+        return parameter_of(error)
 
     async def ping(self) -> None:
         """See protocol.Engine: of what the core is asked between two steps, this takes it the least."""
