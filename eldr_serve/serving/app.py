@@ -64,6 +64,7 @@ def build_app(args: dict[str, Any]) -> Application:
         max_load_ratio=parsed.prefill_router.max_load_ratio,
         max_kv_usage=parsed.prefill_router.max_kv_usage,
         admin_key_sha256=_admin_key_sha256(parsed),
+        engine_version=ENGINES.version(),
     )
 
 

@@ -99,6 +99,7 @@ async def running_app(
             application=f"test-{next(_names)}",
             router=RouterSettings(model_id="m"),
             options=IngressOptions(**options),
+            engine_version="0.0-test",
             path_options=PathOptions(retry_backoff_s=0.0),
             admin_key_sha256=hashlib.sha256(admin_key.encode()).hexdigest() if admin_key else None,
         )

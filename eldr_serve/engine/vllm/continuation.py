@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
+from eldr_serve.engine.keys import CREATED
 from eldr_serve.engine.protocol import Send
 from eldr_serve.engine.vllm.compat.serve_llm import (
     EngineCoreOutput,
@@ -122,6 +123,8 @@ class Continuation:
             params = params.clone()
             params.output_kind = RequestOutputKind.DELTA
             params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
+        # Where the prompt's blocks come from a prefill engine, the prompt was written to that one's cache.
+        created = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CREATED)
         make = self._go_on if self._generated else self._client.generate
         whole: Any = None
         output: Any = None
@@ -129,6 +132,8 @@ class Continuation:
             async with aclosing(make(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
+                    if created is not None:
+                        output.num_cache_creation_tokens = created
                     self._ids += completion.token_ids
                     if completion.finish_reason == "error":
                         self.failure = RuntimeError("the engine failed this request")

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.keys import REQUEST, SIGNATURE
+from eldr_serve.engine.keys import CREATED, REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.vllm import kv_usage, late_metrics, signatures, steps
 from eldr_serve.engine.vllm.compat.checked import clear_start
@@ -97,7 +97,10 @@ class VllmEngine:
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         made = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
         ids = made.prompt_token_ids[: len(made.prompt_token_ids) - len(generated)]
-        return Prefilled(np.asarray(ids, np.uint32), made.kv_transfer_params or {})
+        kv = made.kv_transfer_params or {}
+        if (created := getattr(made, "num_cache_creation_tokens", None)) is not None:
+            kv[CREATED] = min(created, len(ids))
+        return Prefilled(np.asarray(ids, np.uint32), kv)
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """See protocol.Engine; under `disable_log_stats`, or after another engine, the time is not known."""
