@@ -62,6 +62,7 @@ class Call:
 
     Attributes:
         about: what the engine has said of its part with the answer's end.
+        begun_at: by the clock of the event loop, s.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -74,6 +75,7 @@ class Call:
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self.begun_at = self._loop.time()
         self._heard_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.about: dict[str, Any] = {}
@@ -205,6 +207,12 @@ class Channel(Peer):
     def in_flight(self) -> int:
         """Open calls."""
         return len(self._calls)
+
+    @property
+    def oldest_s(self) -> float:
+        """Return the age of the oldest open call, s; 0 without one."""
+        oldest = next(iter(self._calls.values()), None)
+        return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
 
     def call(self, method: str, header: dict[str, Any], body: bytes = b"") -> Call:
         """Begin a call; `header` is of what msgpack can carry. ChannelLost if the connection is over."""

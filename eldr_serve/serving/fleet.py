@@ -57,6 +57,11 @@ class Fleet:
         """Open calls of this process on each live replica."""
         return {name: self._channels[name].in_flight for name in self._live}
 
+    @property
+    def oldest_s(self) -> dict[str, float]:
+        """Return the age of this process's oldest open call on each live replica, s."""
+        return {name: round(self._channels[name].oldest_s, 1) for name in self._live}
+
     def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
         """Begin a call; ChannelLost if there is no channel to the replica."""
         channel = self._channels.get(replica)

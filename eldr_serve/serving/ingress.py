@@ -380,6 +380,7 @@ class EldrIngress:
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
             "prefill_in_flight": self._prefill.in_flight,
+            "prefill_oldest_s": self._prefill.oldest_s,
             "stages": self._path.stages.summary(),
             "prefill_kv_usage": self._prefill.directory.budget.usage,
             "decode_kv_usage": self._decode.directory.budget.usage,

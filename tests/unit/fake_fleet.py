@@ -75,6 +75,10 @@ class FakeFleet:
         return {name: open_calls[name] for name in self.live}
 
     @property
+    def oldest_s(self) -> dict[str, float]:
+        return {name: 0.0 for name in self.live}
+
+    @property
     def requests(self) -> list[Sent]:
         """Of calls that an engine works for."""
         return [sent for sent in self.sent if sent.method != "release"]
