@@ -164,7 +164,11 @@ class Call:
 
 
 class Channel(Peer):
-    """A connection to one engine replica. Made by `connect`."""
+    """A connection to one engine replica. Made by `connect`.
+
+    Attributes:
+        on_report: called with each report that the engine sends on itself.
+    """
 
     def __init__(self, secret: str, changed: Callable[[], None]) -> None:
         super().__init__(MAX_FRAME_BYTES, silent_s=SILENT_S)
@@ -175,6 +179,7 @@ class Channel(Peer):
         self.welcome: asyncio.Future[None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()  # with the reason
         self._leaving = False
+        self.on_report: Callable[[dict[str, Any]], None] = lambda report: None
 
     @classmethod
     async def connect(
@@ -226,6 +231,10 @@ class Channel(Peer):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.say(frame(Kind.HELLO, 0, bytes([VERSION]) + self._secret.encode()))
+
+    def pinged(self, payload: bytes) -> None:
+        if payload:
+            self.on_report(_about(payload))
 
     def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
         if kind == Kind.DATA:

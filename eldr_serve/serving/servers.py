@@ -58,7 +58,9 @@ class EngineServer:
             self._engine = await engine(llm_config)
         self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
-        self._address, self._channel = await open_channel(self._answer, describe=self._describe, limit=limit)
+        self._address, self._channel = await open_channel(
+            self._answer, describe=self._describe, limit=limit, report=self.report
+        )
         self._life = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
         self._watching = asyncio.get_running_loop().create_task(self._life.run())
 
@@ -86,9 +88,13 @@ class EngineServer:
         """Serve's hook: how ingress replicas reach this one."""
         return {METADATA: asdict(self._address)}
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is, and what
-        expert-parallel ranks hold."""
+    def report(self) -> dict[str, Any]:
+        """Return what every ping tells the ingresses: how full the KV cache is, and what expert-parallel ranks
+        hold.
+
+        Serve's routing stats could carry it. But its controller asks a replica that has died for them every
+        period until its next health check, and logs a traceback of each failure.
+        """
         found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
         experts = self._engine.experts()
         return found if experts is None else found | {EXPERTS: experts}
@@ -118,7 +124,6 @@ class PrefillServer(EngineServer):
 
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, call `release` frees them at once.
-    Its routing stats say how full the KV cache is (see PrefillBudget).
 
     Raises:
         ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.

@@ -124,7 +124,8 @@ class Continuation:
             params.output_kind = RequestOutputKind.DELTA
             params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
         # Where the prompt's blocks come from a prefill engine, the prompt was written to that one's cache.
-        created = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CREATED)
+        transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
+        created = transfer.get(CREATED)
         make = self._go_on if self._generated else self._client.generate
         whole: Any = None
         output: Any = None
@@ -148,6 +149,10 @@ class Continuation:
         except Exception as error:
             self.failure = error
             raise
+        finally:
+            # The engine has got the request and frees the prompt's blocks. vLLM's server would tell the prefill
+            # engine a second time that they are free, if the client has left before a whole answer.
+            transfer["do_remote_prefill"] = False
         self.metrics = getattr(output, "metrics", None)
         if whole is not None:
             yield whole
