@@ -68,7 +68,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
-_NOT_FOR_ENGINES = {"authorization", "content-encoding", "content-length", "cookie", "host"} | STEERING_HEADERS
+_NOT_FOR_ENGINES = {
+    "authorization",
+    "content-encoding",
+    "content-length",
+    "cookie",
+    "host",
+} | STEERING_HEADERS
 _ALONE_S, _LOOK_S = 5.0, 0.05  # until it listens without a decode replica
 _METRICS_ABOUT = (
     b"# One ingress process. Requests, router, workers and engines: Ray's metrics port of each node "

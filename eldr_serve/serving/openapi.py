@@ -26,7 +26,16 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
     app = FastAPI(title="eldr-serve")
     for path, method in _PATHS.items():
         app.post(path)(_endpoint(requests[method]))
-    for path in ("/v1/models", "/health", "/ping", "/version", "/metrics", "/eldr/status", "/eldr/ready", "/eldr/live"):
+    for path in (
+        "/v1/models",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/eldr/status",
+        "/eldr/ready",
+        "/eldr/live",
+    ):
         app.get(path)(_nothing)
     for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table", "/eldr/experts"):
         app.put(path)(_nothing)

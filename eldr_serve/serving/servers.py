@@ -89,8 +89,7 @@ class EngineServer:
         return {METADATA: asdict(self._address)}
 
     def report(self) -> dict[str, Any]:
-        """Return what every ping tells the ingresses: how full the KV cache is, and what expert-parallel ranks
-        hold.
+        """Return what pings tell the ingresses: how full the KV cache is, what expert-parallel ranks hold.
 
         Serve's routing stats could carry it. But its controller asks a replica that has died for them every
         period until its next health check, and logs a traceback of each failure.

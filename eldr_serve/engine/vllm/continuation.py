@@ -150,8 +150,8 @@ class Continuation:
             self.failure = error
             raise
         finally:
-            # The engine has got the request and frees the prompt's blocks. vLLM's server would tell the prefill
-            # engine a second time that they are free, if the client has left before a whole answer.
+            # The engine has got the request and frees the prompt's blocks. vLLM's server would tell the
+            # prefill engine a second time that they are free, if the client has left before a whole answer.
             transfer["do_remote_prefill"] = False
         self.metrics = getattr(output, "metrics", None)
         if whole is not None:

@@ -256,7 +256,7 @@ async def test_an_engine_whose_vllm_has_renamed_an_endpoint_does_not_start(
     monkeypatch: pytest.MonkeyPatch, init: str
 ) -> None:
     monkeypatch.setattr(serve_llm, init, lambda state: setattr(state, "renamed", None))
-    with pytest.raises(UnsupportedEngineError, match="sets no attribute 'openai_serving|'serving_embedding'"):
+    with pytest.raises(UnsupportedEngineError, match=r"sets no attribute '(openai_)?serving_"):
         await start(monkeypatch, {})
 
 
@@ -291,7 +291,9 @@ def test_every_name_that_ray_reads_of_vllms_state_is_checked_or_known_to_be_wron
 async def test_an_error_names_the_field_that_vllm_names(fields: dict[str, Any], param: str | None) -> None:
     engine = vllm_engine(openai_serving_completion=Generating([]))
     with pytest.raises(Exception, match=r".") as refused:
-        await engine.generate(EngineRequest("completions", json.dumps(fields).encode(), "id"), lambda *a: None)
+        await engine.generate(
+            EngineRequest("completions", json.dumps(fields).encode(), "id"), lambda *a: None
+        )
     status, body = told(refused.value)
     assert (status, json.loads(body)["error"]["param"]) == (400, param)
 

@@ -117,9 +117,7 @@ def test_of_two_applications_that_start_at_once_one_has_the_port(tmp_path: Path)
     owner = tmp_path / "owner"
     owner.touch()
     contestants = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, number, name, str(owner)], stderr=subprocess.PIPE
-        )
+        subprocess.Popen([sys.executable, "-c", script, number, name, str(owner)], stderr=subprocess.PIPE)
         for name in ("a", "b", "c")
     ]
     for contestant in contestants:

@@ -162,7 +162,7 @@ async def test_a_second_application_at_the_port_does_not_start_and_the_first_sta
 
 async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text("{\"tenants\": {}}")
+    keys.write_text('{"tenants": {}}')
     async with running_app(keys_file=keys) as app:
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
             assert (await app.client.request(method, path)).status_code == 503  # nothing is warm
@@ -177,7 +177,9 @@ async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_ke
         assert answer.text.startswith("# One ingress process.")
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("PUT", "/health")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("PUT", "/health")]
+)
 async def test_a_method_that_is_not_allowed_is_told_those_that_are(method: str, path: str) -> None:
     async with running_app() as app:
         answer = await app.client.request(method, path)

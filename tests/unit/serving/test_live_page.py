@@ -105,8 +105,10 @@ async def test_a_chart_joins_no_points_across_idle_minutes(tmp_path: Path) -> No
         await page.evaluate(f"adminKey = {KEY!r}")
         await shown(page)
         for chart, lines in (("#tpot", 4), ("#ttft", 4), ("[data-chart=batch][data-worker='0']", 1)):
-            assert await page.evaluate(f"document.querySelectorAll(\"{chart} path[fill=none]\").length") == lines
-        assert await page.evaluate("document.querySelectorAll(\"[data-chart=batch] circle\").length") == 1
+            assert (
+                await page.evaluate(f'document.querySelectorAll("{chart} path[fill=none]").length') == lines
+            )
+        assert await page.evaluate('document.querySelectorAll("[data-chart=batch] circle").length') == 1
 
 
 async def test_requests_that_are_stuck_in_prefill_are_counted_aged_and_red(tmp_path: Path) -> None:
