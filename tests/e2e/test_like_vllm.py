@@ -16,16 +16,9 @@ import httpx
 import pytest
 from conftest import ENGINE_ENV
 from service import ROOT, Demo, Service, wait_for
+from vllm_cases import CHAT, COMPLETIONS, DETOKENIZE, MODEL, REFUSED, REFUSED_GENERATION, TOKENIZE, TOKENIZED
 
 from benchmarks.harness.replay_engine import free_port
-
-MODEL = "eldr-demo"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "How are you?"}
-TALK = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "I am"}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "much?"}]}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(scope="module")
@@ -65,28 +58,7 @@ def both(service: Service, plain: str, method: str, path: str, body: Any = None)
     return [httpx.request(method, f"{url}{path}", json=body, timeout=60) for url in (service.url, plain)]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": "Once upon a time, in Zürich … 🙂"},
-        {"prompt": ""},
-        {"prompt": "x", "model": ""},
-        {"prompt": "x", "model": None},
-        {"prompt": "Once upon", "add_special_tokens": False},
-        {"prompt": "Once upon", "return_token_strs": True},
-        {"prompt": "Once upon", "unknown": 5},
-        {"messages": [USER]},
-        {"messages": TALK},
-        {"messages": PARTS},
-        {"messages": [USER], "return_token_strs": True},
-        {"messages": [USER], "add_generation_prompt": False},
-        {"messages": TALK, "add_generation_prompt": False, "continue_final_message": True},
-        {"messages": [USER], "add_special_tokens": True},
-        {"messages": [USER], "tools": [TOOL]},
-        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
-        {"messages": [USER], "prompt": "x"},
-    ],
-)
+@pytest.mark.parametrize("fields", TOKENIZED)
 def test_tokens_of_prompts_and_chats_are_vllms(service: Service, plain: str, fields: dict[str, Any]) -> None:
     ours, theirs = both(service, plain, "POST", TOKENIZE, {"model": MODEL} | fields)
     assert theirs.status_code == 200, theirs.text
@@ -97,41 +69,7 @@ def test_tokens_of_prompts_and_chats_are_vllms(service: Service, plain: str, fie
     assert back[0]["prompt"] or not tokens["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (TOKENIZE, {}),
-        (TOKENIZE, {"prompt": 5}),
-        (TOKENIZE, {"prompt": ["a", "b"]}),
-        (TOKENIZE, {"messages": "hello"}),
-        (TOKENIZE, {"messages": [USER], "tools": [5]}),
-        (TOKENIZE, {"messages": TALK, "add_generation_prompt": True, "continue_final_message": True}),
-        (TOKENIZE, {"messages": [USER], "chat_template": "{{ messages }}"}),
-        (TOKENIZE, {"prompt": "x", "model": "unknown"}),
-        (DETOKENIZE, {}),
-        (DETOKENIZE, {"tokens": "x"}),
-        (DETOKENIZE, {"tokens": [-1]}),
-        (DETOKENIZE, {"tokens": [2**70]}),
-        (DETOKENIZE, {"tokens": [1], "model": "unknown"}),
-        (COMPLETIONS, {}),
-        (COMPLETIONS, {"prompt": "x", "model": "unknown"}),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": "many"}),
-        (COMPLETIONS, {"prompt": "x", "n": "many"}),
-        (COMPLETIONS, {"prompt": "x", "temperature": -1}),
-        (COMPLETIONS, {"prompt": "x", "top_p": 7}),
-        (COMPLETIONS, {"prompt": "x", "logprobs": 1000}),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 100_000}),
-        (COMPLETIONS, {"prompt": "x", "min_tokens": 9, "max_tokens": 4}),
-        (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}),
-        (COMPLETIONS, {"prompt": "word " * 9000}),
-        (CHAT, {}),
-        (CHAT, {"messages": "hello"}),
-        (CHAT, {"messages": [USER], "top_logprobs": 3}),
-        (CHAT, {"messages": [USER], "temperature": "hot"}),
-        (CHAT, {"messages": [USER], "tools": []}),
-        (CHAT, {"messages": [USER], "tool_choice": "required"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), [*REFUSED, *REFUSED_GENERATION])
 def test_an_error_has_vllms_status_and_names_the_field_that_vllm_names(
     service: Service, plain: str, path: str, fields: dict[str, Any]
 ) -> None:
@@ -142,19 +80,15 @@ def test_an_error_has_vllms_status_and_names_the_field_that_vllm_names(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_usage_counts_the_tokens_that_were_written_to_a_prefix_cache(
-    service: Service, plain: str, stream: bool
-) -> None:
+def test_usage_of_a_chat_is_vllms(service: Service, plain: str, stream: bool) -> None:
     content = f"{uuid.uuid4().hex} " * 30
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 3,
             "temperature": 0, "stream": stream}  # fmt: skip
     if stream:
         body["stream_options"] = {"include_usage": True}
-    for again in (False, True):
+    for _ in range(2):  # the second time much of it is cached
         ours, theirs = (_usage(answer) for answer in both(service, plain, "POST", CHAT, body))
         assert ours == theirs
-        details = ours["prompt_tokens_details"]
-        assert details["cached_tokens" if again else "created_cache_tokens"] > 100
 
 
 def _usage(answer: httpx.Response) -> dict[str, Any]:

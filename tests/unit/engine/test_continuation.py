@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from fake_vllm import EOS, PROMPT, TOKENIZER, Client, engine
+from fake_vllm import EOS, PROMPT, TOKENIZER, Chat, Client, engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
@@ -196,3 +196,19 @@ async def test_usage_counts_what_prefill_wrote_and_who_leaves_has_its_blocks_fre
     await outputs.aclose()
     assert not transfer["do_remote_prefill"]
     assert not client.open
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chats_usage_tells_what_prefill_wrote_to_its_cache(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(Chat, "enable_prompt_tokens_details", True)
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": stream}
+    kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED: 736}
+    request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv=kv)
+    frames = Frames()
+    await engine(Client(scripted), 100).generate(request, frames.send)
+    _, said = frames.up_to(None)
+    last = said.split(b"data: ")[-2] if stream else said
+    assert json.loads(last)["usage"]["prompt_tokens_details"]["created_cache_tokens"] == 736
