@@ -36,7 +36,7 @@ class VllmBackend:
         """See Backend."""
         import vllm
 
-        return vllm.__version__
+        return str(vllm.__version__)
 
     def requests(self) -> Mapping[str, Any]:
         """See Backend."""

@@ -202,15 +202,16 @@ def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
 
 def parameter_of(error: Exception) -> str | None:
     """Return the field that vLLM's server names as `param` for this error; None if it names none."""
+    parameter: str | None = None
     if isinstance(error, VLLMValidationError):
-        return error.parameter
-    if not isinstance(error, ValidationError):
-        return None
-    for found in error.errors():
-        cause = found.get("ctx", {}).get("error")
-        if isinstance(cause, VLLMValidationError) and cause.parameter is not None:
-            return cause.parameter
-    return clean_loc_for_param(("body", *error.errors()[0]["loc"]))
+        parameter = error.parameter
+    elif isinstance(error, ValidationError):
+        causes = [found.get("ctx", {}).get("error") for found in error.errors()]
+        named = [cause.parameter for cause in causes if isinstance(cause, VLLMValidationError)]
+        parameter = next(filter(None, named), None)
+        if parameter is None:
+            parameter = clean_loc_for_param(("body", *error.errors()[0]["loc"]))
+    return parameter
 
 
 def engine_client(engine: Any) -> Any:
