@@ -20,21 +20,25 @@ class Refused(RuntimeError):  # noqa: N818
 
     Attributes:
         kind: `type` of the error in the answer; none: by the status.
+        param: `param` of the error, the field of the request that is at fault; none: no single one.
     """
 
     kind: str | None = None
 
-    def __init__(self, message: str, *, status: int, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int, retry_after_s: int | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param
         self.retry_after_s = retry_after_s
 
 
 class BadRequest(Refused):
     """No engine could serve this request, now or later."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=400)
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, status=400, param=param)
 
 
 class Overloaded(Refused):
@@ -64,8 +68,8 @@ def sentence(error: BaseException) -> str:
     return text if len(text) <= 500 else f"{text[:497]}..."
 
 
-def error_body(message: str, status: int, kind: str | None = None) -> bytes:
-    """An OpenAI-like error, JSON; `kind` is its `type`, by default the status's."""
+def error_body(message: str, status: int, kind: str | None = None, param: str | None = None) -> bytes:
+    """Return an OpenAI-like error as JSON; `kind` is its `type`, by default the status's."""
     kinds = {429: "overloaded", 503: "overloaded", 500: "internal_error"}
     kind = kind or kinds.get(status, "invalid_request_error")
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}}).encode()

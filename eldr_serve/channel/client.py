@@ -62,6 +62,7 @@ class Call:
 
     Attributes:
         about: what the engine has said of its part with the answer's end.
+        begun_at: by the clock of the event loop, s.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -74,6 +75,7 @@ class Call:
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self.begun_at = self._loop.time()
         self._heard_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.about: dict[str, Any] = {}
@@ -162,7 +164,11 @@ class Call:
 
 
 class Channel(Peer):
-    """A connection to one engine replica. Made by `connect`."""
+    """A connection to one engine replica. Made by `connect`.
+
+    Attributes:
+        on_report: called with each report that the engine sends on itself.
+    """
 
     def __init__(self, secret: str, changed: Callable[[], None]) -> None:
         super().__init__(MAX_FRAME_BYTES, silent_s=SILENT_S)
@@ -173,6 +179,7 @@ class Channel(Peer):
         self.welcome: asyncio.Future[None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()  # with the reason
         self._leaving = False
+        self.on_report: Callable[[dict[str, Any]], None] = lambda report: None
 
     @classmethod
     async def connect(
@@ -206,6 +213,12 @@ class Channel(Peer):
         """Open calls."""
         return len(self._calls)
 
+    @property
+    def oldest_s(self) -> float:
+        """Return the age of the oldest open call, s; 0 without one."""
+        oldest = next(iter(self._calls.values()), None)
+        return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
+
     def call(self, method: str, header: dict[str, Any], body: bytes = b"") -> Call:
         """Begin a call; `header` is of what msgpack can carry. ChannelLost if the connection is over."""
         if self.closed.done():
@@ -218,6 +231,10 @@ class Channel(Peer):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.say(frame(Kind.HELLO, 0, bytes([VERSION]) + self._secret.encode()))
+
+    def pinged(self, payload: bytes) -> None:
+        if payload:
+            self.on_report(_about(payload))
 
     def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
         if kind == Kind.DATA:

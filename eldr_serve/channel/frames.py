@@ -7,6 +7,7 @@ A TOKENS is a DATA whose payload begins with the ids of its `tokens` tokens, u32
 ingress needs to have another engine go on with the answer.
 
 A call's frames end with one END or FAIL, also after a CANCEL: then nobody works for the call any more.
+A PING's payload, from an engine, is its report on itself, msgpack, or empty.
 An END's payload is what the engine says of its own part in the call, msgpack, or empty.
 """
 

@@ -43,6 +43,13 @@ class Peer(asyncio.Protocol, ABC):
     def ended(self, reason: str) -> None:
         """The connection is over."""
 
+    def ping(self) -> bytes:
+        """Return the frame that tells the other end that this one lives."""
+        return _PING
+
+    def pinged(self, payload: bytes) -> None:
+        """Take what the other end says of itself with a ping."""
+
     def say(self, *parts: bytes) -> None:
         """Send these bytes with whatever else is said in this turn of the loop."""
         if not self._out:
@@ -82,7 +89,9 @@ class Peer(asyncio.Protocol, ABC):
         self._heard_at = self._loop.time()
         try:
             for kind, call, tokens, payload in self._frames.feed(data):
-                if kind != Kind.PING:
+                if kind == Kind.PING:
+                    self.pinged(payload)
+                else:
                     self.heard(kind, call, tokens, payload)
         except BrokenFrame as error:
             self.broken(error)
@@ -107,7 +116,7 @@ class Peer(asyncio.Protocol, ABC):
         if now >= lost_at:
             self.broken(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
-        self.say(_PING)
+        self.say(self.ping())
         # Not a whole period beyond the moment at which silence is too long; that moment itself, not a wait
         # until it, which rounding may make 0 for ever.
         self._tick_at(min(now + PING_S, lost_at))

@@ -75,6 +75,7 @@ class ChannelServer:
         describe: an exception's status, as of HTTP, and the body that tells it.
         limit: calls in flight; one more fails with an error that `full` makes.
         on_lost: told of each connection that has ended, see Answer.peer.
+        report: returns what each ping says of this engine, of what msgpack can carry; by default nothing.
 
     Attributes:
         suspended: it takes no connection now.
@@ -89,7 +90,9 @@ class ChannelServer:
         limit: int,
         full: Callable[[], Exception],
         on_lost: Callable[[object], None] = lambda peer: None,
+        report: Callable[[], dict[str, Any]] = dict,
     ) -> None:
+        self._report = report
         self._secret = secret.encode()
         self._handler = handler
         self._describe = describe
@@ -149,6 +152,11 @@ class ChannelServer:
             self._server.close()
         for connection in list(self.connections):
             connection.close("the engine stops")
+
+    def ping(self) -> bytes:
+        """Return a ping with this engine's report."""
+        report = self._report()
+        return frame(Kind.PING, payload=msgspec.msgpack.encode(report) if report else b"")
 
     def knows(self, secret: bytes) -> bool:
         """Whether it is this server's secret."""
@@ -221,6 +229,9 @@ class _Connection(Peer):
             self.broken(task.exception())
         else:
             self.say(task.result())
+
+    def ping(self) -> bytes:
+        return self._server.ping() if self._known else super().ping()
 
     def say(self, *parts: bytes) -> None:
         if self.unsent_bytes > _MAX_UNSENT_BYTES:

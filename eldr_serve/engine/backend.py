@@ -140,6 +140,9 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raise RuntimeError, one sentence, if what is installed is not what it was made for."""
 
+    def version(self) -> str:
+        """Return the version of what the engines run."""
+
     def requests(self) -> Mapping[str, Any]:
         """Types of clients' requests, by method (see EngineRequest)."""
 

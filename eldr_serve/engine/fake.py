@@ -167,6 +167,10 @@ class FakeEngine(InProcess):
         """See protocol.Engine."""
         return 400 if isinstance(error, msgspec.DecodeError) else 500
 
+    def parameter_of(self, error: Exception) -> str | None:
+        """See protocol.Engine."""
+        return None
+
     async def stop(self) -> None:
         """See protocol.Engine."""
         self._steps.cancel()

@@ -2,6 +2,7 @@
 
 SIGNATURE = "eldr_signature"  # on a prefill's answer: packed expert counts of the prompt
 REQUEST = "eldr_request"  # the caller's name for a prompt, to abandon its blocks or hear its signature by
+CREATED = "eldr_created_cache_tokens"  # on a prefill's answer: prompt tokens written to its prefix cache
 CALIBRATE = "eldr_calibrate"  # asks for the counts of decode, and of prefill where the engine prefills
 ROUTES = "eldr_routes"  # with CALIBRATE: asks for the routes too
 

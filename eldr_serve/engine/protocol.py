@@ -81,7 +81,17 @@ class Prefilled:
     kv: dict[str, Any]
 
 
-class Engine(Protocol):
+class DescribesErrors(Protocol):
+    """Describes what the methods of an engine raise."""
+
+    def status_of(self, error: Exception) -> int:
+        """HTTP status of what a method raised: below 500 if the request is at fault."""
+
+    def parameter_of(self, error: Exception) -> str | None:
+        """Return the field of the request that is at fault; None if no single one is."""
+
+
+class Engine(DescribesErrors, Protocol):
     """A running engine in this process, for one replica of a deployment.
 
     Where a method refuses a request, it raises Refused, or CallFailed with the body that tells the client.
@@ -166,9 +176,6 @@ class Engine(Protocol):
         Only an answer that ended in the engine itself, by its length or a stop token, after at least one
         decode step gives a sample. The engine keeps at most MAX_SAMPLES and drops the oldest.
         """
-
-    def status_of(self, error: Exception) -> int:
-        """HTTP status of what a method raised: below 500 if the request is at fault."""
 
     async def ping(self) -> None:
         """Return when the engine's core has answered, as it does between two steps, be it busy or idle.

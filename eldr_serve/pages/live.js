@@ -1,9 +1,11 @@
 "use strict";
 const PERIOD_MS = 1000;
+const STUCK_S = 5;   // a prefill call that is older is shown in red
 const COLOURS = ["#3b82d0", "#d9812b", "#3f9d5a", "#b4559b", "#8a6bd1", "#a88a1f", "#2f9ea3", "#cf5560"];
 const $ = id => document.getElementById(id);
 const esc = value => String(value ?? "").replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
 const fixed = (value, digits = 1) => value == null ? "–" : value.toFixed(digits);
+const many = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
 const colour = worker => worker < COLOURS.length ? COLOURS[worker] : `hsl(${worker * 47 % 360} 50% 50%)`;
 const named = policy => {
   const parameters = Object.entries(policy.parameters ?? {}).map(([k, v]) => `${k} ${JSON.stringify(v)}`);
@@ -22,8 +24,15 @@ async function ask(method, path, body) {
   const answer = await fetch(path, {method, body, headers, cache: "no-store"});
   const said = await answer.json().catch(() => ({}));
   if (answer.ok) return said;
-  if (answer.status === 401 && key === adminKey) $("key").hidden = false;
+  if ([401, 403].includes(answer.status) && key === adminKey) askForKey();
   throw new Error(said.error?.message ?? `HTTP ${answer.status}`);
+}
+
+// Nothing is polled without a key.
+function askForKey() {
+  adminKey = "";
+  $("key").hidden = false;
+  $("connection").textContent = "waiting for the admin key";
 }
 
 // Whether it was accepted; if not, the page says why.
@@ -53,8 +62,8 @@ async function look() {
     $("connection").textContent = live.router ? `router ${live.router}` : `read at ${new Date().toLocaleTimeString()}`;
     if ($("said").dataset.lost) { say(""); delete $("said").dataset.lost; }
   } catch (error) {
-    if (key !== adminKey) return;  // asked with a key that has been changed since
-    $("connection").textContent = "not connected";
+    if (adminKey && key !== adminKey) return;  // asked with a key that has been changed since
+    if (adminKey) $("connection").textContent = "not connected";
     say(error.message, true);
     $("said").dataset.lost = "yes";
   }
@@ -123,8 +132,8 @@ function drawSaving({now, failed, past}, cost) {
         height:1em;width:${100 * ms / most}%"></div><span>${fixed(ms, 2)} ms</span>`;
       html += `<div class="scale">${bar(now.live.name, now.live_ms, "var(--accent)")}
         ${bar(now.shadow.name, now.shadow_ms, "var(--other)")}</div>
-        <p class="faint">Priced over ${now.tokens} tokens of the last hour by the step cost fitted to
-        ${fixed(cost.steps, 0)} steps${cost.relative_error == null ? ", not enough yet: the default cost"
+        <p class="faint">Priced over ${many(now.tokens, "token")} of the last hour by the step cost fitted to
+        ${many(Math.round(cost.steps), "step")}${cost.relative_error == null ? ", not enough yet: the default cost"
           : `, relative error ${fixed(100 * cost.relative_error)} %`}. ${measured(now)}In brackets: 95 % interval.
         Not in it: queueing, transport, prefill, and what engines on the same cores wait for each other.</p>`;
     }
@@ -144,12 +153,15 @@ function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
   const box = (title, count, inside = "", fill = "var(--accent)") => `<div class="box" style="--fill:${fill}">
     <b>${esc(title)}</b> <span>${count}</span><div>${inside}</div></div>`;
   const prefill = Object.entries(ingress.prefill_in_flight);
+  const waiting = (count, oldest) => `<span class="${oldest > STUCK_S ? "bad" : ""}">${many(count, "request")}${
+    count ? `, oldest ${fixed(oldest)} s` : ""}</span>`;
   $("path").innerHTML = `<div class="stage"><h3>ingress</h3>${box("requests here", ingress.in_flight)}</div>
-    <div class="stage"><h3>prefill</h3>${prefill.map(([name, n]) => box(short(name), n)).join("")}</div>
+    <div class="stage"><h3>prefill</h3>${prefill.map(([name, n]) => box(short(name),
+      waiting(n, ingress.prefill_oldest_s[name] ?? 0))).join("")}</div>
     <div class="stage"><h3>router</h3>${box("decode queue", queue.size,
       requests.filter(r => r.worker == null).map(dot).join(""), "var(--other)")}</div>
     <div class="stage grow"><h3>decode</h3>${workers.map(w => box(`worker ${w.worker}`,
-      `${w.in_flight} requests, ${w.kv_tokens} KV tokens`,
+      `${many(w.in_flight, "request")}, ${many(w.kv_tokens, "KV token")}`,
       requests.filter(r => r.worker === w.worker).map(dot).join(""), colour(w.worker))).join("")}</div>`;
 }
 
@@ -170,7 +182,7 @@ function drawWorkers({live: shown, workers}) {
       const points = told[i].filter(s => s.ago_s < 120 && s[key] != null).map(s => [-s.ago_s, s[key]]);
       const newest = points.length ? points.at(-1)[1].toFixed(digits) : "–";
       here.innerHTML = `<b>${newest}</b>` + plot(here.clientWidth, 44, [{points, stroke: colour(w.worker)}],
-        {from: -120, most, bare: true});
+        {from: -120, most, idle: 10, bare: true});
     });
   }
 }
@@ -183,7 +195,7 @@ function drawLatency(name) {
   here.innerHTML = answers.length ? plot(here.clientWidth, 220, [
     {points: line("p99"), stroke: "var(--other)", dash: "4 3"},
     {points: line("p50"), stroke: "var(--accent)"},
-  ], {from: -600, marks}) + `<p class="faint">Solid: p50; dashed: p99; of streams that ended in 5 s.</p>` : `<p class="faint">No stream has ended in the last ten minutes.</p>`;
+  ], {from: -600, idle: 15, marks}) + `<p class="faint">Solid: p50; dashed: p99; of streams that ended in 5 s.</p>` : `<p class="faint">No stream has ended in the last ten minutes.</p>`;
 }
 
 function step(most) {
@@ -191,8 +203,18 @@ function step(most) {
   return power * [1, 2, 5, 10].find(n => n * power >= rough);
 }
 
-// Lines over the seconds before now, as SVG of so many pixels.
-function plot(width, height, lines, {from, most, marks = [], bare = false}) {
+// The parts of a line between which nothing came for longer than so many seconds.
+function parts(points, idle) {
+  const found = [];
+  for (const [i, point] of points.entries()) {
+    if (i === 0 || point[0] - points[i - 1][0] > idle) found.push([]);
+    found.at(-1).push(point);
+  }
+  return found;
+}
+
+// Lines over the seconds before now, as SVG of so many pixels; no line crosses a time of more than `idle` seconds.
+function plot(width, height, lines, {from, most, idle, marks = [], bare = false}) {
   most ??= 1.05 * Math.max(1e-9, ...lines.flatMap(line => line.points.map(p => p[1])));
   const [left, bottom, top] = bare ? [0, 2, 2] : [42, 20, 18];
   const x = s => left + (width - left - 4) * (1 - s / from);
@@ -214,10 +236,10 @@ function plot(width, height, lines, {from, most, marks = [], bare = false}) {
       inside += `<text class="strong" x="${next}" y="11" text-anchor="${next > width / 2 ? "end" : "start"}">${esc(mark.text)}</text>`;
     }
   }
-  for (const {points, stroke, dash} of lines) {
-    const path = points.map(([s, v]) => `${x(s).toFixed(1)} ${y(v).toFixed(1)}`);
+  for (const {points: part, stroke, dash} of lines.flatMap(line => parts(line.points, idle).map(points => ({...line, points})))) {
+    const path = part.map(([s, v]) => `${x(s).toFixed(1)} ${y(v).toFixed(1)}`);
     if (path.length === 1) inside += `<circle cx="${path[0].split(" ")[0]}" cy="${path[0].split(" ")[1]}" r="2.5" fill="${stroke}"/>`;
-    if (path.length) inside += `<path d="M${path.join("L")}" fill="none" stroke="${stroke}" stroke-width="1.8"
+    else inside += `<path d="M${path.join("L")}" fill="none" stroke="${stroke}" stroke-width="1.8"
       stroke-linejoin="round" ${dash ? `stroke-dasharray="${dash}"` : ""}/>`;
   }
   return `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">${inside}</svg>`;
@@ -245,14 +267,14 @@ function drawSpace({axes, centroids, columns, points}) {
     }).join("")}
     ${centroids.map((c, i) => `<g transform="translate(${x(c[0])} ${y(c[1])})"><path d="M-7 0H7M0-7V7" stroke="var(--ink)"
       stroke-width="2"/><text class="strong" x="8" y="-4">${i}</text></g>`).join("")}</svg>
-    <p class="faint">${seen.length} newest requests, coloured by the worker that took them, the newest large;
+    <p class="faint">${many(seen.length, "newest request")}, coloured by the worker that took them, the newest large;
     ${axes === "centroids" ? "crosses are the table's centroids, axes their principal components"
       : "axes: the principal components of the first signatures"}.</p>`;
 }
 
 function drawSettings({policy, parameters, table, workers, signatures}) {
   $("settings").innerHTML = `<p>Policy <b>${esc(named({name: policy, parameters}))}</b></p><p>${table === null
-    ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${table.workers_fitted} workers, band
+    ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${many(table.workers_fitted, "worker")}, band
     ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} serve: a refit is advised</span>` : ""}`}</p>
     ${signatures ? `<p class="faint">Signature pool: ${esc(signatures.note)}${signatures.last_refusal
     ? `; last refusal: ${esc(signatures.last_refusal.why)}` : ""}.</p>` : ""}`;
@@ -290,7 +312,8 @@ $("table-form").onsubmit = event => {
   else say("Choose a table's file first.", true);
 };
 
+askForKey();
 (async function poll() {
-  if (!document.hidden || !live) await look();
+  if (adminKey && (!document.hidden || !live)) await look();
   setTimeout(poll, PERIOD_MS);
 })();

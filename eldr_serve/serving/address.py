@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -38,6 +39,7 @@ async def open_channel(
     describe: Describe,
     limit: int = MAX_CALLS,
     on_lost: Callable[[object], None] = lambda peer: None,
+    report: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Address, ChannelServer]:
     """Listen on this node, with a secret of its own; see ChannelServer."""
     secret = secrets.token_hex(16)
@@ -45,6 +47,8 @@ async def open_channel(
     def full() -> Exception:
         return Overloaded(f"{limit} requests are in flight on this engine, the most allowed")
 
-    server = ChannelServer(secret, handler, describe=describe, limit=limit, full=full, on_lost=on_lost)
+    server = ChannelServer(
+        secret, handler, describe=describe, limit=limit, full=full, on_lost=on_lost, report=report
+    )
     host = ray.util.get_node_ip_address()
     return Address(host, await server.start(host), secret), server

@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import math
 import re
-from collections.abc import Awaitable, Callable
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from eldr_serve.serving.tenants import Tenants, Visit
 MIB = 2**20
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READING = ("GET", "HEAD", "OPTIONS")
-_FOR_EVERYBODY = ("/openapi.json",)
+_FOR_EVERYBODY = ("/openapi.json", "/health", "/ping", "/version", "/metrics")
 # Digits or an exponent, be it within a string, that may not fit in 64 bits: then each number is looked at.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
@@ -155,7 +156,7 @@ class Admission:
     What changes the service (/eldr) needs the admin key, which is looked at before the body is read; it
     takes no place, so that a full service can still be operated, and is written to the audit log. All else
     needs a tenant's key, where there are any, and counts among its requests; everybody may read the OpenAPI
-    document, and of /eldr what that shows without the admin key.
+    document, health, version and the process's metrics, and of /eldr what that shows without the admin key.
 
     What comes through has its `tenant` in the request's state, and its `visit`, which the endpoint fills.
 
@@ -174,8 +175,10 @@ class Admission:
         gate, headers = self._gate(), Headers(scope=scope)
         operated = scope["path"].startswith("/eldr/")
         try:
-            if scope["method"] in _READING:
-                if not operated and scope["path"] not in _FOR_EVERYBODY:
+            if scope["path"] in _FOR_EVERYBODY:
+                await self._app(scope, receive, send)
+            elif scope["method"] in _READING:
+                if not operated:
                     gate.tenants.find(headers.get("authorization", "")).admit()
                 await self._app(scope, receive, send)
             elif operated:
@@ -223,7 +226,17 @@ class Admission:
 
 
 async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """The whole body; Refused if it is larger than `limit` bytes, as soon as that is known, or too slow."""
+    """Return the whole body, decompressed.
+
+    Raises:
+        Refused: it is larger than `limit` bytes, as soon as that is known, too slow, or compressed otherwise
+            than by gzip.
+    """
+    encoding = headers.get("content-encoding", "").strip().lower() or "identity"
+    if encoding not in ("identity", "gzip", "x-gzip"):
+        raise Refused(
+            f"content-encoding {encoding[:40]!r} is not taken: send the body by gzip or as it is", status=415
+        )
     told = headers.get("content-length", "")
     size = int(told) if re.fullmatch(r"[0-9]{1,18}", told) else 0
     body, more = bytearray(), True
@@ -237,9 +250,26 @@ async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float
                 more = message.get("more_body", False)
     except TimeoutError:
         raise Refused(f"the request's body did not arrive within {timeout_s:g} s", status=408) from None
+    if encoding != "identity" and len(body) <= limit:
+        body = await asyncio.to_thread(_gunzipped, bytes(body), limit)
     if max(size, len(body)) > limit:
         raise Refused(f"the request's body is larger than {limit / MIB:g} MiB", status=413)
     return bytes(body)
+
+
+def _gunzipped(body: bytes, limit: int) -> bytearray:
+    """Return what is compressed in `body`, but no more than one byte above `limit`."""
+    found = bytearray()
+    try:
+        while body and len(found) <= limit:
+            member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+            found += member.decompress(body, limit + 1 - len(found))
+            if not member.eof and len(found) <= limit:
+                raise zlib.error("it ends early")
+            body = member.unused_data
+    except zlib.error as error:
+        raise BadRequest(f"the body is no gzip, as its content-encoding says: {error}") from error
+    return found
 
 
 def _replay(body: bytes) -> Receive:
@@ -309,12 +339,20 @@ def _fits(number: int) -> bool:
 # -- answers -------------------------------------------------------------------------------------
 
 
-def refusal(message: str, status: int, retry_after_s: int | None = None, kind: str | None = None) -> Response:
-    """An OpenAI-like error answer."""
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    return Response(error_body(message, status, kind), status, headers, "application/json")
+def refusal(
+    message: str,
+    status: int,
+    retry_after_s: int | None = None,
+    kind: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Return an OpenAI-like error answer."""
+    retry_after = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
+    body = error_body(message, status, kind, param)
+    return Response(body, status, {**retry_after, **(headers or {})}, "application/json")
 
 
 def refused_response(error: Refused) -> Response:
     """The answer to a request that was refused."""
-    return refusal(str(error), error.status, error.retry_after_s, error.kind)
+    return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param)

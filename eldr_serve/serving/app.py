@@ -14,7 +14,6 @@ from ray.serve.deployment import Application
 from eldr_serve.engine.backend import EngineRole, EngineSpec
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.serving.budget import SAMPLE_PERIOD_S
 from eldr_serve.serving.config import DRAIN_S, SCALING, EldrArgs
 from eldr_serve.serving.decode_router import actor_name
 from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
@@ -68,6 +67,7 @@ def build_app(args: dict[str, Any]) -> Application:
         max_load_ratio=parsed.prefill_router.max_load_ratio,
         max_kv_usage=parsed.prefill_router.max_kv_usage,
         admin_key_sha256=_admin_key_sha256(parsed),
+        engine_version=ENGINES.version(),
     )
 
 
@@ -124,12 +124,10 @@ def engine_spec(
     deployment.setdefault("graceful_shutdown_timeout_s", DRAIN_S)
     if deployment.get("autoscaling_config"):
         deployment["autoscaling_config"].setdefault("policy", {"policy_function": SCALING})
-    request_router = {"request_routing_stats_period_s": SAMPLE_PERIOD_S}
-    deployment["request_router_config"] = (
-        request_router
-        | deployment.get("request_router_config", {})
-        | {"request_router_class": _ROUTER, "request_router_kwargs": {"directory_name": directory_name}}
-    )
+    deployment["request_router_config"] = deployment.get("request_router_config", {}) | {
+        "request_router_class": _ROUTER,
+        "request_router_kwargs": {"directory_name": directory_name},
+    }
     try:
         return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Which prefill replicas have room in their KV caches, from samples that Serve brings now and then."""
+"""Which prefill replicas have room in their KV caches, from the reports that they send once a second."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KV_USAGE = "eldr_kv_usage"  # in a replica's routing stats: share of KV blocks in use, 0 to 1
+KV_USAGE = "eldr_kv_usage"  # in a replica's report: share of KV blocks in use, 0 to 1
 SAMPLE = "eldr_sample"  # number of that sample; the same number again is no news
-SAMPLE_PERIOD_S = 1.0
 _STALE_S = 10.0
 
 
@@ -39,7 +38,7 @@ class PrefillBudget:
         self._lock = threading.Lock()  # Serve's thread writes, the ingress reads
 
     def take(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the routing stats of all live replicas, by name."""
+        """Take the newest reports of all live replicas, by name."""
         now = self._clock()
         with self._lock:
             before, self._samples = self._samples, {}

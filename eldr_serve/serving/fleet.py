@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from eldr_serve.channel import Call, Channel, ChannelLost
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 METADATA = "eldr_channel"  # in a replica's metadata: where its channel is
 _RETRY_S = 0.5
+_GATHER_S = 0.05  # reports that come within it are taken together
 
 
 class Fleet:
@@ -30,6 +32,8 @@ class Fleet:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}  # keepers, also of replicas that Serve knows no more
         self._live: tuple[str, ...] = ()
+        self._reports: dict[str, Mapping[str, Any]] = {}
+        self._taking: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Follow the directory from now on."""
@@ -43,6 +47,8 @@ class Fleet:
     async def stop(self) -> None:
         """Close all channels."""
         self.directory.watch(lambda: None)
+        if self._taking is not None:
+            self._taking.cancel()
         for keeper in self._tasks:
             keeper.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -56,6 +62,11 @@ class Fleet:
     def in_flight(self) -> dict[str, int]:
         """Open calls of this process on each live replica."""
         return {name: self._channels[name].in_flight for name in self._live}
+
+    @property
+    def oldest_s(self) -> dict[str, float]:
+        """Return the age of this process's oldest open call on each live replica, s."""
+        return {name: round(self._channels[name].oldest_s, 1) for name in self._live}
 
     def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
         """Begin a call; ChannelLost if there is no channel to the replica."""
@@ -88,6 +99,7 @@ class Fleet:
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._channels[name] = channel
+            channel.on_report = partial(self._reported, name)
             self._update()
             try:
                 reason = await asyncio.shield(channel.closed)
@@ -97,6 +109,17 @@ class Fleet:
                     del self._channels[name]
                 self._update()
             logger.warning("the channel to replica %s is closed: %s", name, reason)
+
+    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+        self._reports[name] = report
+        if self._taking is None:
+            self._taking = asyncio.get_running_loop().call_later(_GATHER_S, self._take_reports)
+
+    def _take_reports(self) -> None:
+        self._taking = None
+        known = self.directory.metadata
+        self._reports = {name: report for name, report in self._reports.items() if name in known}
+        self.directory.sample({name: self._reports.get(name, {}) for name in known})
 
     def _update(self) -> None:
         """Who is live: Serve knows it, its channel is open, and it does not leave."""

@@ -13,9 +13,10 @@ from typing import Any
 import uvicorn
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.port import Port
 
 _BACKLOG = 4096
 _REQUEST_ID = b"x-request-id"
@@ -70,6 +71,8 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._have_head()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
         if self._leaving.is_set():
             self.cycle.keep_alive = False
 
@@ -103,6 +106,22 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
 
 
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """End a body of unknown length with its connection: HTTP/1.0 has no chunked encoding."""
+    send, sized = cycle.send, False
+
+    async def sending(message: Any) -> None:
+        nonlocal sized
+        if message["type"] == "http.response.start":
+            sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
+            cycle.chunked_encoding = None if sized else False
+        elif not sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = sending  # type: ignore[method-assign]
+
+
 class _Named:
     """Answers carry the client's own name for its request, as Serve's proxy has them carry it."""
 
@@ -124,22 +143,18 @@ class _Named:
 
 
 class HttpServer:
-    """Replicas of one node share the port: the kernel spreads connections over them.
+    """Listens at a port: the kernel spreads connections over the replicas that share it.
 
-    Raises:
-        OSError: the port is somebody else's.
+    Args:
+        port: bound; by default that of `options`.
     """
 
-    def __init__(self, app: ASGIApp, options: IngressOptions) -> None:
-        assert options.port is not None
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    def __init__(self, app: ASGIApp, options: IngressOptions, port: Port | None = None) -> None:
+        self._port = port = port or Port(options.host, options.port or 0, "an ingress")
         # Connections inherit it: the kernel closes one whose client takes nothing for so long.
-        self._socket.setsockopt(
+        port.socket.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.write_timeout_s)
         )
-        self._socket.bind((options.host, options.port))
         self._leaving = asyncio.Event()
         config = uvicorn.Config(
             _Named(app), http=functools.partial(_Connection, options, self._leaving), ws="none",  # type: ignore[arg-type]
@@ -147,16 +162,16 @@ class HttpServer:
             date_header=False, proxy_headers=False, timeout_keep_alive=60,
         )  # fmt: skip
         self._server = _Server(config)
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve([port.socket]))
 
     @property
     def port(self) -> int:
-        """At which it listens."""
-        port: int = self._socket.getsockname()[1]
-        return port
+        """Return the number of its port."""
+        return self._port.number
 
     async def drain(self) -> None:
         """Take no further connection, and wait until those that are open have had their answers."""
+        self._port.release()
         self._leaving.set()
         self._server.should_exit = True
         await self._serving

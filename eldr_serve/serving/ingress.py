@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -49,6 +50,7 @@ from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Answered, NamedPolicy
 from eldr_serve.serving.path import Engines, PathOptions, RequestPath
+from eldr_serve.serving.port import Port, owner_of_port
 from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.serving.replicas import directory
 from eldr_serve.serving.request_log import RequestLog
@@ -67,8 +69,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN_HEADER = "x-eldr-domain"
-_NOT_FOR_ENGINES = {"authorization", "cookie", "content-length", "host"} | STEERING_HEADERS
+_NOT_FOR_ENGINES = {
+    "authorization",
+    "content-encoding",
+    "content-length",
+    "cookie",
+    "host",
+} | STEERING_HEADERS
 _ALONE_S, _LOOK_S = 5.0, 0.05  # until it listens without a decode replica
+_METRICS_ABOUT = (
+    b"# One ingress process. Requests, router, workers and engines: Ray's metrics port of each node "
+    b"(docs/watching.md).\n"
+)
 _BYTES_A_TOKEN = 4  # of a body, until the prompt's tokens are counted
 
 
@@ -95,6 +107,10 @@ class EldrIngress:
         max_load_ratio: a prefill replica above this times the mean load is passed over.
         max_kv_usage: a prefill replica with more than this share of its KV blocks in use takes no prompt.
         admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; None refuses them all.
+        engine_version: what `GET /version` says.
+
+    Raises:
+        PortTaken: another application or program has the port of `options`.
     """
 
     def __init__(
@@ -112,8 +128,9 @@ class EldrIngress:
         max_load_ratio: float = 1.25,
         max_kv_usage: float = 0.95,
         admin_key_sha256: str | None = None,
+        engine_version: str = "",
     ) -> None:
-        self.model_card, self.openapi = model_card, openapi
+        self.model_card, self.openapi, self.engine_version = model_card, openapi, engine_version
         self._prefill = Fleet(directory(prefill_directory(application)))
         self._prefill.directory.budget.max_usage = max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
@@ -135,12 +152,14 @@ class EldrIngress:
         self._watch = LoopWatch("ingress")
         self._started: asyncio.Task[None] | None = None
         self._http: HttpServer | None = None
+        self._port: Port | None = None
+        if options.port is not None:
+            self._port = Port(options.host, options.port, owner_of_port(application))
 
     async def check_health(self) -> None:
         """Called by Serve from the start on; the first call starts the background work.
 
-        Raises:
-            OSError: its port is somebody else's; whatever else has ended that work.
+        Raises whatever has ended that work.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
@@ -184,12 +203,12 @@ class EldrIngress:
     async def _listen(self) -> None:
         """Answer at the port of its own. Where a decode replica is known soon, not before: other ingresses of
         the node have the connections until then."""
-        if self.gate.options.port is None:
+        if self._port is None:
             return
         until = time.monotonic() + _ALONE_S
         while not self._decode.live and time.monotonic() < until:
             await asyncio.sleep(_LOOK_S)
-        self._http = HttpServer(application(), self.gate.options)
+        self._http = HttpServer(application(), self.gate.options, self._port)
 
     async def _export(self) -> None:
         metrics = IngressMetrics()
@@ -205,6 +224,8 @@ class EldrIngress:
         """Serve's hook before it ends the replica: answers end first."""
         if self._http is not None:
             await self._http.drain()
+        elif self._port is not None:
+            self._port.release()
         await self._log.stop()
 
     async def stop(self) -> None:
@@ -307,9 +328,9 @@ class EldrIngress:
         try:
             asked = Asked.model_validate(fields)
         except ValidationError as error:
-            raise BadRequest(sentence(error)) from error
-        if asked.model is not None and asked.model != self._router.model_id:
-            raise Refused(f"there is no model {asked.model!r}", status=404)
+            raise BadRequest(sentence(error), param=f"body.{error.errors()[0]['loc'][0]}") from error
+        if asked.model and asked.model != self._router.model_id:
+            raise Refused(f"there is no model {asked.model!r}", status=404, param="model")
         return asked
 
     # -- /eldr -----------------------------------------------------------------------------------
@@ -330,6 +351,19 @@ class EldrIngress:
         if (awaited := self._warmup.awaited) is not None:
             raise Overloaded(awaited)
         return JSONResponse({"ready": True})
+
+    async def health(self, request: Request) -> Response:
+        """As vLLM's: 200 and nothing more once requests may come, else 503."""
+        await self.ready(request)
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        """The version of vLLM that the engines run, as vLLM says it."""
+        return JSONResponse({"version": self.engine_version})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics of the process that answers, and where all others are."""
+        return Response(_METRICS_ABOUT + generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     async def live(self, request: Request) -> Response:
         """The status, and what the live page draws beside it."""
@@ -354,6 +388,7 @@ class EldrIngress:
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
             "prefill_in_flight": self._prefill.in_flight,
+            "prefill_oldest_s": self._prefill.oldest_s,
             "stages": self._path.stages.summary(),
             "prefill_kv_usage": self._prefill.directory.budget.usage,
             "decode_kv_usage": self._decode.directory.budget.usage,
@@ -507,7 +542,7 @@ def application() -> Starlette:
         """The same model by its name."""
         card = ingress().model_card
         if request.path_params["model"] != card["id"]:
-            raise Refused(f"there is no model {request.path_params['model']!r}", status=404)
+            raise Refused(f"there is no model {request.path_params['model']!r}", status=404, param="model")
         return JSONResponse(card)
 
     async def openapi(request: Request) -> Response:
@@ -531,6 +566,10 @@ def application() -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/openapi.json", openapi),
+            Route("/health", endpoint("health")),
+            Route("/ping", endpoint("health"), methods=["GET", "POST"]),
+            Route("/version", endpoint("version")),
+            Route("/metrics", endpoint("metrics")),
             Route("/eldr/status", endpoint("status")),
             Route("/eldr/ready", endpoint("ready")),
             Route("/eldr/policy", endpoint("set_policy"), methods=["PUT"]),
@@ -571,7 +610,7 @@ async def _channel_lost(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return refusal(error.detail, error.status_code)
+    return refusal(error.detail, error.status_code, headers=error.headers)
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -26,7 +26,17 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
     app = FastAPI(title="eldr-serve")
     for path, method in _PATHS.items():
         app.post(path)(_endpoint(requests[method]))
-    for path in ("/v1/models", "/eldr/status", "/eldr/ready", "/eldr/live", "/eldr/trace"):
+    for path in (
+        "/v1/models",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/eldr/status",
+        "/eldr/ready",
+        "/eldr/live",
+        "/eldr/trace",
+    ):
         app.get(path)(_nothing)
     for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table", "/eldr/refit", "/eldr/experts"):
         app.put(path)(_nothing)

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
 _LOST = error_event("engine_lost", "the decode engine was lost while it generated; send the request again")
+_NOTICE_S = 5.0  # for a decode engine to tell the prefill engine that it reads a prompt's blocks no longer
 _LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
 
 
@@ -585,7 +586,7 @@ class RequestPath:
             if signature is not None:
                 signature.over()
             if unread is not None:
-                self._release_kv(unread.request_id, unread.replica, reader=None if ended else call)
+                self._release_kv(unread.request_id, unread.replica, reader=call)
 
     def _true_signature(self, lease: Placement, token_ids: NDArray[np.uint32]) -> TrueSignature:
         """The router is told what the prompt uses once its engine has prefilled it."""
@@ -598,7 +599,9 @@ class RequestPath:
         """Free a prompt's blocks without waiting: this also runs while a request is being cancelled.
 
         Args:
-            reader: the cancelled decode call that may still read them; they are freed when it has ended.
+            reader: the decode call that may still read them. Its engine tells the prefill engine, which frees
+                them, when the read is over, though the call may end before that; only an engine that has
+                not got the request tells nothing.
         """
         task = asyncio.get_running_loop().create_task(self._send_release(request_id, replica, reader))
         self._background.add(task)
@@ -608,6 +611,7 @@ class RequestPath:
         try:
             if reader is not None:
                 await reader.end()
+                await asyncio.sleep(_NOTICE_S)
             await self._engines.prefill.call(replica, "release", {"id": request_id}).end()
         except ChannelLost as error:
             logger.info("could not release KV of %s, its lease will end: %s", request_id, error)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from eldr_serve.serving.budget import PrefillBudget
 
 BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
-EXPERTS = "eldr_experts"  # in a replica's routing stats, see protocol.Engine.experts
+EXPERTS = "eldr_experts"  # in a replica's report, see protocol.Engine.experts
 
 
 class Replicas(Protocol):
@@ -50,7 +50,7 @@ class ReplicaDirectory:
         return max((found.get(BLOCK_TOKENS, 0) for found in self._metadata.values()), default=0)
 
     def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Called by the request router with the newest routing stats of all live replicas, by name."""
+        """Take the newest reports of all live replicas, by name."""
         self.budget.take(stats)
         self.experts = {name: found[EXPERTS] for name, found in stats.items() if EXPERTS in found}
 

@@ -40,7 +40,6 @@ class DirectoryRouter(RequestRouter):
         self.directory = directory(directory_name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self.directory.sample({r.replica_id.unique_id: r.routing_stats or {} for r in replicas})
         super().update_replicas(replicas)
         self.directory.publish({r.replica_id.unique_id: r.replica_metadata or {} for r in replicas})
 

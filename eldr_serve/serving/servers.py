@@ -14,7 +14,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
-from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest
+from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.serving import expert_swap, true_signature
@@ -63,7 +63,9 @@ class EngineServer:
             self._engine = await engine(llm_config)
         self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
-        self._address, self._channel = await open_channel(self._answer, describe=self._describe, limit=limit)
+        self._address, self._channel = await open_channel(
+            self._answer, describe=self._describe, limit=limit, report=self.report
+        )
         self._life = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
         self._watching = asyncio.get_running_loop().create_task(self._life.run())
 
@@ -82,7 +84,7 @@ class EngineServer:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
-        status, body = describe(error, self._engine.status_of)
+        status, body = describe(error, self._engine)
         if status >= 500 and not isinstance(error, Refused):
             self._life.failed()
         return status, body
@@ -91,9 +93,12 @@ class EngineServer:
         """Serve's hook: how ingress replicas reach this one."""
         return {METADATA: asdict(self._address)}
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is, and what
-        expert-parallel ranks hold."""
+    def report(self) -> dict[str, Any]:
+        """Return what pings tell the ingresses: how full the KV cache is, what expert-parallel ranks hold.
+
+        Serve's routing stats could carry it. But its controller asks a replica that has died for them every
+        period until its next health check, and logs a traceback of each failure.
+        """
         found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
         experts = self._engine.experts()
         return found if experts is None else found | {EXPERTS: experts}
@@ -123,7 +128,6 @@ class PrefillServer(EngineServer):
 
     A finished prefill's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client goes away in between, call `release` frees them at once.
-    Its routing stats say how full the KV cache is (see PrefillBudget).
 
     Raises:
         ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.
@@ -231,17 +235,17 @@ def _may_be_sampled(header: dict[str, Any]) -> bool:
     return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
 
 
-def describe(error: Exception, status_of: Callable[[Exception], int]) -> tuple[int, bytes]:
+def describe(error: Exception, engine: DescribesErrors) -> tuple[int, bytes]:
     """An exception's status, as of HTTP, and the body that tells it to the client.
 
     Args:
-        status_of: that of what serving does not raise itself, see protocol.Engine.
+        engine: describes what serving does not raise itself.
     """
     if isinstance(error, CallFailed):
         return error.status, error.body
     if isinstance(error, Refused):
-        return error.status, error_body(str(error), error.status)
-    status = status_of(error)
+        return error.status, error_body(str(error), error.status, param=error.param)
+    status = engine.status_of(error)
     if status >= 500:
         logger.error("a call failed", exc_info=error)
-    return status, error_body(sentence(error), status)
+    return status, error_body(sentence(error), status, param=engine.parameter_of(error))

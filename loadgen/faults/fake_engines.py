@@ -187,6 +187,10 @@ class BlockEngine(InProcess):
         """See protocol.Engine."""
         return 500
 
+    def parameter_of(self, error: Exception) -> str | None:
+        """See protocol.Engine."""
+        return None
+
     async def stop(self) -> None:
         """See protocol.Engine."""
 

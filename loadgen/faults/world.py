@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -28,7 +28,7 @@ from eldr_serve.channel import client as channel_client
 from eldr_serve.serving import decode_router, engine_watch, ingress, loop_watch, servers, tenants
 from eldr_serve.serving.address import Address
 from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
+from eldr_serve.serving.budget import PrefillBudget
 from eldr_serve.serving.decode_router import DecodeRouter
 from eldr_serve.serving.keys import Key, Keys, Limits, digest
 from eldr_serve.serving.path import PathOptions
@@ -62,7 +62,6 @@ RETRIES_AT_ONCE = (2, 64)
 TENANTS, LIMITED, LIMIT = ("a", "b"), "limited", 3
 LONG_AWAY_S = 12.0  # that a router is away at times, in which nobody may wait for it
 _MAX_UNREAD_BYTES = 40_000  # of a stream that its client does not read: more than 4 s of tokens
-_SAMPLE_PERIOD_S = 1.0
 SLOTS = (1, 2, 64)  # of a decode engine, under a policy with a decode queue: few, so that requests wait
 POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
 ROLES = ("prefill", "decode", "router", "ingress")
@@ -180,7 +179,6 @@ class World:
         self.prefill_blocks = rng.choice([12, 24, 48])
         self.decode_blocks = rng.choice([192, 256, 384])
         self._numbers = dict.fromkeys(ROLES, 0)
-        self._samples = 0
         self.whole, self.keyed = rng.random() < 0.25, rng.random() < 0.5
         self.retries_at_once = rng.choice(RETRIES_AT_ONCE)
         predicts = self.whole and rng.random() < 0.7
@@ -208,7 +206,6 @@ class World:
             for _ in range(number):
                 self.start_one(role)
         self.loop.thread_s = self._thread_s
-        self._control = asyncio.create_task(self._sample())
 
     def _thread_s(self) -> float:
         """A thread's calls are Ray's, which wait for GCS."""
@@ -307,21 +304,6 @@ class World:
             if role in directories:
                 after_s = max(self.gcs_until_s - self.loop.time(), 0) + self.rng.uniform(0.001, 0.1)
                 process.soon(tell, directories[role], after_s=after_s)
-
-    async def _sample(self) -> None:
-        """Serve brings the replicas' routing stats to the ingresses."""
-        stats: dict[str, Mapping[str, Any]] = {}
-        while True:
-            await asyncio.sleep(_SAMPLE_PERIOD_S)
-            self._samples += 1
-            for process in self.live["prefill"]:
-                engine = self.engines.get(process.name)
-                if engine is not None and not process.stopped:
-                    stats[process.name] = {KV_USAGE: engine.kv_usage(), SAMPLE: self._samples}
-            for process, found in self.directories.items():
-                if "prefill" in found:
-                    known = {name: stats.get(name, {}) for name in self.known["prefill"]}
-                    process.soon(found["prefill"].budget.take, known, after_s=0.01)
 
     def time_s(self, mean_s: float) -> float:
         """How long a piece of work takes."""

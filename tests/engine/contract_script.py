@@ -104,6 +104,10 @@ class There:
         assert isinstance(error, RaisedThereError)
         return error.status
 
+    @staticmethod
+    def parameter_of(error: Exception) -> str | None:
+        return None
+
     def _call(self, method: str, *arguments: Any) -> Any:
         self._pipe.send((method, arguments))
         kind, answer = self._pipe.recv()

@@ -57,7 +57,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
 @asynccontextmanager
 async def served(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
     """The application, and the address of its live page."""
-    async with running_app(actor=actor, decode=streams, **options) as app:
+    async with running_app(actor=actor, **{"decode": streams} | options) as app:
         server = HttpServer(app.http, IngressOptions(port=0))
         try:
             yield app, f"http://127.0.0.1:{server.port}/eldr/"

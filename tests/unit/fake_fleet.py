@@ -75,6 +75,10 @@ class FakeFleet:
         return {name: open_calls[name] for name in self.live}
 
     @property
+    def oldest_s(self) -> dict[str, float]:
+        return {name: 0.0 for name in self.live}
+
+    @property
     def requests(self) -> list[Sent]:
         """Of calls that an engine works for."""
         return [sent for sent in self.sent if sent.method != "release"]
@@ -110,7 +114,7 @@ class FakeFleet:
         except (ChannelLost, CallFailed) as error:
             call.over(error)
         except Exception as error:
-            call.over(CallFailed(*describe(error, VllmEngine.status_of)))
+            call.over(CallFailed(*describe(error, VllmEngine)))
 
 
 def prefilled(**params: Any) -> bytes:

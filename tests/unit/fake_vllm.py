@@ -145,7 +145,7 @@ class Chat(_Serving, OpenAIServingChat):
 
 def engine(client: Client, created: int) -> VllmEngine:
     """Ours, over these."""
-    of_ray = SimpleNamespace(
-        _oai_serving_completion=Completions(client, created), _oai_serving_chat=Chat(client)
+    state = SimpleNamespace(
+        openai_serving_completion=Completions(client, created), openai_serving_chat=Chat(client)
     )
-    return VllmEngine(SimpleNamespace(engine=of_ray), "m")
+    return VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=state)), "m")

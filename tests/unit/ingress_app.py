@@ -40,8 +40,9 @@ class _Ingress(ingress.EldrIngress):
 class App:
     """A running ingress and a client of it. Its engines look at a request as vLLM does, then answer."""
 
-    def __init__(self, prefill: Any, decode: Any) -> None:
-        self.prefill, self.decode = (FakeFleet(self._validated(a), "r0", "r1") for a in (prefill, decode))
+    def __init__(self, prefill: Any, decode: Any, validated: bool = True) -> None:
+        answers = (self._validated(a) if validated else a for a in (prefill, decode))
+        self.prefill, self.decode = (FakeFleet(answer, "r0", "r1") for answer in answers)
         self.worked_for: list[Sent] = []  # calls of valid requests
         self.ingress: Any = None
         self.http = ingress.application()
@@ -78,11 +79,17 @@ async def running_app(
     decode: Callable[[Any], AsyncIterator[Any]] = answers,
     actor: FakeActor | None = None,
     admin_key: str | None = KEY,
+    model_id: str = "m",
+    validated: bool = True,
     **options: Any,
 ) -> AsyncIterator[App]:
-    """Options are those of IngressOptions."""
+    """Run it; options are those of IngressOptions.
+
+    Args:
+        validated: engines look at a request as vLLM does before they answer.
+    """
     actor = actor or FakeActor()
-    app = App(prefill, decode)
+    app = App(prefill, decode, validated)
     fleets = iter((app.prefill, app.decode))
     healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
     with (
@@ -94,11 +101,12 @@ async def running_app(
             prefill=healthy,
             decode=healthy,
             tokenizer="/nowhere",
-            model_card={"id": "m", "object": "model"},
+            model_card={"id": model_id, "object": "model"},
             openapi=_OPENAPI,
             application=f"test-{next(_names)}",
-            router=RouterSettings(model_id="m"),
+            router=RouterSettings(model_id=model_id),
             options=IngressOptions(**options),
+            engine_version="0.0-test",
             path_options=PathOptions(retry_backoff_s=0.0),
             admin_key_sha256=hashlib.sha256(admin_key.encode()).hexdigest() if admin_key else None,
         )

@@ -32,6 +32,12 @@ class VllmBackend:
 
         check_ray()
 
+    def version(self) -> str:
+        """See Backend."""
+        import vllm
+
+        return str(vllm.__version__)
+
     def requests(self) -> Mapping[str, Any]:
         """See Backend."""
         from eldr_serve.engine.vllm.requests import REQUESTS

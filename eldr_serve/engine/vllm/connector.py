@@ -14,6 +14,7 @@ far off then; its sums go at once, with the stats (`take_signatures`).
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -299,8 +300,10 @@ class EldrConnector(NixlPullConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         # Both model runners come here after the forward and before they ask for what was counted;
-        # `wait_for_save` comes later where V1 drafts tokens (speculative decoding).
-        self._count()
+        # `wait_for_save` comes later where V1 drafts tokens (speculative decoding). V1 comes here with an
+        # exception of the forward, too: nothing of it is counted, and its own words are the ones to be heard.
+        if sys.exc_info()[0] is None:
+            self._count()
         # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
         expire_send_leases(self.connector_worker, self._abandoned.due())
         results = super().get_transfer_results(finished_req_ids)

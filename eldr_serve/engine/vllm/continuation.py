@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
+from eldr_serve.engine.keys import CREATED
 from eldr_serve.engine.protocol import Send
 from eldr_serve.engine.vllm.compat.serve_llm import (
     EngineCoreOutput,
@@ -124,6 +125,9 @@ class Continuation:
             params = params.clone()
             params.output_kind = RequestOutputKind.DELTA
             params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
+        # Where the prompt's blocks come from a prefill engine, the prompt was written to that one's cache.
+        transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
+        created = transfer.get(CREATED)
         make = self._go_on if self._generated else self._client.generate
         whole: Any = None
         output: Any = None
@@ -131,6 +135,8 @@ class Continuation:
             async with aclosing(make(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
+                    if created is not None:
+                        output.num_cache_creation_tokens = created
                     self._ids += completion.token_ids
                     if output.kv_transfer_params:
                         self.counts, output.kv_transfer_params = output.kv_transfer_params, None
@@ -147,6 +153,10 @@ class Continuation:
         except Exception as error:
             self.failure = error
             raise
+        finally:
+            # The engine has got the request and frees the prompt's blocks. vLLM's server would tell the
+            # prefill engine a second time that they are free, if the client has left before a whole answer.
+            transfer["do_remote_prefill"] = False
         self.metrics = getattr(output, "metrics", None)
         self.prompt_token_ids = getattr(output, "prompt_token_ids", None) or []
         if whole is not None:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.keys import CALIBRATE, REQUEST, SIGNATURE
+from eldr_serve.engine.keys import CALIBRATE, CREATED, REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm import kv_usage, late_metrics, signatures, steps
@@ -28,9 +28,11 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     QuietLLMServer,
     RawRequestInfo,
     canonical_request_id,
+    check_serving,
     create_error_response,
     engine_client,
     openai_serving,
+    parameter_of,
     register_connector,
 )
 from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
@@ -84,8 +86,7 @@ class VllmEngine:
         with clear_start():
             await server.start()
         replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
-        for method in ("chat", "completions"):
-            openai_serving(server.engine, method)  # raises now rather than with the first request
+        check_serving(server.engine)  # rather than with the first request
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
         if parallel.enable_expert_parallel and switched_on():
@@ -99,7 +100,10 @@ class VllmEngine:
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         made = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
         ids = made.prompt_token_ids[: len(made.prompt_token_ids) - len(generated)]
-        return Prefilled(np.asarray(ids, np.uint32), made.kv_transfer_params or {})
+        kv = made.kv_transfer_params or {}
+        if (created := getattr(made, "num_cache_creation_tokens", None)) is not None:
+            kv[CREATED] = min(created, len(ids))
+        return Prefilled(np.asarray(ids, np.uint32), kv)
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """See protocol.Engine; under `disable_log_stats`, or after another engine, the time is not known."""
@@ -162,6 +166,10 @@ class VllmEngine:
         if request.method not in ENDPOINT_REQUESTS:
             raise Refused(f"an engine has no call {request.method!r}", status=400)
         parsed = parse_request(request)
+        if request.method in ("tokenize", "detokenize"):
+            serving, create = openai_serving(self.server.engine, request.method)
+            send(*_whole(await getattr(serving, create)(parsed, _raw_request(parsed, request))))
+            return
         info = RawRequestInfo(headers=request.headers)
         async for made in await getattr(self.server, request.method)(parsed, info):
             send(*_whole(made))
@@ -227,6 +235,11 @@ class VllmEngine:
         if isinstance(error, ValidationError):
             return 400
         return int(create_error_response(error).error.code)
+
+    @staticmethod
+    def parameter_of(error: Exception) -> str | None:
+        """See protocol.Engine."""
+        return parameter_of(error)
 
     async def ping(self) -> None:
         """See protocol.Engine: of what the core is asked between two steps, this takes it the least."""

@@ -12,6 +12,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     ENDPOINT_REQUESTS,
     ChatCompletionRequest,
     CompletionRequest,
+    parameter_of,
     picklable_chat,
 )
 from eldr_serve.errors import Refused, sentence
@@ -50,7 +51,7 @@ def parse_request(asked: EngineRequest) -> Any:
     except ValidationError:
         raise
     except Exception as error:
-        raise Refused(sentence(error), status=400) from error
+        raise Refused(sentence(error), status=400, param=parameter_of(error)) from error
     ours = {"request_id": asked.id, "kv_transfer_params": asked.kv}
     known = type(request).model_fields
     request = request.model_copy(

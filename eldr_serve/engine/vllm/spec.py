@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import eldr_serve.engine.vllm.imports  # noqa: F401
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ class VllmSpec:
     def model_card(self) -> dict[str, Any]:
         """See EngineSpec."""
         card: dict[str, Any] = to_model_metadata(self.model_id, self.config).model_dump()
-        return card
+        return card | {"created": int(time.time())}
 
     @property
     def deployment_config(self) -> dict[str, Any]:

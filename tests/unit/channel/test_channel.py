@@ -24,14 +24,14 @@ HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
 class Engine:
     """Answers calls as their names say, and knows which of them run."""
 
-    def __init__(self, limit: int = 1000) -> None:
+    def __init__(self, limit: int = 1000, report: Any = dict) -> None:
         self.running: list[str] = []
         self.begun = 0
         self.go_on = asyncio.Event()
         self.server = ChannelServer(
             SECRET, self.answer,
             describe=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
-            limit=limit, full=lambda: RuntimeError("full"),
+            limit=limit, full=lambda: RuntimeError("full"), report=report,
         )  # fmt: skip
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
@@ -89,6 +89,19 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "PING_S", 0.02)
+    numbers = iter(range(1000))
+    async with connected(report=lambda: {"number": next(numbers)}) as (engine, channel):
+        reports: list[Any] = []
+        channel.on_report = reports.append
+        reader, writer = await asyncio.open_connection("127.0.0.1", engine.server.address[1])
+        await until(lambda: len(reports) > 3)
+        assert reports[1:] == [{"number": found["number"] + 1} for found in reports[:-1]]
+        writer.close()
+        assert b"number" not in await reader.read()
 
 
 async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> None:

@@ -12,11 +12,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from fake_vllm import EOS, PROMPT, TOKENIZER, Client, engine
+from fake_vllm import EOS, PROMPT, TOKENIZER, Chat, Client, engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
 
+from eldr_serve.engine.keys import CREATED
 from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.engine.vllm.continuation import Continuation
 
 TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # its characters are of several tokens
 SCRIPT = [*TOKENIZER.encode(TEXT), EOS]
@@ -174,3 +177,38 @@ async def test_an_answer_tells_how_long_it_has_waited_for_its_first_step(method:
     assert frames.waited_s is not None
     assert 0 < frames.waited_s - 1000 < 100  # what goes before the last output counts, here alone
     assert (await answer(method, fields)).waited_s is None  # as under disable_log_stats
+
+
+# -- a prompt whose blocks come from a prefill engine --------------------------------------------------
+
+
+async def test_usage_counts_what_prefill_wrote_and_who_leaves_has_its_blocks_freed_once() -> None:
+    """Once the engine has the request it frees the blocks; vLLM's server would do so a second time."""
+    client = Client(scripted)
+    transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
+    params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})
+    request: Any = SimpleNamespace(stream=True)
+    outputs = Continuation(client, Frames().send, request, [], None).generate(
+        {"prompt_token_ids": PROMPT, "prompt": "x"}, params, "r"
+    )
+    assert (await anext(outputs)).num_cache_creation_tokens == 736
+    assert transfer["do_remote_prefill"]
+    await outputs.aclose()
+    assert not transfer["do_remote_prefill"]
+    assert not client.open
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chats_usage_tells_what_prefill_wrote_to_its_cache(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(Chat, "enable_prompt_tokens_details", True)
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": stream}
+    kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED: 736}
+    request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv=kv)
+    frames = Frames()
+    await engine(Client(scripted), 100).generate(request, frames.send)
+    _, said = frames.up_to(None)
+    last = said.split(b"data: ")[-2] if stream else said
+    assert json.loads(last)["usage"]["prompt_tokens_details"]["created_cache_tokens"] == 736

@@ -5,19 +5,24 @@ By one an engine that counts no experts never becomes ready, and says why.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from eldr_serve.engine.keys import REQUEST, SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled
+from eldr_serve.engine.vllm.compat import serve_llm
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_sets
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import ConfigurationError, error_body
 from eldr_serve.serving.servers import describe
@@ -27,14 +32,14 @@ from eldr_serve.signature import pack_counts
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
 
 
-def vllm_engine(**of_ray: Any) -> VllmEngine:
-    """Over Ray's VLLMEngine with these attributes."""
-    return VllmEngine(SimpleNamespace(engine=SimpleNamespace(**of_ray)), "m")
+def vllm_engine(**state: Any) -> VllmEngine:
+    """Over Ray's VLLMEngine with these attributes in vLLM's application state."""
+    return VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=SimpleNamespace(**state))), "m")
 
 
 def told(error: Exception) -> tuple[int, bytes]:
     """The client."""
-    return describe(error, VllmEngine.status_of)
+    return describe(error, VllmEngine)
 
 
 def error(code: int, message: str = "no") -> Any:
@@ -96,7 +101,7 @@ async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
     """What a prefill call's serving object saw, and what it returned or what the caller is told."""
     serving = Serving(response)
     body = json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
-    engine = vllm_engine(_oai_serving_completion=serving)
+    engine = vllm_engine(openai_serving_completion=serving)
     try:
         found: Any = await engine.prefill(EngineRequest("completions", body, "id"))
     except Exception as failure:
@@ -177,7 +182,7 @@ class Generating:
 
 async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[bytes, int]]:
     sent: list[tuple[bytes, int]] = []
-    engine = vllm_engine(_oai_serving_completion=serving, _oai_serving_chat=serving)
+    engine = vllm_engine(openai_serving_completion=serving, openai_serving_chat=serving)
     ids = np.array([5, 6], np.uint32).tobytes()
     body = json.dumps({"model": "m"} | fields).encode()
     request = EngineRequest(method, body, "id", kv={"do_remote_prefill": True}, token_ids=ids)
@@ -238,10 +243,77 @@ async def test_tokens_of_several_answers_are_counted_in_vllms_own_chunks(chunk: 
     ]
 
 
+# -- endpoints that generate nothing -------------------------------------------------------------------
+
+
+async def test_an_engine_without_vllms_tokenization_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"no VLLMEngine._app_state.serving_tokenization.create_tokenize"):
+        await start(monkeypatch, {}, tokenization=object())
+
+
+@pytest.mark.parametrize("init", ["init_app_state", "init_generate_state", "init_pooling_state"])
+async def test_an_engine_whose_vllm_has_renamed_an_endpoint_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, init: str
+) -> None:
+    monkeypatch.setattr(serve_llm, init, lambda state: setattr(state, "renamed", None))
+    with pytest.raises(UnsupportedEngineError, match=r"sets no attribute '(openai_)?serving_"):
+        await start(monkeypatch, {})
+
+
+def test_every_name_that_ray_reads_of_vllms_state_is_checked_or_known_to_be_wrong() -> None:
+    """`openai_serving_tokenization` is the one that Ray 2.60 has wrong, so it is not read by its name."""
+    read = {
+        name
+        for name in re.findall(r'getattr\(\s*state, "(\w+)"', inspect.getsource(VLLMEngine.start))
+        if name != "openai_serving_transcription"  # no endpoint of ours
+    }
+    wrong = set()
+    for name in read:
+        try:
+            for init in (serve_llm.init_app_state, serve_llm.init_generate_state):
+                if name in init.__code__.co_names:
+                    break
+            else:
+                check_sets(serve_llm.init_pooling_state, name)
+        except UnsupportedEngineError:
+            wrong.add(name)
+    assert wrong == {"openai_serving_tokenization"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "x", "max_tokens": "many"}, "body.max_tokens"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({}, "prompt"),
+    ],
+)
+async def test_an_error_names_the_field_that_vllm_names(fields: dict[str, Any], param: str | None) -> None:
+    engine = vllm_engine(openai_serving_completion=Generating([]))
+    with pytest.raises(Exception, match=r".") as refused:
+        await engine.generate(
+            EngineRequest("completions", json.dumps(fields).encode(), "id"), lambda *a: None
+        )
+    status, body = told(refused.value)
+    assert (status, json.loads(body)["error"]["param"]) == (400, param)
+
+
 # -- the first prompt of an engine that starts ---------------------------------------------------------
 
 
-async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving, list[str], Any]:
+class Tokenization:
+    """vLLM's serving object for tokens."""
+
+    async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
+        """As vLLM's."""
+
+    async def create_detokenize(self, request: Any, raw_request: Any) -> Any:
+        """As vLLM's."""
+
+
+async def start(
+    monkeypatch: pytest.MonkeyPatch, response: Any, tokenization: Any = None
+) -> tuple[Serving, list[str], Any]:
     """Of an engine that is started so: what it served, the prompts that it abandoned, and its shape."""
     serving, abandoned = Serving(response), []
 
@@ -251,8 +323,11 @@ async def start(monkeypatch: pytest.MonkeyPatch, response: Any) -> tuple[Serving
 
     async def start_engine(server: Any) -> None:
         server.engine = SimpleNamespace(
-            _oai_serving_chat=serving,
-            _oai_serving_completion=serving,
+            _app_state=SimpleNamespace(
+                openai_serving_chat=serving,
+                openai_serving_completion=serving,
+                serving_tokenization=tokenization or Tokenization(),
+            ),
             _engine_client=SimpleNamespace(
                 logger_manager=None,
                 vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(enable_expert_parallel=False)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -165,6 +167,45 @@ async def test_the_openapi_document_is_served() -> None:
     async with running_app() as app:
         paths = (await app.client.get("/openapi.json")).json()["paths"]
         assert {COMPLETIONS, CHAT, "/tokenize", "/eldr/policy"} <= paths.keys()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP"])
+async def test_a_body_by_gzip_is_read_and_its_encoding_is_not_passed_on(encoding: str) -> None:
+    async with running_app() as app:
+        body = json.dumps(HELLO).encode()
+        packed = gzip.compress(body[:9]) + gzip.compress(body[9:])  # members, as of concatenated files
+        for path in (COMPLETIONS, "/tokenize"):
+            answer = await app.client.post(path, content=packed, headers={"content-encoding": encoding})
+            assert answer.status_code == 200
+            sent = app.decode.sent[-1]
+            assert sent.body == body
+            assert "content-encoding" not in sent.header["headers"]
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status", "sentence"),
+    [
+        (b"{}", "br", 415, "content-encoding 'br' is not taken: send the body by gzip or as it is"),
+        (b"{}", "gzip, gzip", 415, "'gzip, gzip' is not taken"),
+        (b"{}", "gzip", 400, "the body is no gzip"),
+        (gzip.compress(b"{}")[:-9], "gzip", 400, "it ends early"),
+        (gzip.compress(b" " * 2**26, 1), "gzip", 413, "larger than 1 MiB"),
+        (gzip.compress(b" " * 2**20) * 500, "gzip", 413, "larger than 1 MiB"),
+    ],
+)
+async def test_a_body_by_another_encoding_a_broken_one_and_a_bomb_are_refused(
+    body: bytes, encoding: str, status: int, sentence: str
+) -> None:
+    async with running_app(max_body_mib=8 if status != 413 else 1) as app:
+        headers = {"content-encoding": encoding}
+        tracemalloc.start()
+        answer = await app.client.post(COMPLETIONS, content=body, headers=headers)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert is_one_sentence(answer, status)
+        assert sentence in answer.text
+        assert peak < 32 * 2**20
+        assert not app.decode.sent
 
 
 # -- the door alone ------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ async def test_a_decode_replica_takes_it_and_tells_what_it_holds() -> None:
     async with serving(servers.DecodeServer, engine=Ranked.start, router_name="router") as (server, channel):
         chunk = await channel.call(METHOD, {}, body()).read()
         assert chunk is not None
-        stats = await server.record_routing_stats()
+        stats = server.report()
         assert stats[EXPERTS]["placement"] == PLACED.id
         directory = ReplicaDirectory()
         directory.sample({"r0": stats, "r1": {}})
@@ -139,7 +139,7 @@ async def test_an_engine_without_ranks_refuses() -> None:
         with pytest.raises(CallFailed, match="cannot be moved") as failure:
             await channel.call(METHOD, {}, body()).read()
         assert failure.value.status == 400
-        assert EXPERTS not in await server.record_routing_stats()
+        assert EXPERTS not in server.report()
 
 
 def test_the_order_of_slots_on_a_rank_makes_no_other_placement() -> None:

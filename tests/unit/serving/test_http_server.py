@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +15,7 @@ import pytest
 
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.serving.port import Port
 
 
 def answering(held: asyncio.Event) -> Any:
@@ -65,11 +69,78 @@ async def test_a_request_that_is_on_its_way_when_the_server_leaves_is_answered()
         await draining
 
 
-async def test_a_port_of_somebody_else_is_an_error() -> None:
+async def test_a_port_of_another_program_is_an_error() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    with pytest.raises(OSError, match="in use"):
-        HttpServer(answering(asyncio.Event()), IngressOptions(port=server.sockets[0].getsockname()[1]))
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(OSError, match=rf"port {port}; set `ingress.port` to a free one: .* in use"):
+        HttpServer(answering(asyncio.Event()), IngressOptions(port=port))
     server.close()
+
+
+def test_a_port_of_another_application_is_refused_until_its_last_replica_has_gone() -> None:
+    first = Port("127.0.0.1", 0, "application 'a'")
+    second = Port("127.0.0.1", first.number, "application 'a'")
+    for leaving in (first, second):
+        with pytest.raises(OSError, match=rf"port {first.number}; .*: it is in use by application 'a'"):
+            Port("127.0.0.1", first.number, "application 'b'")
+        leaving.release()
+    other = Port("127.0.0.1", first.number, "application 'b'")
+    with pytest.raises(OSError, match="in use by application 'b'"):
+        Port("127.0.0.1", first.number, "application 'a'")
+    for port in (first, second, other):
+        port.socket.close()
+    other.release()
+
+
+def test_of_two_applications_that_start_at_once_one_has_the_port(tmp_path: Path) -> None:
+    """Each process tries again and again, and says who it is as long as it holds the port."""
+    script = (
+        "import sys, time\nfrom eldr_serve.serving.port import Port, PortTaken\n"
+        "until = time.monotonic() + 2\nheld = 0\n"
+        "while time.monotonic() < until:\n"
+        "    try: port = Port('127.0.0.1', int(sys.argv[1]), sys.argv[2])\n"
+        "    except PortTaken: continue\n"
+        "    held += 1\n"
+        "    others = [line for line in open(sys.argv[3]).read().split() if line != sys.argv[2]]\n"
+        "    open(sys.argv[3], 'w').write(sys.argv[2])\n"
+        "    assert not others, others\n"
+        "    time.sleep(0.001)\n"
+        "    assert open(sys.argv[3]).read() == sys.argv[2]\n"
+        "    open(sys.argv[3], 'w').close()\n"
+        "    port.release(); port.socket.close()\n"
+        "assert held\n"
+    )
+    found = Port("127.0.0.1", 0, "finds one")
+    number = str(found.number)
+    found.release()
+    found.socket.close()
+    owner = tmp_path / "owner"
+    owner.touch()
+    contestants = [
+        subprocess.Popen([sys.executable, "-c", script, number, name, str(owner)], stderr=subprocess.PIPE)
+        for name in ("a", "b", "c")
+    ]
+    for contestant in contestants:
+        _, said = contestant.communicate(timeout=60)
+        assert contestant.returncode == 0, said.decode()
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_with_its_connection() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"6")] if scope["path"] == "/sized" else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in (b"one", b"two"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = HttpServer(app, IngressOptions(port=0))
+    for path in (b"/", b"/sized"):
+        reader, writer = await _connect(server, b"GET %s HTTP/1.0\r\n\r\n" % path)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert body == b"onetwo"
+        assert b"chunked" not in head
+        writer.close()
+    await server.drain()
 
 
 # -- bounds --------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,12 +139,74 @@ async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines
         assert app.ingress.gate.in_flight == 0
 
 
-async def test_a_port_of_somebody_else_is_said_by_the_health_check() -> None:
+async def test_an_ingress_whose_port_is_taken_does_not_start() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with running_app(port=server.sockets[0].getsockname()[1]) as app:
-        await app.ingress.check_health()
-        started = app.ingress._started
-        await asyncio.wait([started], timeout=5)
-        with pytest.raises(OSError, match="in use"):
-            await app.ingress.check_health()
+    with pytest.raises(OSError, match="in use"):
+        async with running_app(port=server.sockets[0].getsockname()[1]):
+            pass
     server.close()
+
+
+async def test_a_second_application_at_the_port_does_not_start_and_the_first_stays() -> None:
+    async with running_app(port=0) as first:
+        number = first.ingress._port.number
+        with pytest.raises(OSError, match=rf"port {number}; .*in use by application 'test-\d+'"):
+            async with running_app(port=number):
+                pass
+        first.ingress._port.release()
+        first.ingress._port.socket.close()
+
+
+# -- as vLLM's own server -------------------------------------------------------------------------
+
+
+async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text('{"tenants": {}}')
+    async with running_app(keys_file=keys) as app:
+        for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+            assert (await app.client.request(method, path)).status_code == 503  # nothing is warm
+        app.ingress._warmup = SimpleNamespace(awaited=None)
+        for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+            answer = await app.client.request(method, path)
+            assert (answer.status_code, answer.content) == (200, b"")
+        assert (await app.client.get("/version")).json() == {"version": "0.0-test"}
+        answer = await app.client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert "process_cpu_seconds_total" in answer.text
+        assert answer.text.startswith("# One ingress process.")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("PUT", "/health")]
+)
+async def test_a_method_that_is_not_allowed_is_told_those_that_are(method: str, path: str) -> None:
+    async with running_app() as app:
+        answer = await app.client.request(method, path)
+        assert answer.status_code == 405
+        assert set(answer.headers["allow"].split(", ")) & {"GET", "POST"}
+        assert answer.json()["error"]["code"] == 405
+
+
+async def test_an_empty_model_is_the_one_that_is_served() -> None:
+    async with running_app() as app:
+        for path, body in ((COMPLETIONS, HELLO), ("/tokenize", HELLO)):
+            assert (await app.post(path, body | {"model": ""})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param"),
+    [
+        (COMPLETIONS, {"model": "unknown"}, 404, "model"),
+        (COMPLETIONS, {"n": "many"}, 400, "body.n"),
+        (COMPLETIONS, {"temperature": "hot"}, 400, "body.temperature"),
+        ("/tokenize", {"prompt": 5}, 400, "body.prompt"),
+        ("/detokenize", {"tokens": [-1]}, 400, "body.tokens.0"),
+    ],
+)
+async def test_an_error_names_the_field_at_fault(
+    path: str, fields: dict[str, Any], status: int, param: str
+) -> None:
+    async with running_app() as app:
+        answer = await app.post(path, HELLO | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -15,6 +15,7 @@ from router_talk import settled
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.errors import Overloaded
+from eldr_serve.serving import path
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.request_record import RequestRecord
@@ -93,6 +94,12 @@ async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
     assert not world.client.placed
 
 
+@pytest.fixture(autouse=True)
+def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode engines that compute nothing read nothing."""
+    monkeypatch.setattr(path, "_NOTICE_S", 0.0)
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
     world = World(**{leg: answering(refusing(400, "wrong"))})
@@ -100,7 +107,8 @@ async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
         await world.run()
     assert refused.value.status == 400
     assert len(world.prefill.requests) == 1
-    assert len(world.decode.requests) == len(world.prefill.released) == (leg == "decode")
+    assert len(world.decode.requests) == (leg == "decode")
+    await settled(lambda: len(world.prefill.released) == len(world.decode.requests))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ async def test_a_decode_that_fails_before_its_first_token_is_prefilled_again_and
     # By its prefix cache the engine of the first prefill makes the second one cheap. But if a decode engine
     # lives and cannot serve, it may be the blocks that it could not read.
     assert (first.replica != second.replica) == alive
-    assert len(world.prefill.released) == released
+    await settled(lambda: len(world.prefill.released) == released)
 
 
 async def test_a_replica_without_a_channel_has_read_no_blocks() -> None:
@@ -138,8 +146,8 @@ async def test_when_no_decode_works_the_blocks_of_every_prefill_are_released() -
     world = World(decode=answering(refusing(500)), decode_tries=2)
     with pytest.raises(Overloaded):
         await world.run()
+    await settled(lambda: len(world.prefill.released) == 2)
     assert world.prefill.released == [(sent.replica, sent.header["id"]) for sent in world.prefill.requests]
-    assert len(world.prefill.released) == 2
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -303,6 +311,21 @@ def test_a_prompt_of_any_form_has_a_head(fields: dict[str, Any]) -> None:
     assert isinstance(prompt_head(Asked(**fields)), bytes)
 
 
+async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It tells the prefill engine itself, and may do so after the cancelled call has ended."""
+    monkeypatch.setattr(path, "_NOTICE_S", 0.3)
+    world = World(decode=answering(asyncio.Event()))
+    task = asyncio.create_task(world.run())
+    await settled(lambda: world.decode.requests)
+    task.cancel()
+    await settled(lambda: world.decode.requests[-1].running.done())
+    await asyncio.sleep(0.1)
+    assert not world.prefill.released
+    await settled(lambda: world.prefill.released)
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
     world = World(**{leg: answering(asyncio.Event())})
@@ -313,6 +336,7 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
         await task
     assert getattr(world, leg).requests[-1].cancelled
     (prefill,) = world.prefill.requests
+    await settled(lambda: world.prefill.released)
     assert world.prefill.released == [(prefill.replica, prefill.header["id"])]
 
 

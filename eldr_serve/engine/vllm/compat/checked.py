@@ -71,3 +71,13 @@ def check_names(user: str, *needed: tuple[Any, str]) -> None:
             raise UnsupportedEngineError(
                 f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which {user} needs; {_REMEDY}"
             )
+
+
+def check_sets(function: Any, *attributes: str) -> None:
+    """Raise UnsupportedEngineError unless the function sets, or reads, attributes of these names."""
+    for name in attributes:
+        if name not in function.__code__.co_names:
+            raise UnsupportedEngineError(
+                f"vLLM {vllm.__version__} sets no attribute {name!r} in {function.__name__}(), where "
+                f"eldr-serve looks for an endpoint; {_REMEDY}"
+            )

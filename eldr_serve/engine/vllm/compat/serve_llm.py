@@ -11,13 +11,20 @@ import inspect
 from typing import Any
 
 import ray
+from pydantic import ValidationError
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.vllm.compat.checked import internal_imports
+from eldr_serve.engine.vllm.compat.checked import check_sets, internal_imports
 
 with internal_imports():
+    from vllm.entrypoints.generate.api_router import init_generate_state
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.pooling.factories import init_pooling_state
     from vllm.entrypoints.serve import create_error_response
+    from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.outputs import LogprobsLists
@@ -29,10 +36,8 @@ try:
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
         CompletionRequest,
-        DetokenizeRequest,
         EmbeddingRequest,
         ScoreRequest,
-        TokenizeCompletionRequest,
         to_model_metadata,
     )
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
@@ -68,6 +73,7 @@ __all__ = [
     "engine_client",
     "engine_placement",
     "openai_serving",
+    "parameter_of",
     "picklable_chat",
     "register_connector",
     "to_model_metadata",
@@ -77,7 +83,7 @@ __all__ = [
 ENDPOINT_REQUESTS: dict[str, Any] = {
     "embeddings": EmbeddingRequest,
     "score": ScoreRequest,
-    "tokenize": TokenizeCompletionRequest,
+    "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
 }
 
@@ -137,23 +143,49 @@ def register_connector() -> None:
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
 
 
+# By method: the attribute of vLLM's application state that answers it, and the object's method.
+_SERVING = {
+    "chat": ("openai_serving_chat", "create_chat_completion"),
+    "completions": ("openai_serving_completion", "create_completion"),
+    "tokenize": ("serving_tokenization", "create_tokenize"),
+    "detokenize": ("serving_tokenization", "create_detokenize"),
+}
+
+
 def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
-    """vLLM's OpenAI serving object in Ray's VLLMEngine for "chat" or "completions", and its method.
+    """Return vLLM's serving object for the method in Ray's VLLMEngine, and the name of its own method.
+
+    It is read from vLLM's application state: Ray copies some of its attributes under names that vLLM has not
+    (`openai_serving_tokenization`).
 
     Raises:
-        RuntimeError: they are not where they were in the checked version.
+        RuntimeError: it is not where it was in the checked version.
     """
-    attribute, create = {
-        "chat": ("_oai_serving_chat", "create_chat_completion"),
-        "completions": ("_oai_serving_completion", "create_completion"),
-    }[method]
-    serving = getattr(engine, attribute, None)
-    if not (hasattr(serving, create) and hasattr(serving, "engine_client")):
+    attribute, create = _SERVING[method]
+    serving = getattr(getattr(engine, "_app_state", None), attribute, None)
+    if not hasattr(serving, create):
         raise RuntimeError(
-            f"ray {ray.__version__} has no VLLMEngine.{attribute}.{create}, which eldr-serve calls; "
-            f"it was checked on ray {_CHECKED}"
+            f"ray {ray.__version__} has no VLLMEngine._app_state.{attribute}.{create}, which eldr-serve "
+            f"calls; it was checked on ray {_CHECKED}"
         )
     return serving, create
+
+
+def check_serving(engine: Any) -> None:
+    """Raise an error unless every endpoint finds its part of vLLM where this package or Ray looks for it.
+
+    Embeddings and scores are Ray's own calls. No engine of generated text has them, so the names that Ray
+    reads are looked for in the function of vLLM that would set them.
+
+    Raises:
+        RuntimeError: a serving object is missing.
+        UnsupportedEngineError: vLLM sets no attribute of such a name.
+    """
+    for method in _SERVING:
+        openai_serving(engine, method)
+    check_sets(init_app_state, "openai_serving_models", "serving_tokenization")
+    check_sets(init_generate_state, "openai_serving_chat", "openai_serving_completion")
+    check_sets(init_pooling_state, "serving_embedding", "serving_scores")
 
 
 def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
@@ -166,6 +198,20 @@ def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
     own = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
     bundles = _merge_replica_actor_and_child_actor_bundles(engine.placement_bundles, own)
     return bundles, engine.placement_strategy
+
+
+def parameter_of(error: Exception) -> str | None:
+    """Return the field that vLLM's server names as `param` for this error; None if it names none."""
+    parameter: str | None = None
+    if isinstance(error, VLLMValidationError):
+        parameter = error.parameter
+    elif isinstance(error, ValidationError):
+        causes = [found.get("ctx", {}).get("error") for found in error.errors()]
+        named = [cause.parameter for cause in causes if isinstance(cause, VLLMValidationError)]
+        parameter = next(filter(None, named), None)
+        if parameter is None:
+            parameter = clean_loc_for_param(("body", *error.errors()[0]["loc"]))
+    return parameter
 
 
 def engine_client(engine: Any) -> Any:

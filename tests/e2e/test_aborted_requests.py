@@ -1,0 +1,52 @@
+"""Clients that leave while a decode engine reads their prompt's blocks disturb nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+from service import Demo, Service
+
+COMPLETIONS, COUNT = "/v1/completions", 96
+
+
+def complaints(logs: Path) -> int:
+    """How often NIXL has said, in the logs of a Ray session, that blocks may be invalid."""
+    return sum(
+        file.read_text(errors="replace").count("Potentially invalid KV blocks")
+        for file in logs.rglob("*")
+        if file.is_file()
+    )
+
+
+async def leave_early(url: str, number: int, rng: random.Random) -> None:
+    """Send a request of several blocks and go at a random moment of its way, before its end."""
+    body: dict[str, Any] = {
+        "model": "eldr-demo", "prompt": f"{number} " * 120, "max_tokens": 64, "ignore_eos": True,
+        "stream": bool(number % 2),
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        post = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        await asyncio.wait([post], timeout=rng.uniform(0.02, 1.0))
+        post.cancel()
+        await asyncio.gather(post, return_exceptions=True)
+
+
+async def test_clients_that_leave_make_no_blocks_invalid_and_no_text_wrong(
+    service: Service, demo: Demo, prompts: list[str], single_engine: dict[str, list[str]]
+) -> None:
+    logs = Path(tempfile.gettempdir(), "ray", "session_latest", "logs").resolve()
+    before, rng = complaints(logs), random.Random(0)
+    for first in range(0, COUNT, 16):
+        await asyncio.gather(*(leave_early(service.url, first + n, rng) for n in range(16)))
+        prompt, wanted = prompts[first % len(prompts)], single_engine["completions"][first % len(prompts)]
+        answer = await service.async_client.completions.create(
+            model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0
+        )
+        assert answer.choices[0].text == wanted
+    service.wait_empty()
+    assert complaints(logs) == before

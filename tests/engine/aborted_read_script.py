@@ -1,0 +1,135 @@
+"""A prefill and a decode engine, whose requests are aborted so many steps after the decode engine got them.
+
+Meanwhile the prefill engine is told to free the blocks, and computes other prompts into them; or it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transfer_script import PATIENCE_S, engine, run
+
+ROUNDS, LENGTH, OUTPUT = 12, 200, 6
+BLOCKS = 24  # of the prefill engine; a prompt has 7
+
+
+class Heard(logging.Handler):
+    """How often NIXL's worker has said that blocks may be invalid."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "Potentially invalid KV blocks" in record.getMessage()
+
+
+def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
+    """Answer [what, argument]; step on meanwhile."""
+    from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group
+
+    heard = Heard()
+    logging.getLogger("vllm").addHandler(heard)
+    core = engine("prefill", arguments)
+    held = get_kv_transfer_group().connector_worker._reqs_to_send
+    pipe.send(None)
+    number = 0
+    while True:
+        core.step()
+        if not pipe.poll(0.001):
+            continue
+        what, argument = pipe.recv()
+        if what == "prompt":
+            number += 1
+            params = {"do_remote_decode": True, "eldr_request": argument["name"]}
+            output = run(core, f"p{number}", {"prompt_token_ids": argument["prompt"]}, 1, params)
+            pipe.send(output.kv_transfer_params)
+        elif what == "fill":  # other prompts than any that is asked for again
+            for prompt in argument:
+                number += 1
+                run(core, f"f{number}", {"prompt_token_ids": prompt}, 1)
+            pipe.send(None)
+        elif what == "abandon":
+            get_kv_transfer_group().abandon([argument])
+            core.step()
+            pipe.send(None)
+        elif what == "said":
+            pipe.send((heard.count, len(held)))
+
+
+def main(model: str, out: str, steps: int, frees: bool) -> None:
+    arguments = {"model": model, "dtype": "float32", "max_model_len": 512}
+    mine, theirs = get_context("fork").Pipe()
+    limits = {"num_gpu_blocks_override": BLOCKS}
+    process = get_context("fork").Process(target=prefill, args=(arguments | limits, theirs), daemon=True)
+    process.start()
+    decoder = engine("decode", arguments | {"num_gpu_blocks_override": 160})
+    mine.recv()
+
+    def ask(what: str, argument: Any = None) -> Any:
+        mine.send((what, argument))
+        return mine.recv()
+
+    rng, wrong = np.random.default_rng(0), 0
+    for number in range(ROUNDS):
+        prompt, *others = rng.integers(1, 257, (4, LENGTH)).tolist()
+        params = ask("prompt", {"name": f"n{number}", "prompt": prompt})
+        begin(decoder, f"a{number}", prompt, params)
+        for _ in range(steps):
+            decoder.step()
+        decoder.abort_request([f"a{number}"], internal=False)
+        if frees:
+            ask("abandon", f"n{number}")
+            ask("fill", others)
+        settle(decoder, ask)
+        params = ask("prompt", {"name": f"again{number}", "prompt": prompt})
+        pulled = run(decoder, f"d{number}", {"prompt_token_ids": prompt}, OUTPUT, params)
+        alone = {"prompt_token_ids": prompt, "cache_salt": f"computed here {number}"}
+        computed = run(decoder, f"c{number}", alone, OUTPUT)
+        wrong += list(pulled.outputs[0].token_ids) != list(computed.outputs[0].token_ids)
+    said, held = settle(decoder, ask)
+    usage = decoder.engine_core.engine_core.scheduler.kv_cache_manager.usage
+    found = {"said": said, "held": held, "decode usage": usage, "wrong": wrong}
+    Path(out).write_text(json.dumps(found))
+    process.kill()
+    process.join()
+
+
+def begin(decoder: Any, name: str, prompt: list[int], params: Any) -> None:
+    """Add a request whose prompt's blocks are to be read."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=OUTPUT, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": params}
+    )
+    decoder.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+
+def settle(decoder: Any, ask: Any) -> tuple[int, int]:
+    """Step until neither engine holds blocks: how often NIXL has complained, and prompts that are held."""
+    end = time.monotonic() + PATIENCE_S / 4
+    core = decoder.engine_core.engine_core
+    while True:
+        decoder.step()
+        core.step_fn()  # of an engine without requests, which serves on in a replica
+        said, held = ask("said")
+        if (not held and not core.scheduler.kv_cache_manager.usage) or time.monotonic() > end:
+            for _ in range(20):  # a notice that is on its way
+                decoder.step()
+                core.step_fn()
+                said, held = ask("said")
+            return said, held
+
+
+if __name__ == "__main__":
+    from eldr_serve.engine.vllm.config import ENVIRONMENT
+
+    os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "frees them")

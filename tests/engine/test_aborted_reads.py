@@ -1,0 +1,29 @@
+"""Requests that are aborted while a decode engine waits for a prompt's blocks: who frees these, and when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["before the read", "during the read"])
+def test_the_engines_free_the_blocks_between_themselves(model: Path, tmp_path: Path, steps: int) -> None:
+    """So whoever aborts need not, and must not before the read is over: NIXL calls that blocks which may be
+    invalid."""
+    out = tmp_path / "found.json"
+    run_script("aborted_read_script.py", model, out, steps, "leaves them")
+    assert json.loads(out.read_text()) == {"said": 0, "held": 0, "decode usage": 0.0, "wrong": 0}
+
+
+def test_blocks_that_are_freed_and_written_again_during_a_read_make_no_wrong_text(
+    model: Path, tmp_path: Path
+) -> None:
+    """What an aborted request has read is in no prefix cache."""
+    out = tmp_path / "found.json"
+    run_script("aborted_read_script.py", model, out, 1, "frees them")
+    found = json.loads(out.read_text())
+    assert found.pop("said") > 0
+    assert found == {"held": 0, "decode usage": 0.0, "wrong": 0}

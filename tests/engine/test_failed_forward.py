@@ -1,0 +1,21 @@
+"""An engine whose forward fails says why, in the words of what failed, and counts nothing of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+
+@pytest.mark.parametrize("after", ["nothing", "a prompt"])
+def test_a_forward_that_fails_is_told_by_its_own_error_and_not_counted(
+    model: Path, tmp_path: Path, after: str
+) -> None:
+    out = tmp_path / "report.json"
+    run_script("failed_forward_script.py", model, out, after)
+    found = json.loads(out.read_text())
+    assert found["error"] == "ValueError: this layer has no kernel for that"
+    assert found["counted before"] == found["counted after"]
+    assert (found["counted before"] > 0) == (after == "a prompt")
