@@ -80,7 +80,8 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     service.reports_steps = True
     compare(**options(service, out))
     said = capsys.readouterr().out
-    assert "locality-band:band=0.1: TPOT p50 " in said
+    assert "locality-band:band=0.1 reads 0.0 % " in said
+    assert said.index("experts a step") < said.index("TPOT p50 ")
     assert "one round has no interval" in said
     assert said.index("TPOT p50 ") < said.index("requests, none failed") < said.index("figure")
     assert service.policy == OWN
