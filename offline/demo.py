@@ -49,6 +49,7 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
+_KV_BYTES = 256 << 20  # of an engine, for some 50 requests of the demo model
 _TABLE_S = 120.0  # until a routing table is live
 _CLOCKS = {"cpu": "CPU time"}  # what engines report of a step, by kind of accelerator; else "engine time"
 _SHOWN = (
@@ -139,12 +140,21 @@ def _application(plan: _Plan, port: int, dashboard: bool) -> Iterator[Client]:
             application.stop()
 
 
-def _arguments(deployment: Path, model: Path, dtype: str, decode: int) -> dict[str, Any]:
-    """Return the application's arguments of a deployment file, with the demo's model and engines."""
+def _arguments(deployment: Path, model: Path, decode: int) -> dict[str, Any]:
+    """Return the application's arguments of a deployment file, for the demo's model.
+
+    Args:
+        deployment: YAML file.
+        model: folder of the weights.
+        decode: decode engines, with a small KV cache each so that they fit in memory; 0: all as deployed.
+    """
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
-        arguments[role]["model_loading_config"]["model_source"] = str(model)
-        arguments[role]["engine_kwargs"] |= {"dtype": dtype} if dtype else {}
+        config = arguments[role]
+        config["model_loading_config"]["model_source"] = str(model)
+        if decode:
+            config["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
+            config["engine_kwargs"]["kv_cache_memory_bytes"] = _KV_BYTES
     if decode:
         arguments["decode_config"]["deployment_config"]["num_replicas"] = decode
     return arguments
@@ -283,12 +293,13 @@ def demo(
     deployment: Annotated[
         Path, typer.Option(help="Deployment YAML.", show_default="cpu_demo.yaml, which comes along")
     ] = ROOT / "deployments/cpu_demo.yaml",
-    decode_engines: Annotated[int, typer.Option(min=0, help="Decode engines; 0: as deployed.")] = 3,
-    dtype: Annotated[str, typer.Option(help="Engines' dtype.", show_default="as deployed")] = "",
+    decode_engines: Annotated[
+        int, typer.Option(min=0, help="Decode engines, with 0.25 GiB of KV cache each; 0: as deployed.")
+    ] = 3,
     intermediate: Annotated[
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 1024,
-    in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 24,
+    in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 48,
     seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 6,
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
@@ -309,7 +320,7 @@ def demo(
         str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
         min_tokens=max(1, max_tokens // 2),
     )  # fmt: skip
-    arguments = _arguments(deployment, model, dtype, decode_engines)
+    arguments = _arguments(deployment, model, decode_engines)
     plan = _Plan(deployment, arguments, shape, rounds, calibration, greedy, out, seed)
     with _application(plan, port, keep) as service:
         trace, fitted = _make_table(service, plan)

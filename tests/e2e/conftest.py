@@ -93,7 +93,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {
-        "deployment": deployment, "decode-engines": 2, "seconds": 4, "warm-up-seconds": 1, "rounds": 2,
+        "deployment": deployment, "decode-engines": 0, "seconds": 4, "warm-up-seconds": 1, "rounds": 2,
         "calibration": 20, "greedy": 3, "intermediate": 64, "port": PORT, "out": out,
     }  # fmt: skip
     command = [sys.executable, "-m", "offline.demo", "--keep"]
