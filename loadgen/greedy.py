@@ -19,7 +19,7 @@ def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_t
 
 
 def differing_answers(
-    service: Client, model: str, policies: Sequence[str], prompts: Sequence[Prompt], *, max_tokens: int = 32
+    service: Client, model: str, policies: Sequence[str], prompts: Sequence[Prompt], *, max_tokens: int = 24
 ) -> dict[str, list[str]]:
     """Return the ids of the prompts that a policy answers otherwise than the first policy, by policy.
 

@@ -148,11 +148,11 @@ def drive(
     began_s = min((r["sent_unix_s"] - r["sent_s"] for r in trial.requests), default=math.inf)
     trial.load = [(s.unix_s - began_s, s.in_flight) for s in seen if s.unix_s >= began_s]
     from_s = began_s + shape.warm_up_s
-    trial.engines = _increase(seen, from_s, from_s + shape.seconds)
+    trial.engines = increase(seen, from_s, from_s + shape.seconds)
 
 
 @dataclass(frozen=True)
-class _Sample:
+class Sample:
     """What the status said at a time."""
 
     unix_s: float
@@ -160,7 +160,7 @@ class _Sample:
     totals: dict[str, float] | None  # Client.decode_totals
 
 
-def _increase(seen: list[_Sample], from_s: float, until_s: float) -> dict[str, float] | None:
+def increase(seen: list[Sample], from_s: float, until_s: float) -> dict[str, float] | None:
     """Return the increase of the totals from the first sample of a time to its last one.
 
     Decode engines report once a second, so the steps of up to a second before are in it, and as many of the
@@ -217,9 +217,9 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Client) -> Iterator[list[_Sample]]:
+def _watched(service: Client) -> Iterator[list[Sample]]:
     """Sample the status twice a second until the end of the block."""
-    seen: list[_Sample] = []
+    seen: list[Sample] = []
     stop = threading.Event()
 
     def watch() -> None:
@@ -229,7 +229,7 @@ def _watched(service: Client) -> Iterator[list[_Sample]]:
             except ServiceError:
                 continue  # a gap in a picture
             in_flight = [worker["in_flight"] for worker in status.get("workers", [])]
-            seen.append(_Sample(time.time(), in_flight, service.decode_totals(status)))
+            seen.append(Sample(time.time(), in_flight, service.decode_totals(status)))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -111,27 +111,42 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
-def _command(module: str, *arguments: object, log: Path) -> None:
-    """Run one of our commands; if it fails, raise BadInput with the last line that it wrote."""
+def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
+    """Start one of our commands and return what waits for its end.
+
+    That raises BadInput with the last line that the command wrote, if it fails.
+    """
     with log.open("w") as file:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             stderr=file,
             env=os.environ | {"RAY_ADDRESS": "auto"},
-            check=False,
         )
-    if done.returncode:
-        last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-        raise BadInput(f"{module} failed: {last} (all of it in {log})")
+
+    def wait() -> None:
+        if process.wait():
+            last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+            raise BadInput(f"{module} failed: {last} (all of it in {log})")
+
+    return wait
+
+
+def _command(module: str, *arguments: object, log: Path) -> None:
+    """Run one of our commands, its progress on the terminal."""
+    _begin(module, *arguments, log=log)()
 
 
 @contextmanager
-def _application(plan: _Plan, port: int, dashboard: bool) -> Iterator[Client]:
+def _application(
+    plan: _Plan, port: int, dashboard: bool, model_ready: Callable[[], None]
+) -> Iterator[Client]:
     application.check_port(port)
     prefill, decode = plan.engines
     try:
         with _step(f"starting the engines ({prefill} prefill, {decode} decode)") as tell:
-            service, address = application.start(plan.arguments, port, KEY, dashboard=dashboard, tell=tell)
+            service, address = application.start(
+                plan.arguments, port, KEY, dashboard=dashboard, tell=tell, before_deploy=model_ready
+            )
         if dashboard:
             console.print(f"Ray's dashboard: {address}", soft_wrap=True)
         yield service
@@ -154,21 +169,22 @@ def _arguments(deployment: Path, model: Path, decode: int) -> dict[str, Any]:
         config["model_loading_config"]["model_source"] = str(model)
         if decode:
             config["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
-            config["engine_kwargs"]["kv_cache_memory_bytes"] = _KV_BYTES
+            # Answers come in chunks: on shared cores each message to a client delays the engines.
+            config["engine_kwargs"] |= {"kv_cache_memory_bytes": _KV_BYTES, "stream_interval": 8}
     if decode:
         arguments["decode_config"]["deployment_config"]["num_replicas"] = decode
     return arguments
 
 
-def _wide_model(intermediate: int, out: Path) -> Path:
-    """Return the folder of the demo model with experts of so many neurons."""
+def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
+    """Begin to widen the demo model's experts; return the folder, and what waits until it is written."""
     if intermediate <= 32:
-        return ROOT / "demo_model/weights"
+        return ROOT / "demo_model/weights", lambda: None
     wide = (out / f"model_{intermediate}").resolve()
-    with _step(f"widening the experts from 32 to {intermediate} neurons"):
-        if not (wide / "config.json").exists():
-            _command("demo_model.widen", "--intermediate", intermediate, "--out", wide, log=out / "widen.log")
-    return wide
+    if (wide / "config.json").exists():
+        return wide, lambda: None
+    arguments = ("--intermediate", intermediate, "--out", wide)
+    return wide, _begin("demo_model.widen", *arguments, log=out / "widen.log")
 
 
 def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int, what: str) -> None:
@@ -209,12 +225,18 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
 def _rounds(service: Client, plan: _Plan) -> list[Trial]:
     """Measure every policy once a round, in an order drawn for each round."""
     trials = []
-    steps = order(POLICIES, plan.rounds, plan.seed)
-    for step in steps:
+    for step in order(POLICIES, plan.rounds, plan.seed):
         trial = Trial(step.policy, step.round)
         what = f"round {step.round + 1} of {plan.rounds}: {step.policy}"
         _load(service, plan, trial, plan.shape, seed=1 + step.seed, what=what)
         trials.append(trial)
+        if e := trial.engines:
+            batch, cost = e["batch"] / e["steps"], 1000 * e["seconds"] / e["batch"]
+            console.print(
+                f"     {e['active'] / e['steps']:.1f} experts a step of {batch:.1f} requests, "
+                f"{cost:.2f} ms of {plan.clock} a token",
+                style="dim",
+            )
     return trials
 
 
@@ -300,12 +322,12 @@ def demo(
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 1024,
     in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 48,
-    seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 64,
+    seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 4,
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
-    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 100,
-    greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 6,
+    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 60,
+    greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and clustering.")] = 0,
@@ -315,14 +337,14 @@ def demo(
 ) -> None:
     """Serve the demo model and compare shortest-queue, marginal-cost and locality-band on it."""
     out.mkdir(parents=True, exist_ok=True)
-    model = _wide_model(intermediate, out)
+    model, model_ready = _widening(intermediate, out)
     shape = Shape(
         str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
         min_tokens=max(1, max_tokens // 2),
     )  # fmt: skip
     arguments = _arguments(deployment, model, decode_engines)
     plan = _Plan(deployment, arguments, shape, rounds, calibration, greedy, out, seed)
-    with _application(plan, port, keep) as service:
+    with _application(plan, port, keep, model_ready) as service:
         trace, fitted = _make_table(service, plan)
         equal = _compare_greedy(service, plan)
         _publish(plan, _rounds(service, plan), equal, trace, fitted)
