@@ -121,7 +121,8 @@ def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
     ):
         for place, change in enumerate(found):
             colour = policy_colour(change.policy)
-            axes.plot(change.rounds, [place] * len(change.rounds), "|", color=colour, alpha=0.5, markersize=9)
+            marks = [place] * len(change.rounds)
+            axes.plot(change.rounds, marks, "|", color="black", alpha=0.6, markersize=9, zorder=3)
             if math.isfinite(change.low) and math.isfinite(change.high):
                 axes.plot([change.low, change.high], [place, place], color=colour, linewidth=3)
             axes.plot(change.value, place, "o", color=colour, markersize=9)
