@@ -261,8 +261,8 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
     remarks = [
         greedy,
         *client_answers(rows, plan.rounds),
-        f"{prefill + decode} engines, the ingress and the load generator share {os.cpu_count()} cores, so what "
-        "a client waits for is the work of all of them.",
+        f"{prefill + decode} engines, the ingress and the load generator share {os.cpu_count()} cores, so "
+        "what a client waits for is the work of all of them.",
     ]
     for text in [*answered, *remarks]:
         console.print(text, style="bold" if text in answered else None, soft_wrap=True, markup=False)
