@@ -322,11 +322,11 @@ def demo(
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 1024,
     in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 48,
     seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 4,
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
-    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 60,
+    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 40,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
