@@ -77,7 +77,7 @@ format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: setup ## serve, calibrate, fit, swap, compare three policies, report; then stop it all
+demo: setup ## serve, compare three policies by experts and CPU time a step, report; then stop it all
 	$(BIN)/python -m offline.demo $(DEMO_ARGS)
 
 bench: setup ## run the benchmarks; results in benchmarks/results

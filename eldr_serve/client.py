@@ -102,13 +102,16 @@ class Client:
                 raise ServiceError(f"requests are still running on {self.url} after {timeout_s:.0f} s")
             time.sleep(0.2)
 
-    def decode_totals(self) -> dict[str, float] | None:
+    def decode_totals(self, status: dict[str, Any] | None = None) -> dict[str, float] | None:
         """Sums over all decode steps that engines have reported; None while the router does not know them.
 
         `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`; `waited`, seconds times
         requests.
+
+        Args:
+            status: a status to read them from; None: the present one.
         """
-        totals = self.status().get("decode_totals")
+        totals = (self.status() if status is None else status).get("decode_totals")
         return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}
 
     def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:

@@ -31,7 +31,7 @@ _LAZY = {
         "eldr_serve.kubernetes.command:kubernetes",
         "Write a deployment as a RayService for Kubernetes with KubeRay.",
     ),
-    "demo": ("offline.demo:demo", "Serve the demo model, calibrate, fit and compare policies on it."),
+    "demo": ("offline.demo:demo", "Serve the demo model and show what placement changes, policy by policy."),
     "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
     "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
     "fit-predictor": (

@@ -1,4 +1,4 @@
-"""What a comparison answers: does a policy help, by how much, and how sure is that."""
+"""The answers of a comparison in sentences: first what placement causes, then what clients saw."""
 
 from __future__ import annotations
 
@@ -7,11 +7,51 @@ from typing import Any
 from loadgen.figures import BASELINES
 from tools.stats import ROUNDS_TO_RESAMPLE
 
-_ASKED = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": "TTFT p50"}
+_CLIENT = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": "TTFT p50"}
 
 
-def answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
-    """One sentence a policy that is not the baseline of all its figures; then what bounds their certainty.
+def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> list[str]:
+    """Return one sentence for each policy with a baseline: its experts and its time a decode step.
+
+    Changes are against the baseline, the best policy by load alone in that figure, with 95 % intervals over
+    paired rounds.
+
+    Args:
+        rows: of loadgen.figures.
+        clock: the time that engines report: "CPU time" on CPUs, else "engine time".
+    """
+    figures = (
+        ("active_experts", "reads", ("fewer experts", "more experts"), "a step"),
+        ("engine_ms_per_token", "its steps take", (f"less {clock}", f"more {clock}"), "a token"),
+    )
+    found = []
+    for row in rows:
+        clauses, named = [], ""
+        for key, verb, words, per in figures:
+            if row.get(f"{key}_change_pct") is None:
+                continue  # not measured, or the baseline's own
+            than = "" if row[f"{key}_baseline"] == named else f" than {row[f'{key}_baseline']}"
+            named = row[f"{key}_baseline"]
+            change = row[f"{key}_change_pct"]
+            size = f"{abs(change):.1f} % {words[change > 0]} {per}{than}"
+            clauses.append(f"{verb} {size} {_certainty(row, key)}")
+        if clauses:
+            found.append(f"{row['policy']} {'; '.join(clauses)}.")
+    return found
+
+
+def _certainty(row: dict[str, Any], key: str) -> str:
+    """Return the interval of a change as positive numbers in the change's direction."""
+    change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
+    if low is None or high is None:
+        return "(one round, so no interval)"
+    if change <= 0:
+        low, high = -high, -low
+    return f"[{low:.1f}, {high:.1f}]" + ("" if low > 0 else ", which these rounds cannot tell from none")
+
+
+def client_answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
+    """Return one sentence for each policy that is not the baseline of all figures; then a caution, if any.
 
     Changes are in % of the baseline, the best policy by load alone in that very figure, with their 95 %
     interval; below 0 is faster.
@@ -22,22 +62,22 @@ def answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
     """
     found = []
     for row in rows:
-        clauses = [_clause(row, key, rounds) for key in _ASKED if f"{key}_baseline" in row]
+        clauses = [_client_clause(row, key, rounds) for key in _CLIENT if f"{key}_baseline" in row]
         if clauses:
-            found.append(f"{row['policy']}: {'; '.join(clauses)}.")
+            found.append(f"{row['policy']}, for clients: {'; '.join(clauses)}.")
     if not found and len(rows) > 1:
         return [f"Nothing to compare with: no policy by load alone ({', '.join(BASELINES)}) was measured."]
     if found and 1 < rounds < ROUNDS_TO_RESAMPLE:
         found.append(
-            f"How rounds differ is not in the intervals of {rounds} rounds: measure {ROUNDS_TO_RESAMPLE} or "
-            "more before you believe them."
+            f"How rounds differ is not in the clients' intervals of {rounds} rounds: measure "
+            f"{ROUNDS_TO_RESAMPLE} or more before you believe them."
         )
     return found
 
 
-def _clause(row: dict[str, Any], key: str, rounds: int) -> str:
+def _client_clause(row: dict[str, Any], key: str, rounds: int) -> str:
     change, low, high = (row.get(f"{key}_change_pct{end}") for end in ("", "_low", "_high"))
-    name, against = _ASKED[key], f"against {row[f'{key}_baseline']}"
+    name, against = _CLIENT[key], f"against {row[f'{key}_baseline']}"
     if change is None:
         return f"{name} was not measured"
     if rounds < 2 or low is None or high is None:

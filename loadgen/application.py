@@ -29,7 +29,13 @@ def check_port(port: int) -> None:
 
 
 def start(
-    arguments: dict[str, Any], port: int, key: str, *, dashboard: bool, tell: Callable[[str], None]
+    arguments: dict[str, Any],
+    port: int,
+    key: str,
+    *,
+    dashboard: bool,
+    tell: Callable[[str], None],
+    before_deploy: Callable[[], None] = lambda: None,
 ) -> tuple[Client, str]:
     """Start a cluster and the application in it; returns once its engines are warm.
 
@@ -38,6 +44,7 @@ def start(
         port: of the ingress; Serve's proxy takes the next one.
         key: admin key.
         tell: told now and then how far it is.
+        before_deploy: called when the cluster runs; what the application needs is there when it returns.
 
     Returns:
         A client of it, and the address of Ray's dashboard.
@@ -71,6 +78,7 @@ def start(
         serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
         tell("importing Ray Serve LLM and vLLM")
         builder.result()
+    before_deploy()
     deploy(arguments)
     while (state := serve.status().applications[NAME]).status != "RUNNING":
         if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
-from loadgen.answers import answers
+from loadgen.answers import client_answers, step_answers
 from loadgen.figures import method, policy_rows
 from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
@@ -43,7 +43,7 @@ from tools.journal import Journal
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
-_SCHEMA = "eldr-compare/6"  # of trials in the journal
+_SCHEMA = "eldr-compare/7"  # of trials in the journal
 _A_WORKER = 8  # requests in flight, where no loop is asked for
 
 
@@ -233,19 +233,18 @@ def _publish(
     """Print and write the figures; False if requests failed."""
     rows = policy_rows(names, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
     failures = sum(row["failures"] for row in rows)
-    answered = answers(rows, settings["rounds"])
+    answered, remarks = step_answers(rows), client_answers(rows, settings["rounds"])
     line, bad = _verdict(trials, failures)
-    for text in [line, *answered] if bad else [*answered, line]:
+    for text in [line, *answered, *remarks] if bad else [*answered, *remarks, line]:
         console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
-        f"{method(settings['rounds'])}; requests of a round are paired between policies; active experts and "
-        "batch size are means over decode steps, engine ms per token is the time of all decode steps over "
-        "their tokens (on CPU that of the engine's thread, whoever else waits for the core), step ms per "
-        "token the mean time of the step that a token waits for, all with the warm-up; end is the time to "
-        "the last token"
+        f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
+        "size are means over the decode steps of the measured parts, step time a token is the time of all "
+        "these steps over their tokens (on CPUs the CPU time of the engine's thread, whoever else waits for "
+        "the core); end is the time to the last token"
     )
     print_table(
-        "value [95 % interval], difference to the best policy by load alone [its interval]",
+        "value [95 % interval], change against the best policy by load alone [its interval]",
         figures_table(rows),
         lines=True,
     )
@@ -255,6 +254,7 @@ def _publish(
         rows,
         trials,
         answers=answered,
+        remarks=remarks,
         verdict=line,
         bad=bad,
         notes=notes,

@@ -16,6 +16,7 @@ from tools.stats import (
     Sample,
     Slo,
     interval,
+    paired_ratio_percent,
     relative_percent,
     resampled_counts,
 )
@@ -23,14 +24,22 @@ from tools.stats import (
 BASELINES = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")  # by load alone
 TIMES = ("ttft", "tpot", "itl", "end", "handover")
 QUANTILES = (0.5, 0.99)
+# What placement causes in the decode steps: name -> (numerator, denominator, factor) of the engines' totals.
+STEPS = {
+    "active_experts": ("active", "steps", 1),
+    "experts_per_token": ("active", "batch", 1),  # a request of a step gets a token
+    "engine_ms_per_token": ("seconds", "batch", 1000),
+    "step_ms_per_token": ("waited", "batch", 1000),
+}
 
 
 def method(rounds: int) -> str:
-    """What is resampled, in words."""
+    """Return in words where the intervals come from."""
+    steps = "intervals of step figures: 95 %, Student's t over the paired rounds; "
     if rounds >= ROUNDS_TO_RESAMPLE:
-        return f"intervals: 95 %, cluster bootstrap over {rounds} rounds"
+        return f"{steps}of the client's figures: 95 %, cluster bootstrap over {rounds} rounds"
     return (
-        f"intervals: 95 %, bootstrap over requests within {rounds} round(s); "
+        f"{steps}of the client's figures: 95 %, bootstrap over requests within {rounds} round(s); "
         f"how rounds differ is not in them (from {ROUNDS_TO_RESAMPLE} rounds on it is)"
     )
 
@@ -40,6 +49,7 @@ def policy_rows(
 ) -> list[dict[str, Any]]:
     """One row a policy, in the order of `policies`; None where there is no figure.
 
+    The changes of STEPS are means over rounds, a policy's trial paired with the baseline's of that round.
     The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
     several equivalent ones is biased low; `*_pooled_change_pct` is against the requests of all of
     them together, where there are several.
@@ -84,44 +94,54 @@ def policy_rows(
                 for row, (value, draws) in zip(rows, values, strict=True):
                     change = relative_percent(value, pool.quantile(q), draws, pool_drawn[:, column])
                     _put(row, f"{name}_pooled_change_pct", change)
-    for name in ("engine_ms_per_token", "step_ms_per_token"):
-        spent = [row[name] for row in rows]
-        best = _best(policies, spent, more_is_better=False)
+    for name in STEPS:
+        by_round = [step_figure_by_round(p, trials, name) for p in policies]
+        best = _best(policies, [row[name] for row in rows], more_is_better=False)
         for number, row in enumerate(rows):
             if best is not None and best != number:
-                row[f"{name}_change_pct"] = 100 * (spent[number] / spent[best] - 1)
+                _put(row, f"{name}_change_pct", _paired(by_round[number], by_round[best]))
+                row[f"{name}_baseline"] = policies[best]
     good = [_good(records[p], unit, slo) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
     return [{key: _known(value) for key, value in row.items()} for row in rows]
 
 
-def active_by_round(policies: list[str], trials: list[Trial]) -> dict[str, list[float]]:
-    """Mean active experts of a decode step, one value a trial; empty where nothing was reported."""
+def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[int, float]:
+    """Return one of STEPS for each round of a policy; rounds without reported steps are left out."""
+    above, below, factor = STEPS[name]
     return {
-        policy: [
-            b.engines["active"] / b.engines["steps"]
-            for b in trials
-            if b.policy == policy and b.engines and b.engines["steps"]
-        ]
-        for policy in policies
+        b.round: factor * b.engines[above] / b.engines[below]
+        for b in trials
+        if b.policy == policy and b.engines and b.engines[below]
     }
+
+
+def changes_by_round(policy: str, baseline: str, trials: list[Trial], name: str) -> list[float]:
+    """Return the change of one of STEPS against the baseline in %, one value for each common round."""
+    mine, its = (step_figure_by_round(p, trials, name) for p in (policy, baseline))
+    return [100 * (mine[round_] / its[round_] - 1) for round_ in sorted(mine.keys() & its.keys())]
+
+
+def _paired(mine: dict[int, float], its: dict[int, float]) -> Interval:
+    rounds = sorted(mine.keys() & its.keys())
+    return paired_ratio_percent([mine[r] for r in rounds], [its[r] for r in rounds])
 
 
 def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) -> dict[str, Any]:
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
     engines = [b.engines for b in trials if b.engines]
-    steps = sum(e["steps"] for e in engines) or math.nan
-    tokens = sum(e["batch"] for e in engines)  # a request of a step is a token
+    totals = {key: sum(e[key] for e in engines) for key in ("steps", "batch", "active", "seconds", "waited")}
     placed, best = sum(b.placed for b in trials), sum(b.best for b in trials)
     return {
         "policy": policy,
         "requests": len(requests),
         "failures": sum("error" in r for b in trials for r in b.requests),
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
-        "active_experts": sum(e["active"] for e in engines) / steps,
-        "batch_size": tokens / steps,
-        "engine_ms_per_token": 1000 * sum(e["seconds"] for e in engines) / (tokens or math.nan),
-        "step_ms_per_token": 1000 * sum(e["waited"] for e in engines) / (tokens or math.nan),
+        "batch_size": totals["batch"] / (totals["steps"] or math.nan),
+        **{
+            name: factor * totals[above] / (totals[below] or math.nan)
+            for name, (above, below, factor) in STEPS.items()
+        },
         # Without a table nobody knows which worker is the most similar.
         "best_worker_share": best / placed if best else math.nan,
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 from eldr_serve.pages import style
-from loadgen.figures import active_by_round
+from loadgen.figures import changes_by_round, step_figure_by_round
 from loadgen.trial import Trial
+from tools.plots import Change, changes, policy_colour
 from tools.results import cell
 
 _PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -33,20 +35,56 @@ _SHOWN = {
     "goodput_rps": "goodput, requests/s",
 }
 
-_COUNTED = (
-    "requests", "failures", "late_p99_ms", "active_experts", "batch_size", "engine_ms_per_token",
-    "step_ms_per_token", "best_worker_share",
-)  # fmt: skip
+_STEPS = {
+    "active_experts": "experts a decode step",
+    "engine_ms_per_token": "step time a token, ms",
+    "experts_per_token": "experts a step / batch size",
+    "step_ms_per_token": "step that a token waits for, ms",
+}
+_COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "best_worker_share")
 
 
-def figures_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line a figure, one column a policy: value, interval, difference to the baseline."""
-    lines = [
-        {"figure": name} | {r["policy"]: _with_interval(r, key) for r in rows} for key, name in _SHOWN.items()
+def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return one line a figure, one column a policy: value, interval, change against the baseline.
+
+    Args:
+        rows: of loadgen.figures.
+        keys: the figures, in this order; none: all.
+    """
+    known: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
+        **{key: (name, _step_cell) for key, name in _STEPS.items()},
+        **{key: (name, _with_interval) for key, name in _SHOWN.items()},
+        **{key: (key.replace("_", " "), _plain) for key in _COUNTED},
+    }
+    return [
+        {"figure": known[key][0]} | {row["policy"]: known[key][1](row, key) for row in rows}
+        for key in keys or known
     ]
-    for key in _COUNTED:
-        lines.append({"figure": key.replace("_", " ")} | {r["policy"]: cell(r[key], ".2f") for r in rows})
-    return lines
+
+
+def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: str = "engine time") -> Figure:
+    """Return a figure of what placement causes: the changes of experts and of time a step, by policy.
+
+    Args:
+        rows: of loadgen.figures.
+        clock: the time that engines report: "CPU time" on CPUs, else "engine time".
+    """
+    panels = []
+    for key, title in (
+        ("active_experts", "Experts read a decode step"),
+        ("engine_ms_per_token", f"{clock} a token"),
+    ):
+        found = []
+        for row in rows:
+            if row.get(f"{key}_change_pct") is None:
+                continue
+            value, *ends = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
+            low, high = (math.nan if end is None else end for end in ends)
+            each = changes_by_round(row["policy"], row[f"{key}_baseline"], trials, key)
+            found.append(Change(row["policy"], value, low, high, each))
+        against = next((row[f"{key}_baseline"] for row in rows if f"{key}_baseline" in row), "the baseline")
+        panels.append((title[0].upper() + title[1:], f"change against {against}, %", found))
+    return changes(panels)
 
 
 def page(
@@ -57,19 +95,23 @@ def page(
     settings: dict[str, Any],
     *,
     answers: Sequence[str] = (),
+    lead: tuple[str, Figure] | None = None,
+    remarks: Sequence[str] = (),
     verdict: str = "",
     bad: bool = False,
 ) -> str:
-    """A self-contained HTML page, nothing of which is fetched.
+    """Return a self-contained HTML page that fetches nothing.
 
     Args:
         rows: the table; the keys of the first are its columns.
-        answers: sentences before the table.
-        verdict: after these; before them, and red, if `bad`.
+        answers: the first sentences.
+        lead: the picture after them, with its description.
+        remarks: sentences between the picture and the table.
+        verdict: after the remarks; before everything else, and red, if `bad`.
     """
     return _PAGES.get_template("report.html").render(
-        style=style(), title=title, answers=answers, verdict=verdict, bad=bad, rows=_cells(rows),
-        explanation=explanation,
+        style=style(), title=title, answers=answers, lead=lead and (lead[0], _png(lead[1])),
+        remarks=remarks, verdict=verdict, bad=bad, rows=_cells(rows), explanation=explanation,
         pictures=[(heading, _png(figure)) for heading, figure in pictures],
         settings=_cells([{"setting": key, "value": value} for key, value in settings.items()]),
     )  # fmt: skip
@@ -80,6 +122,7 @@ def html_report(
     trials: list[Trial],
     *,
     answers: Sequence[str],
+    remarks: Sequence[str],
     verdict: str,
     bad: bool,
     notes: str,
@@ -87,11 +130,11 @@ def html_report(
     warm_up_s: int,
     seconds: int,
 ) -> str:
-    """The page of a comparison.
+    """Return the page of a comparison.
 
     Args:
         rows: of loadgen.figures.
-        answers: of loadgen.answers.
+        answers, remarks: step_answers and client_answers of loadgen.answers.
         verdict: whether the run can be trusted.
     """
     policies = [row["policy"] for row in rows]
@@ -104,11 +147,13 @@ def html_report(
         [
             ("Time per output token", _percentiles(rows, "tpot")),
             ("Distributions", distributions(policies, trials, warm_up_s, seconds)),
-            ("Active experts of a decode step", _active(policies, trials)),
+            ("Experts of a decode step", _active(policies, trials)),
             ("Load over time", load_over_time(policies, trials)),
         ],
         settings,
         answers=answers,
+        lead=("What placement changes in the engines", placement_effects(rows, trials)),
+        remarks=remarks,
         verdict=verdict,
         bad=bad,
     )
@@ -137,6 +182,18 @@ def _with_interval(row: dict[str, Any], key: str) -> str:
     text = f"{text}\n{change:+.1f} % [{low:+.1f}, {high:+.1f}]"
     pooled = row.get(f"{key}_pooled_change_pct")
     return text if pooled is None else f"{text}\n{pooled:+.1f} % to all"
+
+
+def _plain(row: dict[str, Any], key: str) -> str:
+    return cell(row[key], ".2f")
+
+
+def _step_cell(row: dict[str, Any], key: str) -> str:
+    text = cell(row.get(key), ".2f")
+    if row.get(f"{key}_change_pct") is None:
+        return text
+    change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
+    return f"{text}\n{change:+.1f} %" + ("" if low is None or high is None else f" [{low:+.1f}, {high:+.1f}]")
 
 
 def _figure(columns: int, rows: int = 1) -> tuple[Figure, Any]:
@@ -180,12 +237,12 @@ def _percentiles(rows: list[dict[str, Any]], key: str) -> Figure:
 
 def _active(policies: list[str], trials: list[Trial]) -> Figure:
     figure, ((axes,),) = _figure(1)
-    active = active_by_round(policies, trials)
+    active = {policy: step_figure_by_round(policy, trials, "active_experts").values() for policy in policies}
     for place, policy in enumerate(policies):
-        if values := active[policy]:
-            axes.bar(place, float(np.mean(values)), color=f"C{place}", alpha=0.5)
+        if values := list(active[policy]):
+            axes.bar(place, float(np.mean(values)), color=policy_colour(policy), alpha=0.5)
             axes.plot([place] * len(values), values, "k.", label="one trial" if not place else None)
-    axes.set(ylabel="active experts, mean over layers", xticks=range(len(policies)))
+    axes.set(ylabel="experts a decode step, mean over layers", xticks=range(len(policies)))
     axes.set_xticklabels(policies)
     if not any(active.values()):
         axes.text(0.5, 0.5, "the decode engines reported no steps", ha="center", transform=axes.transAxes)

@@ -59,7 +59,7 @@ class Trial:
     policy: str
     round: int
     requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
-    engines: dict[str, float] | None = None  # increase of Client.decode_totals, warm-up included
+    engines: dict[str, float] | None = None  # increase of Client.decode_totals in the measured part
     placed: int = 0
     best: int = 0  # of these, on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
@@ -136,17 +136,40 @@ def drive(
     """
     service.set_policy(*parse_policy(trial.policy))
     service.wait_idle()
-    before, counters = service.settled_totals(at_rest=True), service.status().get("counters", {})
+    counters = service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
-    with _watched(service, trial):
+    with _watched(service) as seen:
         _run_locust(_command(service.url, shape, seed, record), log, tick)
     service.wait_idle()
-    after, now = service.settled_totals(), service.status().get("counters", {})
+    now = service.status().get("counters", {})
     trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     trial.placed, trial.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
-    if before is not None and after is not None and after["steps"] >= before["steps"]:  # the same router
-        trial.engines = {key: after[key] - before[key] for key in after}
+    began_s = min((r["sent_unix_s"] - r["sent_s"] for r in trial.requests), default=math.inf)
+    trial.load = [(s.unix_s - began_s, s.in_flight) for s in seen if s.unix_s >= began_s]
+    from_s = began_s + shape.warm_up_s
+    trial.engines = increase(seen, from_s, from_s + shape.seconds)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the status said at a time."""
+
+    unix_s: float
+    in_flight: list[int]  # by worker
+    totals: dict[str, float] | None  # Client.decode_totals
+
+
+def increase(seen: list[Sample], from_s: float, until_s: float) -> dict[str, float] | None:
+    """Return the increase of the totals from the first sample of a time to its last one.
+
+    Decode engines report once a second, so the steps of up to a second before are in it, and as many of the
+    end are not. None if no step was reported in that time, or the router lost its totals.
+    """
+    known = [s.totals for s in seen if from_s <= s.unix_s <= until_s and s.totals]
+    if not known or known[-1]["steps"] <= known[0]["steps"]:
+        return None
+    return {key: known[-1][key] - known[0][key] for key in known[0]}
 
 
 def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
@@ -194,23 +217,24 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Client, trial: Trial) -> Iterator[None]:
-    """Note each worker's requests in flight twice a second."""
+def _watched(service: Client) -> Iterator[list[Sample]]:
+    """Sample the status twice a second until the end of the block."""
+    seen: list[Sample] = []
     stop = threading.Event()
-    start = time.perf_counter()
 
     def watch() -> None:
         while not stop.wait(0.5):
             try:
-                workers = service.status().get("workers", [])
+                status = service.status()
             except ServiceError:
                 continue  # a gap in a picture
-            trial.load.append((time.perf_counter() - start, [worker["in_flight"] for worker in workers]))
+            in_flight = [worker["in_flight"] for worker in status.get("workers", [])]
+            seen.append(Sample(time.time(), in_flight, service.decode_totals(status)))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield
+        yield seen
     finally:
         stop.set()
         watcher.join(2)  # it may be waiting for an answer

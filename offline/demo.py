@@ -1,9 +1,14 @@
-"""The whole product on one small machine: serve, calibrate, fit, swap, compare three policies, report.
+"""Serve the demo model on one small machine, compare three policies on it, and report.
 
     eldr demo            (or: make demo)
 
-Starts a Ray cluster and the application of its own, and stops both at the end, also when interrupted.
+It starts a Ray cluster and the application of its own, and stops both at the end, also when interrupted.
 With --keep the service goes on after the report, until Ctrl-C.
+
+The load is a closed loop, so that decode batches are large enough for placement to matter, and the experts
+are wide enough to be read from memory. Policies take turns in many short rounds. The first figures are those
+that placement causes, whatever else shares the cores: experts read a decode step, and the CPU time of the
+engines' own threads.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,29 +34,67 @@ from eldr_serve.client import Client
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
 from loadgen import application
-from loadgen.answers import answers
+from loadgen.answers import client_answers, step_answers
 from loadgen.figures import method, policy_rows
-from loadgen.report import distributions, load_over_time, page
-from loadgen.trial import Shape, Trial, drive
+from loadgen.greedy import differing_answers, greedy_sentence
+from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
+from loadgen.trial import Shape, Trial, drive, order
+from loadgen.workload import balanced_sample, read_prompts
 from tools.cli import BadInput, run
 from tools.plots import signature_space
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
 KEY = "demo"
+POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
-_COLUMNS = (
-    "policy", "requests", "failures", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms", "active_experts",
-    "batch_size", "best_worker_share",
+_KV_BYTES = 256 << 20  # of an engine, for some 50 requests of the demo model
+_TABLE_S = 120.0  # until a routing table is live
+_CLOCKS = {"cpu": "CPU time"}  # what engines report of a step, by kind of accelerator; else "engine time"
+_SHOWN = (
+    "active_experts", "experts_per_token", "engine_ms_per_token", "batch_size", "tpot_p50_ms", "tpot_p99_ms",
+    "ttft_p50_ms", "ttft_p99_ms", "requests", "failures", "best_worker_share",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that a run depends on."""
+
+    deployment: Path
+    arguments: dict[str, Any]  # of the deployment's application
+    shape: Shape
+    rounds: int
+    calibration: int
+    greedy: int
+    out: Path
+    seed: int
+
+    @property
+    def clock(self) -> str:
+        """What the time of a decode step is, in words."""
+        kind = self.arguments["decode_config"].get("accelerator_config", {}).get("kind")
+        return _CLOCKS.get(kind, "engine time")
+
+    @property
+    def model(self) -> str:
+        """Name of the model's folder."""
+        return Path(self.arguments["decode_config"]["model_loading_config"]["model_source"]).name
+
+    @property
+    def engines(self) -> tuple[int, int]:
+        """Prefill and decode engines."""
+        configs = (self.arguments[role]["deployment_config"] for role in ("prefill_config", "decode_config"))
+        prefill, decode = (int(config["num_replicas"]) for config in configs)
+        return prefill, decode
 
 
 @contextmanager
 def _step(what: str) -> Iterator[Callable[[str], None]]:
-    """Show that this step runs and, through the yielded function, how far it is; then how long it took.
+    """Show that a step runs and, through the yielded function, how far it is; then how long it took.
 
-    Where the output is no terminal, a line each `_LINE_S` seconds takes the place of the spinner.
+    Without a terminal a line every `_LINE_S` seconds replaces the spinner.
     """
     start = last = time.perf_counter()
     with console.status(f"{what} ...") as status:
@@ -67,29 +111,42 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
-def _command(module: str, *arguments: object, log: Path) -> None:
-    """Run a command of ours, its progress on the terminal; BadInput with its last line if it fails."""
+def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
+    """Start one of our commands and return what waits for its end.
+
+    That raises BadInput with the last line that the command wrote, if it fails.
+    """
     with log.open("w") as file:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             stderr=file,
             env=os.environ | {"RAY_ADDRESS": "auto"},
-            check=False,
         )
-    if done.returncode:
-        last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-        raise BadInput(f"{module} failed: {last} (all of it in {log})")
+
+    def wait() -> None:
+        if process.wait():
+            last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+            raise BadInput(f"{module} failed: {last} (all of it in {log})")
+
+    return wait
+
+
+def _command(module: str, *arguments: object, log: Path) -> None:
+    """Run one of our commands, its progress on the terminal."""
+    _begin(module, *arguments, log=log)()
 
 
 @contextmanager
-def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> Iterator[Client]:
-    arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
-    for role in ("prefill_config", "decode_config"):
-        arguments[role]["model_loading_config"]["model_source"] = str(model)
+def _application(
+    plan: _Plan, port: int, dashboard: bool, model_ready: Callable[[], None]
+) -> Iterator[Client]:
     application.check_port(port)
+    prefill, decode = plan.engines
     try:
-        with _step("starting the engines (1 prefill, 2 decode)") as tell:
-            service, address = application.start(arguments, port, KEY, dashboard=dashboard, tell=tell)
+        with _step(f"starting the engines ({prefill} prefill, {decode} decode)") as tell:
+            service, address = application.start(
+                plan.arguments, port, KEY, dashboard=dashboard, tell=tell, before_deploy=model_ready
+            )
         if dashboard:
             console.print(f"Ray's dashboard: {address}", soft_wrap=True)
         yield service
@@ -98,32 +155,148 @@ def _application(deployment: Path, model: Path, port: int, dashboard: bool) -> I
             application.stop()
 
 
-def _report(
-    out: Path,
-    rows: list[dict[str, Any]],
-    answered: list[str],
-    trials: list[Trial],
-    trace: Path,
-    fitted: Path,
-    seconds: int,
-) -> Path:
-    """A self-contained HTML page: the table, the signature space, TPOT and load over time."""
-    policies = [row["policy"] for row in rows]
-    path = out / "report.html"
+def _arguments(deployment: Path, model: Path, decode: int) -> dict[str, Any]:
+    """Return the application's arguments of a deployment file, for the demo's model.
+
+    Args:
+        deployment: YAML file.
+        model: folder of the weights.
+        decode: decode engines, with a small KV cache each so that they fit in memory; 0: all as deployed.
+    """
+    arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
+    for role in ("prefill_config", "decode_config"):
+        config = arguments[role]
+        config["model_loading_config"]["model_source"] = str(model)
+        if decode:
+            config["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
+            # Answers come in chunks: on shared cores each message to a client delays the engines.
+            config["engine_kwargs"] |= {"kv_cache_memory_bytes": _KV_BYTES, "stream_interval": 8}
+    if decode:
+        arguments["decode_config"]["deployment_config"]["num_replicas"] = decode
+    return arguments
+
+
+def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
+    """Begin to widen the demo model's experts; return the folder, and what waits until it is written."""
+    if intermediate <= 32:
+        return ROOT / "demo_model/weights", lambda: None
+    wide = (out / f"model_{intermediate}").resolve()
+    if (wide / "config.json").exists():
+        return wide, lambda: None
+    arguments = ("--intermediate", intermediate, "--out", wide)
+    return wide, _begin("demo_model.widen", *arguments, log=out / "widen.log")
+
+
+def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int, what: str) -> None:
+    with _step(what) as tell:
+        whole_s = shape.warm_up_s + shape.seconds
+
+        def tick(elapsed_s: float) -> None:
+            sent = f"{elapsed_s:.0f} of {whole_s} s of requests"
+            tell(sent if elapsed_s < whole_s else "waiting for the last answers")
+
+        drive(service, trial, shape, seed=seed, scratch=plan.out, tick=tick)
+
+
+def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
+    """Warm the engines up with load by queue length, and wait until a routing table is live.
+
+    Returns:
+        The files of the calibration trace and of the table.
+    """
+    warm_up = replace(plan.shape, seconds=plan.shape.warm_up_s + plan.shape.seconds, warm_up_s=0)
+    _load(service, plan, Trial(POLICIES[0], 0), warm_up, seed=0, what=f"warm-up load under {POLICIES[0]}")
+    trace, fitted = plan.out / "trace.safetensors", plan.out / "table.safetensors"
+    console.print("calibrating: which experts do the prompts use?")
+    _command(
+        "offline.calibrate", "--deployment", plan.deployment, "--prompts", plan.shape.prompts, "--out", trace,
+        "--limit", plan.calibration, "--max-tokens", 32, "--seed", plan.seed, log=plan.out / "calibrate.log",
+    )  # fmt: skip
+    console.print("fitting one cluster a decode worker, and swapping the table in")
+    _command("offline.refit", "--trace", trace, "--swap", "--out", fitted, log=plan.out / "refit.log")
+    deadline = time.monotonic() + _TABLE_S
+    while not service.status()["table"]:
+        if time.monotonic() > deadline:
+            raise BadInput(f"no routing table was live after {_TABLE_S:.0f} s")
+        time.sleep(0.5)
+    return trace, fitted
+
+
+def _rounds(service: Client, plan: _Plan) -> list[Trial]:
+    """Measure every policy once a round, in an order drawn for each round."""
+    trials = []
+    for step in order(POLICIES, plan.rounds, plan.seed):
+        trial = Trial(step.policy, step.round)
+        what = f"round {step.round + 1} of {plan.rounds}: {step.policy}"
+        _load(service, plan, trial, plan.shape, seed=1 + step.seed, what=what)
+        trials.append(trial)
+        if e := trial.engines:
+            batch, cost = e["batch"] / e["steps"], 1000 * e["seconds"] / e["batch"]
+            console.print(
+                f"     {e['active'] / e['steps']:.1f} experts a step of {batch:.1f} requests, "
+                f"{cost:.2f} ms of {plan.clock} a token",
+                style="dim",
+            )
+    return trials
+
+
+def _compare_greedy(service: Client, plan: _Plan) -> str:
+    with _step("greedy answers under every policy"):
+        prompts = balanced_sample(read_prompts([Path(plan.shape.prompts)]), plan.greedy, plan.seed)
+        differing = differing_answers(service, plan.shape.model, POLICIES, prompts)
+    told = greedy_sentence(differing, len(prompts))
+    if any(differing.values()):
+        raise BadInput(told)
+    return told
+
+
+def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted: Path) -> None:
+    """Print the figures, and write demo.json and report.html; raise BadInput if requests failed."""
+    shape = plan.shape
+    rows = policy_rows(
+        POLICIES, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=Slo(1000, 100), seed=plan.seed
+    )
+    answered = step_answers(rows, clock=plan.clock)
+    prefill, decode = plan.engines
+    remarks = [
+        greedy,
+        *client_answers(rows, plan.rounds),
+        f"{prefill + decode} engines, the ingress and the load generator share {os.cpu_count()} cores, so "
+        "what a client waits for is the work of all of them.",
+    ]
+    for text in [*answered, *remarks]:
+        console.print(text, style="bold" if text in answered else None, soft_wrap=True, markup=False)
+    table = figures_table(rows, _SHOWN)
+    print_table("the same stream of prompts under three policies", table, lines=True)
+    notes = f"closed loop; all engines share this machine's cores; {method(plan.rounds)}; {greedy}"
+    inputs = {
+        "prompts": Path(shape.prompts).name, "in_flight": shape.users, "seconds": shape.seconds,
+        "warm_up_s": shape.warm_up_s, "rounds": plan.rounds, "max_tokens": shape.max_tokens,
+        "min_tokens": shape.min_tokens, "decode_engines": decode, "model": plan.model,
+    }  # fmt: skip
+    write_result(plan.out / "demo.json", "demo", rows, inputs=inputs, seed=plan.seed, notes=notes)
+    report = plan.out / "report.html"
     content = page(
         "eldr-serve demo",
-        [{name: row[name] for name in _COLUMNS} for row in rows],
-        "Two engines share two cores here, so times are noisy; active experts are not.",
+        table,
+        f"[low, high]: 95 % interval; below it, the change against {POLICIES[0]}. {notes}",
         [
             ("Signature space", signature_space(CalibrationTrace.load(trace), RoutingTable.load(fitted))),
-            ("Time to first token and per output token", distributions(policies, trials, 0, seconds)),
-            ("Load", load_over_time(policies, trials)),
+            (
+                "Time per output token and to the first",
+                distributions(POLICIES, trials, shape.warm_up_s, shape.seconds),
+            ),
+            ("Load", load_over_time(POLICIES, trials)),
         ],
-        environment(),
+        inputs | environment(),
         answers=answered,
+        lead=("What placement changes in the engines", placement_effects(rows, trials, plan.clock)),
+        remarks=remarks,
     )
-    write_whole(path, content)
-    return path
+    write_whole(report, content)
+    console.print(f"report: {report}; figures: {plan.out / 'demo.json'}", soft_wrap=True)
+    if failures := sum(row["failures"] for row in rows):
+        raise BadInput(f"{failures} requests failed; see {plan.out}/locust.log")
 
 
 def _until_interrupted(what: str) -> None:
@@ -142,14 +315,19 @@ def demo(
     deployment: Annotated[
         Path, typer.Option(help="Deployment YAML.", show_default="cpu_demo.yaml, which comes along")
     ] = ROOT / "deployments/cpu_demo.yaml",
+    decode_engines: Annotated[
+        int, typer.Option(min=0, help="Decode engines, with 0.25 GiB of KV cache each; 0: as deployed.")
+    ] = 3,
     intermediate: Annotated[
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
-    ] = 512,
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests/s, Poisson arrivals.")] = 2.0,
-    users: Annotated[int, typer.Option(min=1, help="Requests in flight, at most.")] = 32,
-    seconds: Annotated[int, typer.Option(min=5, help="Length of each stretch of load, s.")] = 15,
-    rounds: Annotated[int, typer.Option(min=1, help="Stretches of each policy, in turn.")] = 2,
-    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 100,
+    ] = 1024,
+    in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 48,
+    seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 4,
+    warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
+    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 40,
+    greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and clustering.")] = 0,
@@ -157,53 +335,19 @@ def demo(
         bool, typer.Option("--keep", help="Serve on after the report, with Ray's dashboard, until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Serve the demo model and compare shortest-queue, locality-band and marginal-cost on it."""
+    """Serve the demo model and compare shortest-queue, marginal-cost and locality-band on it."""
     out.mkdir(parents=True, exist_ok=True)
-    model = ROOT / "demo_model/weights"
-    if intermediate > 32:
-        with _step(f"widening the experts from 32 to {intermediate} neurons"):
-            wide = (out / f"model_{intermediate}").resolve()
-            if not (wide / "config.json").exists():
-                size = ("--intermediate", intermediate)
-                _command("demo_model.widen", *size, "--out", wide, log=out / "widen.log")
-            model = wide
-    trace, fitted = out / "trace.safetensors", out / "table.safetensors"
-    policies = ("shortest-queue", "locality-band", "marginal-cost")
-    trials = [Trial(policy, number) for number in range(rounds) for policy in policies]
-    shape = Shape(str(prompts), "eldr-demo", rate, seconds, 0, users, max_tokens=64, temperature=0.8)
-    with _application(deployment, model, port, keep) as service:
-        console.print("calibrating: which experts do the prompts use?")
-        _command(
-            "offline.calibrate", "--deployment", deployment, "--prompts", prompts, "--out", trace,
-            "--limit", calibration, "--max-tokens", 32, "--seed", seed, log=out / "calibrate.log",
-        )  # fmt: skip
-        console.print("fitting one cluster a decode worker, and swapping the table in")
-        _command("offline.refit", "--trace", trace, "--swap", "--out", fitted, log=out / "refit.log")
-        for number, trial in enumerate(trials):
-            with _step(f"load under {trial.policy} ({number + 1} of {len(trials)})") as tell:
-
-                def tick(elapsed_s: float, tell: Callable[[str], None] = tell) -> None:
-                    sent = f"{elapsed_s:.0f} of {seconds} s of requests"
-                    tell(sent if elapsed_s < seconds else "waiting for the last answers and the counters")
-
-                drive(service, trial, shape, seed=1 + trial.round, scratch=out, tick=tick)
-        rows = policy_rows(
-            list(policies), trials, warm_up_s=0, seconds=seconds, slo=Slo(1000, 100), seed=seed
-        )
-        answered = answers(rows, rounds)
-        for text in answered:
-            console.print(text, style="bold", soft_wrap=True, markup=False)
-        print_table("the same prompts under three policies", rows, columns=_COLUMNS)
-        inputs = {
-            "prompts": prompts.name, "rate": rate, "users": users, "seconds": seconds, "rounds": rounds,
-            "intermediate": intermediate,
-        }  # fmt: skip
-        notes = f"open loop, Poisson arrivals; all engines share this machine's cores; {method(rounds)}"
-        write_result(out / "demo.json", "demo", rows, inputs=inputs, seed=seed, notes=notes)
-        report = _report(out, rows, answered, trials, trace, fitted, seconds)
-        console.print(f"report: {report}; figures: {out / 'demo.json'}", soft_wrap=True)
-        if any(row["failures"] for row in rows):
-            raise BadInput(f"{sum(row['failures'] for row in rows)} requests failed; see {out}/locust.log")
+    model, model_ready = _widening(intermediate, out)
+    shape = Shape(
+        str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
+        min_tokens=max(1, max_tokens // 2),
+    )  # fmt: skip
+    arguments = _arguments(deployment, model, decode_engines)
+    plan = _Plan(deployment, arguments, shape, rounds, calibration, greedy, out, seed)
+    with _application(plan, port, keep, model_ready) as service:
+        trace, fitted = _make_table(service, plan)
+        equal = _compare_greedy(service, plan)
+        _publish(plan, _rounds(service, plan), equal, trace, fitted)
         if keep:
             _until_interrupted(f"serving at {service.url} until Ctrl-C; admin key: {KEY}")
 

@@ -1,11 +1,12 @@
-"""Plots: bars and curves of rows, one panel a workload, and the signature space."""
+"""Plots: bars and curves of rows, changes with their intervals, and the signature space."""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,6 +16,23 @@ from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
 
 Rows = Sequence[dict[str, Any]]
+POLICY_COLOURS = {"marginal-cost": "C0", "locality-band": "C1", "balance-band": "C2"}
+_GREY = "0.65"
+
+
+class Change(NamedTuple):
+    """The change of a figure under a policy, %: with its interval, and of each round."""
+
+    policy: str
+    value: float
+    low: float
+    high: float
+    rounds: Sequence[float] = ()
+
+
+def policy_colour(policy: str) -> str:
+    """Return the colour that a policy has in every plot; load balancers are grey."""
+    return POLICY_COLOURS.get(policy.partition(":")[0], _GREY)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -88,6 +106,38 @@ def lines(
         if len(values) == 1:
             axes.set_ylabel(values[0].replace("_", " "))
         axes.legend(fontsize=7)
+
+
+def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
+    """Return a figure with one panel a figure: a dot and an interval a policy, a tick a round, 0 as a line.
+
+    Args:
+        panels: title, label of the axis, and the changes.
+    """
+    most = max((len(found) for _, _, found in panels), default=1)
+    figure = Figure(figsize=(11, 1.4 + 0.6 * most), layout="constrained")
+    for axes, (title, label, found) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        for place, change in enumerate(found):
+            colour = policy_colour(change.policy)
+            marks = [place] * len(change.rounds)
+            axes.plot(change.rounds, marks, "|", color="black", alpha=0.6, markersize=9, zorder=3)
+            if math.isfinite(change.low) and math.isfinite(change.high):
+                axes.plot([change.low, change.high], [place, place], color=colour, linewidth=3)
+            axes.plot(change.value, place, "o", color=colour, markersize=9)
+            axes.annotate(
+                f"{change.value:+.1f} %",
+                (change.value, place),
+                (0, 9),
+                textcoords="offset points",
+                ha="center",
+            )
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set(title=title, xlabel=label, ylim=(len(found) - 0.5, -0.7))
+        axes.set_yticks(range(len(found)), [change.policy for change in found])
+        axes.margins(x=0.12)
+    return figure
 
 
 def signature_space(trace: CalibrationTrace, table: RoutingTable) -> Figure:

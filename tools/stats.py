@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, t
 
 CONFIDENCE = 0.95
 DRAWS = 2000
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
-    """A value with its bootstrap confidence interval."""
+    """A value with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -65,6 +65,22 @@ def paired_change_percent(
         return 100 * (statistic(mine, axis=axis) / statistic(its, axis=axis) - 1)
 
     return _bootstrap(float(change(values, base)), (values, base), change, seed)
+
+
+def paired_ratio_percent(values: Sequence[float], base: Sequence[float]) -> Interval:
+    """Return the mean change of paired values in %, with Student's t interval over the pairs.
+
+    The mean and the interval are those of the logarithms of the ratios, so that swapping the two sides
+    inverts the result. Fewer than two pairs have no interval: its ends are NaN.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(np.asarray(values, float) / np.asarray(base, float))
+    if not len(logs):
+        return Interval(math.nan, math.nan, math.nan)
+    mean, reach = float(logs.mean()), math.nan
+    if len(logs) > 1:
+        reach = float(t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    return Interval(*(100 * math.expm1(log) for log in (mean, mean - reach, mean + reach)))
 
 
 def _bootstrap(value: float, samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> Interval:

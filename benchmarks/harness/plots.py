@@ -13,11 +13,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.harness.tables import ROOT, Rows
-from tools.plots import save
+from tools.plots import POLICY_COLOURS, policy_colour, save
 from tools.results import read_rows
 
 PLOTS = ROOT / "docs/plots"
-COLOURS = {"marginal-cost": "C0", "locality-band": "C1", "balance-band": "C2"}
 _GREY = "0.65"
 _WORKLOADS = ("all", "language", "task")
 _BASELINE = "TPOT {} against the best balancer, %"
@@ -29,10 +28,6 @@ def two(title: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     figure.suptitle(title, fontsize=11)
     return figure, figure.subplots(1, 2)
-
-
-def _colour(policy: str) -> str:
-    return COLOURS.get(policy, _GREY)
 
 
 def tpot() -> None:
@@ -53,9 +48,9 @@ def tpot() -> None:
         for x, (name, by_policy, form) in enumerate(groups):
             for policy, row in by_policy.items():
                 change = row.get(form.format(percentile)) or 0.0  # none: the best balancer itself
-                if policy in COLOURS:
+                if policy in POLICY_COLOURS:
                     offset = 0.17 if policy == "locality-band" else -0.17
-                    axes.bar(x + offset, change, 0.32, color=_colour(policy), label=policy)
+                    axes.bar(x + offset, change, 0.32, color=policy_colour(policy), label=policy)
                 elif policy in ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens"):
                     axes.plot(x, change, "_", color=_GREY, markersize=18, label="load balancers")
             for paper in _PAPER.get(name.split("\n")[0], ()) if percentile == "p50" else ():
@@ -74,8 +69,10 @@ def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tupl
     for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
         for policy in dict.fromkeys(row[by] for row in rows):
             points = [(row[x], row[column.format(percentile)]) for row in rows if row[by] == policy]
-            label = policy if policy in COLOURS else "load balancers"
-            axes.plot(*zip(*points, strict=True), "o-", color=_colour(policy), markersize=3, label=label)
+            label = policy if policy in POLICY_COLOURS else "load balancers"
+            axes.plot(
+                *zip(*points, strict=True), "o-", color=policy_colour(policy), markersize=3, label=label
+            )
         axes.set(xlabel=xlabel, ylabel=ylabel.format(percentile), xscale="log")
         axes.set_xticks(*[sorted({round(row[x]) for row in rows})] * 2)
         axes.minorticks_off()
@@ -90,11 +87,11 @@ def overload() -> None:
         load, barrier = row["workload"].split(", ")
         if load != "load 1.2" or row["policy"] == "locality-balance":  # which is no more
             continue
-        label = row["policy"] if row["policy"] in COLOURS else "load and KV balancers"
+        label = row["policy"] if row["policy"] in POLICY_COLOURS else "load and KV balancers"
         for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
             point = row[f"tpot_{percentile}_ms"], row["output_tokens_per_s"]
             mark = "s" if barrier == "barrier" else "o"
-            axes.plot(*point, mark, color=_colour(row["policy"]), label=label)
+            axes.plot(*point, mark, color=policy_colour(row["policy"]), label=label)
             axes.set(xlabel=f"TPOT {percentile}, ms (squares: step barrier)", ylabel="throughput, tokens/s")
     _save(figure, "overload")
 

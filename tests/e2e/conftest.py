@@ -70,7 +70,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Demo]:
-    """The demo with five seconds of load under each policy, from its first moment."""
+    """The demo with some seconds of load under each policy, from its first moment."""
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
     arguments = document["applications"][0]["args"]
@@ -95,8 +95,8 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     deployment = out / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     options = {
-        "deployment": deployment, "seconds": 5, "rounds": 1, "calibration": 20, "intermediate": 64,
-        "port": PORT, "out": out,
+        "deployment": deployment, "decode-engines": 0, "seconds": 4, "warm-up-seconds": 1, "rounds": 2,
+        "calibration": 20, "greedy": 3, "intermediate": 64, "port": PORT, "out": out,
     }  # fmt: skip
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     said = out / "said.txt"

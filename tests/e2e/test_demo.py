@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from browser import rendered
 from service import Demo
 
-POLICIES = ["shortest-queue", "locality-band", "marginal-cost"]
+POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
+FIRST = re.compile(
+    r"marginal-cost reads \d+\.\d % (fewer|more) experts a step than shortest-queue \[.*?\]"
+    r".*?; its steps take \d+\.\d % (less|more) CPU time a token \[.*?\]"
+)
 
 
 def test_the_demo_says_what_it_waits_for_and_where_its_results_are(demo: Demo) -> None:
@@ -16,24 +22,41 @@ def test_the_demo_says_what_it_waits_for_and_where_its_results_are(demo: Demo) -
     assert "Decode 0 of 2" in said
     for written in ("report.html", "demo.json"):
         assert str(demo.out / written) in said
+    # The answer comes before what clients saw and before the table.
+    answer = FIRST.search(said)
+    assert answer is not None, said
+    assert "are equal under all 3 policies" in said
+    assert answer.start() < said.index("TPOT p50") < said.index("figure")
 
 
 def test_the_demo_writes_its_figures(demo: Demo) -> None:
     result = json.loads((demo.out / "demo.json").read_text())
     assert [row["policy"] for row in result["rows"]] == POLICIES
-    assert len({row["requests"] for row in result["rows"]}) == 1
+    assert "are equal under all 3 policies" in result["notes"]
     for row in result["rows"]:
         assert row["requests"] > 0
         assert row["failures"] == 0
         assert 4 <= row["active_experts"] <= 64
-        assert 1 <= row["batch_size"] <= 32
+        assert 1 <= row["batch_size"] <= result["inputs"]["in_flight"]
+        assert row["experts_per_token"] == pytest.approx(row["active_experts"] / row["batch_size"])
+        assert row["engine_ms_per_token"] > 0
         assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"]
-    assert result["rows"][1]["best_worker_share"] > 0.5  # the table was live
+    baseline, *ours = result["rows"]
+    assert baseline["batch_size"] > 4  # a closed loop: placement can matter
+    for row in ours:
+        for key in ("active_experts", "engine_ms_per_token"):
+            low, change, high = (row[f"{key}_change_pct{end}"] for end in ("_low", "", "_high"))
+            assert low < change < high
+            assert row[f"{key}_baseline"] == "shortest-queue"
+    assert ours[1]["best_worker_share"] > 0.5  # the table was live
 
 
 def test_the_demos_report_opens_in_a_browser(demo: Demo, tmp_path: Path) -> None:
     seen, widths = rendered(demo.out / "report.html", tmp_path)
     assert "<title>eldr-serve demo</title>" in seen
     assert all(policy in seen for policy in POLICIES)
-    assert len(widths) == 3
+    answer = FIRST.search(seen)
+    assert answer is not None
+    assert answer.start() < seen.index("<img") < seen.index("TPOT p50") < seen.index("<table")
+    assert len(widths) == 4
     assert min(widths) > 300

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class FakeService:
         fail_every: each so-manieth request gets a 503; 0: none.
         reports_steps: whether its engines' steps are in the status.
         more_status: what else is in it, or in place of what is.
+        says: the answer to a request that is not streamed, given the policy and the prompt.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class FakeService:
         self.first_s, self.gap_s, self.fail_every = 0.05, 0.01, 0
         self.reports_steps = False
         self.more_status: dict[str, Any] = {}
+        self.says: Callable[[str, str], str] = lambda policy, prompt: prompt.upper()
         self.policy: dict[str, Any] = {"name": "locality-band", "parameters": {"band": 0.2}}
         self.policies_set: list[str] = []
         self.shadows: list[str] = []
@@ -83,6 +85,9 @@ class FakeService:
         self.steps += body["max_tokens"]
         if self.fail_every and len(self.bodies) % self.fail_every == 0:
             return _refusal(503, "overloaded")
+        if not body.get("stream"):
+            said = self.says(self.policy["name"], body["messages"][0]["content"])
+            return web.json_response({"choices": [{"message": {"content": said}}]})
         self.in_flight += 1
         try:
             return await self._stream(request, body["max_tokens"])

@@ -1,4 +1,4 @@
-"""What a comparison says first: better, worse, or nothing that can be told."""
+"""The sentences of a comparison: what placement causes, and what clients saw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.answers import answers
+from loadgen.answers import client_answers, step_answers
 from loadgen.figures import policy_rows
 from loadgen.trial import Trial
 from tools.stats import Slo
@@ -28,8 +28,8 @@ def test_a_verdict_is_where_the_interval_lies() -> None:
         row("shortest-queue"),
         row("locality-band:band=0.1", (-12.34, -15.0, -9.5), (3.0, -1.0, 7.0), (8.0, 0.5, 15.0)),
     ]
-    assert answers(rows, rounds=4) == [
-        "locality-band:band=0.1: TPOT p50 better, -12.3 % [-15.0, -9.5] against shortest-queue; "
+    assert client_answers(rows, rounds=4) == [
+        "locality-band:band=0.1, for clients: TPOT p50 better, -12.3 % [-15.0, -9.5] against shortest-queue; "
         "TPOT p99 no difference that these rounds can tell, +3.0 % [-1.0, +7.0] against shortest-queue; "
         "TTFT p50 worse, +8.0 % [+0.5, +15.0] against random."
     ]
@@ -37,35 +37,35 @@ def test_a_verdict_is_where_the_interval_lies() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 2.0), (-2.0, 0.0)])
 def test_an_interval_that_touches_zero_shows_nothing(low: float, high: float) -> None:
-    (said,) = answers([row("random"), row("x", (1.0, low, high))], rounds=4)
+    (said,) = client_answers([row("random"), row("x", (1.0, low, high))], rounds=4)
     assert "no difference that these rounds can tell" in said
 
 
 def test_one_round_has_no_interval_and_gets_no_verdict() -> None:
     rows = [row("shortest-queue"), row("x", (-50.0, -60.0, -40.0))]
-    (said,) = answers(rows, rounds=1)
-    assert said.startswith("x: TPOT p50 -50.0 % against shortest-queue")
+    (said,) = client_answers(rows, rounds=1)
+    assert said.startswith("x, for clients: TPOT p50 -50.0 % against shortest-queue")
     assert "one round has no interval" in said
     assert "better" not in said
-    (unknown,) = answers([row("shortest-queue"), row("x", (-50.0, None, None))], rounds=6)
+    (unknown,) = client_answers([row("shortest-queue"), row("x", (-50.0, None, None))], rounds=6)
     assert "there is no interval" in unknown
     assert "better" not in unknown
 
 
 def test_few_rounds_are_said_after_the_verdicts() -> None:
     rows = [row("shortest-queue"), row("x", (-50.0, -60.0, -40.0))]
-    verdict, caution = answers(rows, rounds=3)
+    verdict, caution = client_answers(rows, rounds=3)
     assert "better" in verdict
     assert "measure 4 or more" in caution
-    assert len(answers(rows, rounds=4)) == 1
+    assert len(client_answers(rows, rounds=4)) == 1
 
 
 def test_what_was_not_measured_or_has_no_baseline_is_said() -> None:
-    (said,) = answers([row("random"), row("x", (None, None, None))], rounds=4)
-    assert said == "x: TPOT p50 was not measured."
-    (said,) = answers([row("x"), row("y")], rounds=4)
+    (said,) = client_answers([row("random"), row("x", (None, None, None))], rounds=4)
+    assert said == "x, for clients: TPOT p50 was not measured."
+    (said,) = client_answers([row("x"), row("y")], rounds=4)
     assert said.startswith("Nothing to compare with")
-    assert answers([row("random")], rounds=4) == []
+    assert client_answers([row("random")], rounds=4) == []
 
 
 def test_figures_of_trials_are_answered() -> None:
@@ -80,9 +80,74 @@ def test_figures_of_trials_are_answered() -> None:
         for round_ in range(4)
     ]  # fmt: skip
     rows = policy_rows(list(times), trials, warm_up_s=0, seconds=20, slo=Slo(500, 50), seed=0)
-    random, shortest, ours = answers(rows, rounds=4)
+    random, shortest, ours = client_answers(rows, rounds=4)
     assert "TPOT p50 worse, +100.0 %" in random
     assert "TTFT" not in random
-    assert shortest == "shortest-queue: TTFT p50 worse, +100.0 % [+100.0, +100.0] against random."
+    assert (
+        shortest == "shortest-queue, for clients: TTFT p50 worse, +100.0 % [+100.0, +100.0] against random."
+    )
     assert "TPOT p99 better, -10.0 % [-10.0, -10.0] against shortest-queue" in ours
     assert "TTFT p50 worse, +50.0 % [+50.0, +50.0] against random" in ours
+
+
+def step_row(policy: str, *changes: tuple[float, float | None, float | None], base: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"policy": policy}
+    for key, change in zip(("active_experts", "engine_ms_per_token"), changes, strict=False):
+        found |= zip((f"{key}_change_pct{end}" for end in ("", "_low", "_high")), change, strict=True)
+        found[f"{key}_baseline"] = base
+    return found
+
+
+def test_the_first_sentence_is_what_placement_causes() -> None:
+    base = "shortest-queue"
+    rows = [
+        {"policy": base},
+        step_row("marginal-cost", (-12.04, -14.0, -10.0), (-9.0, -11.0, -7.0), base=base),
+        step_row("locality-band", (3.0, 1.0, 5.0), (2.0, -1.0, 5.0), base=base),
+        step_row("x", (-2.0, -5.0, 1.0), (-50.0, None, None), base=base),
+    ]
+    assert step_answers(rows, clock="CPU time") == [
+        "marginal-cost reads 12.0 % fewer experts a step than shortest-queue [10.0, 14.0]; "
+        "its steps take 9.0 % less CPU time a token [7.0, 11.0].",
+        "locality-band reads 3.0 % more experts a step than shortest-queue [1.0, 5.0]; "
+        "its steps take 2.0 % more CPU time a token [-1.0, 5.0], which these rounds cannot tell from none.",
+        "x reads 2.0 % fewer experts a step than shortest-queue [-1.0, 5.0], which these rounds cannot tell "
+        "from none; its steps take 50.0 % less CPU time a token (one round, so no interval).",
+    ]
+    assert "less engine time a token" in step_answers(rows)[0]
+
+
+def test_each_step_figure_names_its_own_baseline() -> None:
+    row = step_row("x", (-2.0, -3.0, -1.0), (-2.0, -3.0, -1.0), base="random")
+    (said,) = step_answers([row | {"engine_ms_per_token_baseline": "round-robin"}])
+    assert "experts a step than random" in said
+    assert "time a token than round-robin" in said
+    assert step_answers([{"policy": "random"}]) == []
+    unmeasured = {f"{key}_change_pct": None for key in ("active_experts", "engine_ms_per_token")}
+    assert step_answers([row | unmeasured]) == []
+
+
+def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> None:
+    """Rounds differ tenfold, and policies by a fixed share: paired, the interval has no width."""
+    share = {"random": 1.0, "shortest-queue": 0.8, "marginal-cost": 0.6}
+    trials = [
+        Trial(policy, round_, [], {
+            "active": 100 * size * factor, "steps": 10, "batch": 80, "seconds": size * factor, "waited": 1.0,
+        })
+        for policy, factor in share.items()
+        for round_, size in enumerate((1.0, 3.0, 10.0, 2.0))
+    ]  # fmt: skip
+    rows = policy_rows(list(share), trials, warm_up_s=0, seconds=20, slo=Slo(500, 50), seed=0)
+    random, shortest, ours = rows
+    assert "active_experts_baseline" not in shortest
+    for row, change in ((random, 25.0), (ours, -25.0)):
+        for key in ("active_experts", "engine_ms_per_token", "experts_per_token"):
+            ends = [row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high")]
+            assert ends == pytest.approx([change] * 3)
+            assert row[f"{key}_baseline"] == "shortest-queue"
+    assert ours["active_experts"] == pytest.approx(0.6 * 100 * 4 / 10)
+    # A round that the baseline lacks is in no pair, and a single pair has no interval.
+    alone = [t for t in trials if t.policy == "marginal-cost" or (t.policy == "random" and t.round == 2)]
+    (_, ours) = policy_rows(["random", "marginal-cost"], alone, warm_up_s=0, seconds=9, slo=Slo(1, 1), seed=0)
+    assert ours["active_experts_change_pct"] == pytest.approx(-40)
+    assert ours["active_experts_change_pct_low"] is None

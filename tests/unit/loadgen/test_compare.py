@@ -22,7 +22,7 @@ from shipped import ROOT
 from eldr_serve import client
 from loadgen.compare import compare
 from loadgen.figures import policy_rows
-from loadgen.trial import JOURNAL, RESTORE, Trial, order, parse_policy, read_trials
+from loadgen.trial import JOURNAL, RESTORE, Sample, Trial, increase, order, parse_policy, read_trials
 from tools.cli import BadInput
 from tools.journal import Journal
 from tools.stats import Slo
@@ -80,7 +80,8 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     service.reports_steps = True
     compare(**options(service, out))
     said = capsys.readouterr().out
-    assert "locality-band:band=0.1: TPOT p50 " in said
+    assert "locality-band:band=0.1 reads 0.0 % " in said
+    assert said.index("experts a step") < said.index("TPOT p50 ")
     assert "one round has no interval" in said
     assert said.index("TPOT p50 ") < said.index("requests, none failed") < said.index("figure")
     assert service.policy == OWN
@@ -263,6 +264,17 @@ def test_what_ended_in_the_measured_part_of_a_closed_loop_is_measured() -> None:
         for n, (sent, took) in enumerate(zip(sent_s, took_s, strict=True))
     ]
     assert [r["number"] for r in Trial("random", 0, ended).measured(10, 10)] == [1, 2, 4]
+
+
+def test_only_steps_of_the_measured_part_are_counted() -> None:
+    def sample(unix_s: float, steps: float | None) -> Sample:
+        return Sample(unix_s, [1, 2], None if steps is None else {"steps": steps, "active": 20 * steps})
+
+    seen = [sample(t, 10 * t) for t in (1, 2, 3, 4, 5, 6)]
+    assert increase(seen, 2, 5.5) == {"steps": 30, "active": 600}
+    assert increase([sample(2.5, None), *seen], 2, 5.5) == {"steps": 30, "active": 600}
+    for lacking in ([], seen[:2], [sample(3, 5), sample(4, 5)], [sample(3, 50), sample(4, 5)]):
+        assert increase(lacking, 2, 5.5) is None  # no steps, or a router that began anew
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:

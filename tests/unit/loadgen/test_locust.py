@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -71,6 +72,10 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
     assert np.median(np.abs(seen - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
     assert all(body["ignore_eos"] for body in service.bodies)
     assert "ttft" in page.read_text()
+    # The sum is of requests: times within a request are rows of their own.
+    rows = re.findall(r"^\s*(?:POST|STREAM)?\s+(chat|ttft|Aggregated) +(\d+)", done.stderr, re.MULTILINE)
+    counted = dict(rows[:3])  # a table of percentiles follows
+    assert counted == dict.fromkeys(("chat", "ttft", "Aggregated"), str(len(due)))
 
 
 def test_too_few_users_and_failures_are_said_in_the_first_line(service: FakeService, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from browser import chromium, rendered
 from PIL import Image
 
-from loadgen.answers import answers
+from loadgen.answers import client_answers, step_answers
 from loadgen.figures import policy_rows
 from loadgen.report import html_report
 from loadgen.trial import Trial
@@ -50,10 +50,11 @@ def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, floa
     made = trials(engines)
     rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     page, shot = tmp_path / "report.html", tmp_path / "report.png"
-    answered = answers(rows, rounds=2)
+    answered, remarks = step_answers(rows), client_answers(rows, rounds=2)
+    assert bool(answered) == (engines is not None)
     page.write_text(
         html_report(
-            rows, made, answers=answered, verdict="240 requests, 6 FAILED", bad=bad,
+            rows, made, answers=answered, remarks=remarks, verdict="240 requests, 6 FAILED", bad=bad,
             notes="<b>not markup</b>", settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
         )
     )  # fmt: skip
@@ -66,9 +67,10 @@ def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, floa
     # In each quarter of the page something is drawn.
     assert all(quarter.std() > 5 for quarter in np.array_split(pixels, 4))
     seen, widths = rendered(page, tmp_path)
-    assert engines is None or len(widths) == 4
+    assert len(widths) == 5
     assert min(widths) > 300  # no image is broken
-    places = [seen.index(text) for text in answered]  # what is wrong with a run is said before its answers
+    # What placement causes, its picture, what clients saw; what is wrong with a run is said before all that.
+    places = [*map(seen.index, answered), seen.index("<img"), *map(seen.index, remarks)]
     places.insert(0 if bad else len(places), seen.index("6 FAILED"))
     assert len(places) > 2
     assert places == sorted(places)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from tools.stats import (
     DRAWS,
@@ -14,6 +16,7 @@ from tools.stats import (
     interval,
     median_ci,
     paired_change_percent,
+    paired_ratio_percent,
     relative_percent,
     resampled_counts,
 )
@@ -84,3 +87,33 @@ def test_goodput_needs_both_objectives() -> None:
         assert not slo.met({"ttft_s": ttft_s, "tpot_s": tpot_s})
     assert not slo.met({"ttft_s": 0.05, "tpot_s": 0.01, "error": "lost"})
     assert not slo.met({"error": "HTTP 503"})
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 6, 20])
+def test_a_paired_ratio_has_students_interval_of_its_logarithms(rounds: int) -> None:
+    rng = np.random.default_rng(rounds)
+    base = rng.lognormal(3, 1, rounds)  # rounds differ by far more than the policies do
+    values = base * rng.normal(0.9, 0.02, rounds)
+    logs = np.log(values / base)
+    reference = stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
+    expected = [100 * (math.exp(log) - 1) for log in (logs.mean(), reference.low, reference.high)]
+    assert paired_ratio_percent(values, base) == pytest.approx(expected)
+    # Of the two sides either may be the base.
+    back = [100 * (1 / (1 + change / 100) - 1) for change in (expected[0], expected[2], expected[1])]
+    assert paired_ratio_percent(base, values) == pytest.approx(back)
+
+
+def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(1000):
+        base = rng.lognormal(3, 1, 6)
+        found = paired_ratio_percent(base * 0.88 * rng.lognormal(0, 0.05, 6), base)
+        covered += found.low < -12 < found.high
+    assert 930 <= covered <= 970
+
+
+def test_one_pair_has_no_interval_and_equal_pairs_have_one_of_no_width() -> None:
+    assert paired_ratio_percent([1.0], [2.0]) == pytest.approx((-50, math.nan, math.nan), nan_ok=True)
+    assert all(math.isnan(value) for value in paired_ratio_percent([], []))
+    assert paired_ratio_percent([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]) == pytest.approx((-50, -50, -50))

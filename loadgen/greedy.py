@@ -1,0 +1,55 @@
+"""Greedy answers of a running service, compared between policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import httpx
+
+from eldr_serve.client import Client
+from loadgen.trial import parse_policy
+from loadgen.workload import Prompt
+from tools.cli import BadInput
+
+
+def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
+    """Return the answers at temperature 0, asked one at a time: engines are not batch-invariant."""
+    with httpx.Client(base_url=service.url, timeout=120) as http:
+        return [_answer(http, model, prompt, max_tokens) for prompt in prompts]
+
+
+def differing_answers(
+    service: Client, model: str, policies: Sequence[str], prompts: Sequence[Prompt], *, max_tokens: int = 24
+) -> dict[str, list[str]]:
+    """Return the ids of the prompts that a policy answers otherwise than the first policy, by policy.
+
+    The last of the policies stays set.
+    """
+    found: dict[str, list[str]] = {}
+    first: list[str] = []
+    for policy in policies:
+        service.set_policy(*parse_policy(policy))
+        given = greedy_answers(service, model, prompts, max_tokens)
+        first = first or given
+        found[policy] = [p.id for p, mine, its in zip(prompts, given, first, strict=True) if mine != its]
+    return found
+
+
+def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
+    """Return what differing_answers found in a sentence."""
+    wrong = {policy: ids for policy, ids in differing.items() if ids}
+    if not wrong:
+        every = f"all {len(differing)} policies"
+        return f"Greedy answers to {prompts} prompts, asked one at a time, are equal under {every}."
+    told = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in wrong.items())
+    return f"GREEDY ANSWERS DIFFER from those under {next(iter(differing))} ({told})."
+
+
+def _answer(http: httpx.Client, model: str, prompt: Prompt, max_tokens: int) -> str:
+    body = {"model": model, "messages": prompt.chat, "max_tokens": max_tokens, "temperature": 0}
+    answer = http.post("/v1/chat/completions", json=body)
+    if answer.status_code != 200:
+        raise BadInput(
+            f"prompt {prompt.id!r} was not answered: HTTP {answer.status_code}: {answer.text[:200]}"
+        )
+    return str(answer.json()["choices"][0]["message"]["content"])

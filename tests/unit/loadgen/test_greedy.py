@@ -1,0 +1,49 @@
+"""Greedy answers are compared between policies, on a fake service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_service import KEY, FakeService, fake_service
+
+from eldr_serve.client import Client
+from loadgen.greedy import differing_answers, greedy_sentence
+from loadgen.workload import Prompt
+from tools.cli import BadInput
+
+PROMPTS = [Prompt(name, "d", f"Say {name}") for name in ("one", "two")]
+POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    with fake_service() as running:
+        yield running
+
+
+def differing(service: FakeService) -> dict[str, list[str]]:
+    return differing_answers(Client(service.url, KEY), "m", POLICIES, PROMPTS, max_tokens=5)
+
+
+def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> None:
+    found = differing(service)
+    assert found == {policy: [] for policy in POLICIES}
+    assert service.policies_set == ["shortest-queue", "random", "locality-band"]
+    asked = [(b["messages"][0]["content"], b["temperature"], b["max_tokens"]) for b in service.bodies]
+    assert asked == [("Say one", 0, 5), ("Say two", 0, 5)] * 3
+    said = greedy_sentence(found, 2)
+    assert said == "Greedy answers to 2 prompts, asked one at a time, are equal under all 3 policies."
+
+
+def test_an_answer_that_a_policy_changes_is_named(service: FakeService) -> None:
+    service.says = lambda policy, prompt: policy if (policy, prompt) == ("random", "Say two") else prompt
+    found = differing(service)
+    assert found == {"shortest-queue": [], "random": ["two"], "locality-band:band=0.1": []}
+    assert greedy_sentence(found, 2) == "GREEDY ANSWERS DIFFER from those under shortest-queue (random: two)."
+
+
+def test_a_refused_prompt_is_one_sentence(service: FakeService) -> None:
+    service.fail_every = 2
+    with pytest.raises(BadInput, match="prompt 'two' was not answered: HTTP 503"):
+        differing(service)

@@ -1,0 +1,106 @@
+"""The demo's report and engines, from trials and files; no engine is started."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from shipped import ROOT
+from traces import synthetic_trace
+
+from loadgen.trial import Shape, Trial
+from offline import demo
+from offline.fitting import fit_table
+from tools.cli import BadInput
+
+DEPLOYMENT = ROOT / "deployments/cpu_demo.yaml"
+MODEL = Path("somewhere/model_64")
+
+
+def plan(out: Path, rounds: int = 4) -> demo._Plan:
+    shape = Shape("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
+    arguments = demo._arguments(DEPLOYMENT, MODEL, 3)
+    return demo._Plan(DEPLOYMENT, arguments, shape, rounds, 20, 2, out, 0)
+
+
+def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
+    """Rounds of unequal size; marginal-cost reads 10 % fewer experts in 5 % less time, in each of them."""
+    made = []
+    for round_ in range(rounds):
+        for policy, experts, seconds in (
+            ("shortest-queue", 1.0, 1.0), ("marginal-cost", 0.9, 0.95), ("locality-band", 0.8, 1.02),
+        ):  # fmt: skip
+            size = 1 + round_
+            engines = {"steps": 10.0, "batch": 80.0, "waited": 1.0}
+            engines |= {"active": 200 * size * experts, "seconds": 0.4 * size * seconds}
+            requests: list[dict[str, Any]] = [
+                {"number": n, "id": "p", "due_s": None, "late_s": None, "sent_s": 0.1 * n, "ttft_s": 0.1,
+                 "tpot_s": 0.01, "itl_s": [0.01] * 7, "end_s": 1.0, "handover_s": 0.004}
+                for n in range(5)
+            ]  # fmt: skip
+            if failed:
+                requests[0] = {**requests[0], "error": "HTTP 503"}
+            made.append(Trial(policy, round_, requests, engines, 5, 4, [(0.5, [1, 2, 3])]))
+    return made
+
+
+def publish(out: Path, rounds: int, *, failed: bool = False) -> None:
+    trace = synthetic_trace()
+    trace.save(out / "trace.safetensors")
+    fit_table(trace, 3, band=0.1, seed=0)[0].save(out / "table.safetensors")
+    made = trials(rounds, failed=failed)
+    demo._publish(plan(out, rounds), made, "GREEDY", out / "trace.safetensors", out / "table.safetensors")
+
+
+def test_terminal_and_report_begin_with_what_placement_causes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tmp_path, 4)
+    said = capsys.readouterr().out
+    first, second = (
+        "marginal-cost reads 10.0 % fewer experts a step than shortest-queue [10.0, 10.0]; "
+        "its steps take 5.0 % less CPU time a token [5.0, 5.0].",
+        "locality-band reads 20.0 % fewer experts a step than shortest-queue [20.0, 20.0]; "
+        "its steps take 2.0 % more CPU time a token [2.0, 2.0].",
+    )
+    assert said.startswith(f"{first}\n{second}\nGREEDY\n")
+    assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", said)
+    report = (tmp_path / "report.html").read_text()
+    order = [
+        report.index(text) for text in (first, second, "<img", "GREEDY", "TPOT p50", "<table", "Settings")
+    ]
+    assert order == sorted(order)
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert [row["policy"] for row in result["rows"]] == demo.POLICIES
+    assert result["inputs"]["decode_engines"] == 3
+    assert result["inputs"]["model"] == "model_64"
+
+
+def test_one_round_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(tmp_path, 1)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.count("(one round, so no interval)") == 2
+
+
+def test_failed_requests_are_an_error_after_the_report(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="12 requests failed"):
+        publish(tmp_path, 4, failed=True)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_engines_are_as_deployed_or_as_many_as_asked_with_small_caches() -> None:
+    deployed = yaml.safe_load(DEPLOYMENT.read_text())["applications"][0]["args"]
+    for count in (0, 3):
+        arguments = demo._arguments(DEPLOYMENT, MODEL, count)
+        for role in ("prefill_config", "decode_config"):
+            assert arguments[role].pop("model_loading_config")["model_source"] == str(MODEL)
+            env = arguments[role]["runtime_env"]["env_vars"]
+            assert ("VLLM_CPU_KVCACHE_SPACE" in env) == (count == 0)
+            assert ("kv_cache_memory_bytes" in arguments[role]["engine_kwargs"]) == (count > 0)
+        expected = count or deployed["decode_config"]["deployment_config"]["num_replicas"]
+        assert arguments["decode_config"]["deployment_config"]["num_replicas"] == expected
+        assert arguments["prefill_config"]["deployment_config"]["num_replicas"] == 1
