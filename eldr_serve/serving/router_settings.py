@@ -9,7 +9,6 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from eldr_serve.artifacts import Artifact, RoutingTable
-from eldr_serve.renamed import renamed
 from eldr_serve.routing import DEFAULT_POLICY, make_policy
 from eldr_serve.serving.messages import NamedPolicy
 from eldr_serve.signature_predictor import SignaturePredictor
@@ -40,8 +39,6 @@ class RefitOptions(BaseModel, frozen=True, extra="forbid"):
 
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     """Policy, table, and what happens to state that nobody renews."""
-
-    _renamed = renamed(idle_exit_s=None)
 
     model_id: str = Field(default="", description="filled in: the model served; no other's table is taken")
     policy: str = Field(

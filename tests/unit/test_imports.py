@@ -35,7 +35,7 @@ PARTS = (
     "eldr_serve.home",
     "eldr_serve.metrics",
     "eldr_serve.records",
-    "eldr_serve.renamed",
+    "eldr_serve.validation",
     "eldr_serve.pages",
     "eldr_serve.signature",
     "eldr_serve.expert_placement",

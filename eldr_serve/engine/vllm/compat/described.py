@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from eldr_serve.engine.vllm.compat.checked import internal_imports
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, internal_imports
 
 with internal_imports():
     from vllm.config import set_current_vllm_config
@@ -25,6 +25,7 @@ with internal_imports():
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.utils import select_common_block_size
 
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.engine import check_engine
@@ -156,6 +157,7 @@ class DescribedEngine:
                 self._model = initialize_model(self.config)
         finally:
             torch.set_default_dtype(usual)
+        self._capability = capability
         self._layers = self.config.compilation_config.static_forward_context
 
     def weight_bytes(self) -> int:
@@ -178,7 +180,22 @@ class DescribedEngine:
     def check(self) -> None:
         """Raise UnsupportedEngineError where our connector would."""
         check_engine(self.config)
-        counted_group(self.config, self._planned(2**60))
+        planned = self._planned(2**60)
+        counted_group(self.config, planned)
+        if self._capability is None:
+            self._check_block_size(planned)
+
+    def _check_block_size(self, planned: KVCacheConfig) -> None:
+        """Raise UnsupportedEngineError where the CPU's attention takes no blocks of this size."""
+        for group in planned.kv_cache_groups:
+            backends = [self._layers[name].get_attn_backend() for name in group.layer_names]
+            try:
+                select_common_block_size(group.kv_cache_spec.block_size, list(dict.fromkeys(backends)))
+            except ValueError as error:
+                size = self.config.cache_config.block_size
+                raise UnsupportedEngineError(
+                    f"block_size is {size}, which the CPU's attention does not take: {error}"
+                ) from error
 
     def kv_cache(self, available: int) -> KvCapacity:
         """What a KV cache of so many bytes holds.
