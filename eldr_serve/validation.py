@@ -48,9 +48,9 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def shown(value: Any, name: object = "") -> str:
-    """Return a value as a sentence shows it: in YAML's words, short, and no secret."""
+    """Return a value as a sentence shows it: in YAML's words, short, and nothing of a secret."""
     if _SECRET.search(str(name)):
-        return "what it is"
+        return ""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -68,9 +68,7 @@ def unknown_name(where: str, name: object, known: Iterable[str], what: str = "ke
     return f"{where}: {said}" if where else said
 
 
-def problem(
-    error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None
-) -> str:
+def problem(error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None) -> str:
     """Return one sentence about the first thing that a pydantic error reports.
 
     Args:
@@ -90,18 +88,29 @@ def problem(
         known = _fields(_class_at(model, _path(loc[:-1], given)))
         return unknown_name(_joined(where, _path(loc[:-1], given)), loc[-1], known)
     if first["type"] in ("missing", "missing_argument"):
-        return f"{_joined(where, [*_path(loc[:-1], given), loc[-1]])} is missing"
-    path = _joined(where, _path(loc, given))
-    text = _must_be(first)
-    value = shown(first["input"], path.rpartition(".")[2])
-    named = value not in ("a mapping", "a list") or text.startswith("must be a ")
-    return f"{path} is {value}: {text}" if path and named else f"{path}: {text}".removeprefix(": ")
+        return f"{_joined(where, [*_path(loc[:-1], given), loc[-1]])} is missing: it must be given"
+    names, value, text = _path(loc, given), first["input"], _must_be(first)
+    if hasattr(value, "kwargs"):  # pydantic's ArgsKwargs, of a dataclass
+        value = value.kwargs or {}
+    if isinstance(value, Mapping):
+        name = first["ctx"]["discriminator"].strip("'") if first["type"] == "union_tag_invalid" else ""
+        name = name or text.partition(" must ")[0]  # of a validator of the whole that blames one part
+        if name in value:
+            names, value, text = [*names, name], value[name], text.removeprefix(f"{name} ")
+    path = _joined(where, names)
+    said = shown(value, path.rpartition(".")[2])
+    whole = isinstance(value, Mapping | list) and first["type"] in ("value_error", "assertion_error")
+    named = path and said and not whole
+    return f"{path} is {said}: {text}" if named else f"{path}: {text}".removeprefix(": ")
 
 
 def _must_be(found: Any) -> str:
     context = found.get("ctx") or {}
     if found["type"] in _MUST_BE:
-        return _MUST_BE[found["type"]].format(**context)
+        bounds = {name: f"{value:g}" for name, value in context.items() if isinstance(value, int | float)}
+        return _MUST_BE[found["type"]].format(**bounds)
+    if found["type"] == "union_tag_invalid":
+        return f"must be one of {context['expected_tags']}"
     if found["type"] in ("literal_error", "enum"):
         expected = str(context.get("expected", ""))
         names = re.findall(r"'([^']*)'", expected)
@@ -114,12 +123,10 @@ def _must_be(found: Any) -> str:
 
 
 def _cause(found: Any) -> ValidationError | None:
-    """Return the pydantic error that a validator has met and hidden in a sentence of its own."""
+    """Return the pydantic error that a validator has met and told less of; errors of ours say enough."""
     raised = (found.get("ctx") or {}).get("error")
-    for error in (raised, getattr(raised, "__cause__", None)):
-        if isinstance(error, ValidationError):
-            return error
-    return None
+    cause = raised.__cause__ if type(raised) is ValueError else raised
+    return cause if isinstance(cause, ValidationError) else None
 
 
 def _path(loc: Sequence[Any], given: Any) -> list[Any]:
@@ -128,16 +135,14 @@ def _path(loc: Sequence[Any], given: Any) -> list[Any]:
         return list(loc)
     path, here = [], given
     for part in loc:
-        if (isinstance(here, Mapping) and part in here) or (isinstance(here, list | tuple) and _is_index(part, here)):
+        if part in here if isinstance(here, Mapping) else _is_index(part, here):
             path.append(part)
             here = here[part]
-        elif isinstance(here, str):
-            break
     return path
 
 
-def _is_index(part: Any, of: Sequence[Any]) -> bool:
-    return isinstance(part, int) and part < len(of)
+def _is_index(part: Any, of: Any) -> bool:
+    return isinstance(of, list | tuple) and isinstance(part, int) and part < len(of)
 
 
 def _inside(given: Any, loc: Sequence[Any]) -> Any:

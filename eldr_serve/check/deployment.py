@@ -150,7 +150,7 @@ def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
                 raise ValueError(f"{place} is no JSON: {error}") from error
             return text
     raise ValueError(
-        f"{config}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
-        f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: get it, and name it with "
+        f"{config}.model_loading_config.model_source is {source!r}: its config.json is neither in a folder "
+        f"of that name nor in {path.parent / _MODELS}; nothing is downloaded: get it, and name it with "
         "--model-config FILE"
     )

@@ -97,9 +97,10 @@ def _ours(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any
     if len(found) == 1:
         return applications[found[0]], f"applications.{found[0]}"
     if found:
-        raise ConfigurationError(f"{path} has {len(found)} applications {APPLICATION}: give each its own file")
+        number = len(found)
+        raise ConfigurationError(f"{path} has {number} applications {APPLICATION}: give each its own file")
     if not applications:
-        raise ConfigurationError(f"applications is an empty list: it needs one with import_path {APPLICATION}")
+        raise ConfigurationError(f"applications is empty: it needs one with import_path {APPLICATION}")
     given = applications[0]["import_path"]
     raise ConfigurationError(f"applications.0.import_path is {shown(given)}: must be {APPLICATION}")
 

@@ -108,7 +108,12 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterat
         yield _error(
             f"{engines.role}'s KV cache of {answer.kv / GIB:.1f} GiB on {kind} holds no sequence of "
             f"max_model_len {answer.max_model_len}: "
-            + ("lower it" if gpu else f"raise VLLM_CPU_KVCACHE_SPACE in {engines.config}.runtime_env.env_vars")
+            + (
+                "lower it, or raise gpu_memory_utilization"
+                if gpu
+                else f"raise {engines.spec.host_kv_variable} in {engines.config}.runtime_env.env_vars, "
+                "or lower max_model_len"
+            )
         )
 
 
@@ -177,11 +182,13 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
         try:
             found = ports.state(host, port)
         except OSError as error:
-            yield _error(f"{where} has host {host!r} and port {port}, where none can listen: {error.strerror}")
+            said = error.strerror or error
+            yield _error(f"{where} has host {host!r} and port {port}, where none can listen: {said}")
             continue
         if found == "taken":
             yield _error(
-                f"{where}.port is {port}: another process listens there at {host}; stop it, or set another port"
+                f"{where}.port is {port}: another process listens there at {host}; stop it, "
+                "or set another port"
             )
         elif found == "shared" and where == "ingress":
             yield Finding(

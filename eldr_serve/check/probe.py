@@ -45,7 +45,8 @@ def answer(
         except ValidationError as error:
             found["refusal"] = problem(error, arguments, where=where)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            found["refusal"] = " ".join(str(error).split())
+            said = " ".join(str(error).split())
+            found["refusal"] = f"{where}.{said}" if said.partition(" is ")[0] in arguments else said
     return found
 
 

@@ -84,6 +84,14 @@ class EngineSpec(Protocol):
     def fixed_port(self) -> str:
         """The environment variable that would give all replicas one NIXL port."""
 
+    @property
+    def host_kv_variable(self) -> str:
+        """The environment variable that sets the size of a KV cache on a CPU."""
+
+    @property
+    def deployment_name(self) -> str:
+        """Name of the Ray Serve deployment, without the prefix."""
+
     def ports(self, replicas: int) -> list[int]:
         """NIXL's side channel of each replica, by its rank; one port an engine."""
 
@@ -108,7 +116,7 @@ class Described(Protocol):
 
     max_model_len: int  # tokens of a prompt and its answer, at most
     memory_utilization: float  # share of a GPU's memory that the engine may take
-    agreed: Mapping[str, Any]  # engine arguments that prefill and decode must have equal, resolved; JSON types
+    agreed: Mapping[str, Any]  # resolved arguments that prefill and decode must have equal; JSON types
 
     def weight_bytes(self) -> int:
         """Of the parameters."""

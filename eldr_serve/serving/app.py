@@ -26,6 +26,7 @@ from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.validation import problem
 
 _ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
+_PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 
 
@@ -74,12 +75,12 @@ def build(args: dict[str, Any]) -> Built:
     for role in prefill_roles:
         with _refusing(f"{_CONFIG[role]}.deployment_config"):
             prefill = specs[role].deployment(
-                LLMPrefillServer, name_prefix="Prefill:", stall_limit_s=stall_limit_s
+                LLMPrefillServer, name_prefix=_PREFIX[role], stall_limit_s=stall_limit_s
             )
     with _refusing("decode_config.deployment_config"):
         decode = decode_spec.deployment(
             LLMDecodeServer,
-            name_prefix="Decode:",
+            name_prefix=_PREFIX[decode_role],
             router_name=actor_name(parsed.name),
             stall_limit_s=stall_limit_s,
         )
@@ -100,8 +101,8 @@ def build(args: dict[str, Any]) -> Built:
         max_kv_usage=parsed.prefill_router.max_kv_usage,
         admin_key_sha256=_admin_key_sha256(parsed),
     )
-    deployments = [made for made in (bound, prefill, decode) if made is not None]
-    return Built(parsed, specs, bound, tuple(made._bound_deployment.name for made in deployments))
+    names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
+    return Built(parsed, specs, bound, (ingress.name, *names))
 
 
 @contextmanager

@@ -189,7 +189,7 @@ VLLM_EXTENSION_POINTS = {
 # Ray's documented packages; it marks the others with a leading underscore, but not all of them.
 RAY_PUBLIC = {
     "ray", "ray.actor", "ray.cluster_utils", "ray.exceptions", "ray.serve", "ray.util", "ray.serve.config",
-    "ray.serve.deployment",
+    "ray.serve.deployment", "ray.serve.schema",
     "ray.serve.exceptions", "ray.serve.handle", "ray.serve.llm", "ray.serve.llm.deployment",
     "ray.serve.llm.ingress", "ray.serve.request_router", "ray.util.actor_pool", "ray.util.metrics",
 }  # fmt: skip

@@ -99,7 +99,8 @@ def resolved(config: Any) -> dict[str, Any]:
         part, _, name = field.resolved.partition(".")
         if part and hasattr(getattr(config, part), name):
             value = getattr(getattr(config, part), name)
-            found[field.name] = value if isinstance(value, int | float | str | None) else str(value)
+            plain = isinstance(value, int | float | str | None)
+            found[field.name] = value if plain else str(value).removeprefix("torch.")
     return found
 
 
@@ -119,4 +120,4 @@ def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:
 
 
 def _said(value: Any) -> str:
-    return "not given" if value is None else shown(value).removeprefix("torch.")
+    return "not given" if value is None else shown(value)

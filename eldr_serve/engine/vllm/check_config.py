@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ray.util import accelerators
+
 from eldr_serve.engine.vllm.compat import declared
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.validation import shown, unknown_name
+from eldr_serve.validation import did_you_mean, shown, unknown_name
 
 _MAPPINGS = (
     "accelerator_config",
@@ -24,6 +26,7 @@ _NUMBERS = {
     "VLLM_CPU_KVCACHE_SPACE": (1, 1_000_000, "GiB of an engine's KV cache on a CPU"),
     "VLLM_NIXL_SIDE_CHANNEL_PORT": (1, 65535, "a port"),
 }
+_MODEL_ID = "the name that requests give as their model"
 _PORT_BASE = "NIXL_SIDE_CHANNEL_PORT_BASE"
 
 
@@ -40,11 +43,17 @@ def check_config(where: str, config: Mapping[str, Any]) -> None:
             raise _wrong(f"{where}.{name}", config[name], "must be a mapping of names to values")
     loading = config.get("model_loading_config") or {}
     _names(f"{where}.model_loading_config", loading, declared.model_loading_keys())
-    if not isinstance(loading.get("model_id"), str):
-        raise ConfigurationError(
-            f"{where}.model_loading_config.model_id is {shown(loading.get('model_id'))}: "
-            "must be the name that requests give as their model"
-        )
+    if "model_id" not in loading:
+        raise ConfigurationError(f"{where}.model_loading_config.model_id is missing: {_MODEL_ID}")
+    model_id = loading["model_id"]
+    if not isinstance(model_id, str):
+        raise _wrong(f"{where}.model_loading_config.model_id", model_id, f"must be text, {_MODEL_ID}")
+    if config.get("llm_engine") not in (None, "vLLM"):
+        raise _wrong(f"{where}.llm_engine", config["llm_engine"], "must be 'vLLM'")
+    kinds = {kind for name, kind in vars(accelerators).items() if name.isupper()}
+    if config.get("accelerator_type") not in (None, "A10", *kinds):
+        kind = config["accelerator_type"]
+        raise _wrong(f"{where}.accelerator_type", kind, f"unknown, {did_you_mean(kind, kinds) or 'see Ray'}")
     kwargs = config.get("engine_kwargs") or {}
     _names(f"{where}.engine_kwargs", kwargs, declared.engine_arguments(), "engine argument")
     check_environment(f"{where}.runtime_env", config.get("runtime_env") or {})

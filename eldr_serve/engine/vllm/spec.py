@@ -14,6 +14,7 @@ from eldr_serve.engine.backend import Device, EngineRole
 from eldr_serve.engine.vllm.compat.serve_llm import (
     LocalModel,
     OneProcessLLMConfig,
+    deployment_name,
     engine_placement,
     to_model_metadata,
 )
@@ -68,6 +69,7 @@ class VllmSpec:
 
     config: LLMConfig
     fixed_port = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+    host_kv_variable = "VLLM_CPU_KVCACHE_SPACE"
 
     @property
     def model_id(self) -> str:
@@ -115,8 +117,13 @@ class VllmSpec:
     @property
     def host_kv_gib(self) -> float | None:
         """See EngineSpec; vLLM's own size is 4 GiB."""
-        said = self.environment.get("VLLM_CPU_KVCACHE_SPACE")
+        said = self.environment.get(self.host_kv_variable)
         return None if said is None else float(said)
+
+    @property
+    def deployment_name(self) -> str:
+        """See EngineSpec."""
+        return str(self.deployment_config.get("name") or deployment_name(self.config))
 
     def ports(self, replicas: int) -> list[int]:
         """See EngineSpec; at intervals of an engine's ranks."""

@@ -22,6 +22,7 @@ with internal_imports():
     from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
     from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
     from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -123,6 +124,10 @@ class KvCapacity(NamedTuple):
     sequences: float
 
 
+def _block_sizes(declared: int | MultipleOf) -> str:
+    return f"multiples of {declared.base}" if isinstance(declared, MultipleOf) else str(declared)
+
+
 class DescribedEngine:
     """An engine's configuration and its first rank's model, whose tensors have shapes and no storage.
 
@@ -193,8 +198,10 @@ class DescribedEngine:
                 select_common_block_size(group.kv_cache_spec.block_size, list(dict.fromkeys(backends)))
             except ValueError as error:
                 size = self.config.cache_config.block_size
+                declared = [size for b in backends for size in b.get_supported_kernel_block_sizes()]
+                taken = sorted({_block_sizes(size) for size in declared})
                 raise UnsupportedEngineError(
-                    f"block_size is {size}, which the CPU's attention does not take: {error}"
+                    f"block_size is {size}: the CPU's attention takes {' and '.join(taken)} alone"
                 ) from error
 
     def kv_cache(self, available: int) -> KvCapacity:

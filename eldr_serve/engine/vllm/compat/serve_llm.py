@@ -38,6 +38,7 @@ try:
     )
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.llm._internal.serve.core.server.builder import _get_deployment_name as deployment_name
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
     from ray.llm._internal.serve.engines.vllm.vllm_engine import (
@@ -65,6 +66,7 @@ __all__ = [
     "canonical_request_id",
     "check_ray",
     "create_error_response",
+    "deployment_name",
     "deployment_options",
     "engine_client",
     "engine_placement",
