@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from eldr_serve.check import findings
-from eldr_serve.check.deployment import Deployment, EngineDeployment, read_deployment
+from eldr_serve.check.deployment import Deployment, EngineDeployment, build_deployment
+from eldr_serve.check.document import read_document
 from eldr_serve.check.engines import Answer, Engine, ask
 from eldr_serve.check.findings import Finding
 from eldr_serve.check.machine import Gpu, Pool
@@ -49,7 +50,7 @@ def check(paths: Sequence[Path], cluster: Cluster, model: Path | None = None) ->
     Args:
         paths: their YAMLs.
         cluster: the pools of nodes, by the file and by what its engines run on.
-        model: see read_deployment.
+        model: see build_deployment.
 
     Raises:
         ValueError: there is no such cluster.
@@ -76,7 +77,7 @@ class _Case:
 
 def _place(path: Path, cluster: Cluster, model: Path | None) -> _Case:
     try:
-        deployment = read_deployment(path, model)
+        deployment = build_deployment(path, read_document(path), model)
     except ValueError as error:
         return _Case(path, unreadable=" ".join(str(error).split()))
     pools = cluster(path, deployment.engines[0].spec.device)
@@ -97,9 +98,13 @@ def _checked(case: _Case, answers: Sequence[Answer]) -> Checked:
         *(() if missing else findings.placement(deployment, placed)),
         *(fault for e, gpu, answer in engines for fault in findings.memory(e, gpu, answer)),
         *findings.host_memory(deployment, placed, answers),
+        *findings.agreement(engines),
         *findings.network(deployment, placed),
+        *(fault for pool in case.pools if pool.here for fault in findings.this_machine(deployment)),
+        *findings.keys_file(deployment, case.pools),
         *(fault for e in deployment.engines for fault in findings.settings(e)),
         *findings.drain("ingress", deployment.args.ingress_deployment_config),
+        *(Finding("warning", sentence) for sentence in deployment.ignored),
     ]
     found.sort(key=lambda fault: fault.severity != "error")
     return Checked(case.path, deployment, placed, engines, found)
@@ -117,9 +122,9 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None) -> Engine | None:
     """What vLLM is asked; nothing of engines without a place."""
     arguments = engines.spec.arguments()
     if gpu is not None:
-        return Engine(engines.model, arguments, gpu.memory_gib, gpu.capability)
+        return Engine(engines.where, engines.model, arguments, gpu.memory_gib, gpu.capability)
     if engines.spec.device == "gpu":
         return None
     said = engines.spec.host_kv_gib
     kv_gib = _CPU_KV_GIB if said is None else said
-    return Engine(engines.model, arguments, kv_gib, None)
+    return Engine(engines.where, engines.model, arguments, kv_gib, None)

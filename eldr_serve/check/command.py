@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +71,8 @@ def check(
         if like is not None:
             return like
         if device == _CPU and cluster is None:
-            return described(None, **_machine(1, cpus_per_node, memory_gib))
+            own = described(None, **_machine(1, cpus_per_node, memory_gib))
+            return [replace(pool, here=True) for pool in own]
         file = cluster or next(
             (f for f in (path.parent / _CLUSTER, path.parent.parent / _CLUSTER) if f.is_file()), None
         )

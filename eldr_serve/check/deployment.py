@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ray.serve.config import AutoscalingConfig
 
+from eldr_serve.check.document import Document, check_overrides, read_document
 from eldr_serve.check.placement import Replicas
 from eldr_serve.engine.backend import EngineRole, EngineSpec
-from eldr_serve.serving.app import engine_specs, parse
 from eldr_serve.serving.config import EldrArgs
 
-APPLICATION = "eldr_serve.serving.app:build_app"
 _MODELS = "models"  # beside the deployment: published config.json files, by the model's name in small letters
 
 
@@ -42,6 +42,16 @@ class EngineDeployment:
     model: str
 
     @property
+    def config(self) -> str:
+        """Name of their configuration in the file."""
+        return "prefill_config" if self.role == "prefill" else "decode_config"
+
+    @property
+    def where(self) -> str:
+        """Name of their engines' arguments in the file."""
+        return f"{self.config}.engine_kwargs"
+
+    @property
     def replicas(self) -> Replicas:
         """As many as there may be."""
         return Replicas(self.role, self.most, self.bundles, self.strategy)
@@ -55,19 +65,21 @@ class Deployment:
         args: of our application.
         engines: of both roles, or whole ones.
         ingress: its replicas.
-        proxy_port: Serve's own HTTP port.
+        proxy: host and port of Serve's own HTTP proxy; None where there is none.
         document: the file, as `serve deploy` reads it.
+        ignored: one sentence for each part of the file that Serve, or the check, ignores.
     """
 
     args: EldrArgs
     engines: tuple[EngineDeployment, ...]
     ingress: Replicas
-    proxy_port: int
+    proxy: tuple[str, int] | None
     document: dict[str, Any]
+    ignored: tuple[str, ...] = ()
 
 
 def read_deployment(path: Path, model: Path | None = None) -> Deployment:
-    """Read a deployment YAML.
+    """Read a deployment YAML, and build its application without deploying it.
 
     Args:
         path: the file.
@@ -78,51 +90,51 @@ def read_deployment(path: Path, model: Path | None = None) -> Deployment:
         ValueError: it is none of ours, or asks for what cannot be built.
         OSError: a file cannot be read.
     """
-    try:
-        document = yaml.safe_load(path.read_text())
-        (found,) = [app["args"] for app in document["applications"] if app["import_path"] == APPLICATION]
-        proxy = (document.get("http_options") or {}).get("port", 8000)
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a deployment with one application {APPLICATION}") from error
-    args = parse(found)
-    options = args.ingress_deployment_config
-    actor = options.get("ray_actor_options", {})
-    bundle = {"CPU": float(actor.get("num_cpus", 1)), **actor.get("resources", {})}
+    return build_deployment(path, read_document(path), model)
+
+
+def build_deployment(path: Path, document: Document, model: Path | None = None) -> Deployment:
+    """Build what a file says, without deploying it; see read_deployment."""
+    from eldr_serve.serving.app import build  # it imports vLLM
+
+    built = build(document.application.get("args") or {})
+    ignored = (*document.ignored, *check_overrides(document, built.names))
+    options = built.args.ingress_deployment_config
+    actor = options.get("ray_actor_options") or {}
+    cpus = actor.get("num_cpus")
+    bundle = {"CPU": 1.0 if cpus is None else float(cpus), **(actor.get("resources") or {})}
     return Deployment(
-        args,
-        tuple(_engines(role, spec, path, model) for role, spec in engine_specs(args).items()),
-        Replicas("ingress", int(options.get("num_replicas", 1)), [bundle]),
-        int(proxy),
-        document,
+        built.args,
+        tuple(_engines(role, spec, path, model) for role, spec in built.specs.items()),
+        Replicas("ingress", _replicas(options)[2], [bundle]),
+        document.proxy,
+        document.content,
+        ignored,
     )
 
 
 def _engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None) -> EngineDeployment:
     bundles, strategy = spec.placement()
     options = spec.deployment_config
-    scaling = options.get("autoscaling_config")
-    fixed = options.get("num_replicas")
-    if scaling and fixed is not None:
-        raise ValueError(f"{role}_config: Serve takes num_replicas or autoscaling_config, not both")
-    if scaling:
-        least, most = int(scaling.get("min_replicas", 1)), int(scaling.get("max_replicas", 1))
-        initial = int(scaling.get("initial_replicas", least))
-    else:
-        least = initial = most = int(fixed or 1)
+    scaled = bool(options.get("autoscaling_config"))
     return EngineDeployment(
-        role,
-        spec,
-        least,
-        initial,
-        most,
-        bool(scaling),
-        bundles,
-        strategy,
-        _model(role, spec, path, model),
+        role, spec, *_replicas(options), scaled, bundles, strategy, _model(role, spec, path, model)
     )
 
 
+def _replicas(options: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the least, the first and the largest number of a deployment's replicas."""
+    if not options.get("autoscaling_config"):
+        fixed = int(options.get("num_replicas", 1))
+        return fixed, fixed, fixed
+    scaling = AutoscalingConfig.model_validate(options["autoscaling_config"])
+    least = int(scaling.min_replicas)
+    initial = scaling.initial_replicas
+    return least, least if initial is None else int(initial), int(scaling.max_replicas)
+
+
 def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
+    config = "prefill_config" if role == "prefill" else "decode_config"
     source = spec.model_source
     name = source.rpartition("/")[2].lower()
     places = [given, given / "config.json"] if given else [
@@ -138,6 +150,7 @@ def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
                 raise ValueError(f"{place} is no JSON: {error}") from error
             return text
     raise ValueError(
-        f"{role}_config: the config.json of {source} is neither in a folder of that name nor in "
-        f"{path.parent / _MODELS}; nothing is downloaded: get it, and name it with --model-config FILE"
+        f"{config}.model_loading_config.model_source is {source!r}: its config.json is neither in a folder "
+        f"of that name nor in {path.parent / _MODELS}; nothing is downloaded: get it, and name it with "
+        "--model-config FILE"
     )

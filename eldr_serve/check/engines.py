@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eldr_serve.engine.chosen import ENGINES
@@ -20,12 +20,14 @@ class Engine:
     """What is asked: an engine.
 
     Attributes:
+        where: the arguments' name in the file.
         config: the model's config.json.
         arguments: see EngineSpec.arguments.
         memory_gib: of its GPU; on a CPU the KV cache's size.
         capability: its GPU's; none on a CPU.
     """
 
+    where: str
     config: str
     arguments: dict[str, Any]
     memory_gib: float
@@ -38,6 +40,7 @@ class Answer:
 
     Attributes:
         refusal: why it would not start, one sentence; the rest may be zero then.
+        agreed: see Described.agreed.
         weights: bytes of the parameters.
         reserve: bytes of all else but the KV cache, estimated.
         kv: bytes left for the KV cache.
@@ -55,6 +58,7 @@ class Answer:
     sequences: float = 0.0
     max_model_len: int = 0
     kernels: tuple[tuple[str, bool], ...] = ()
+    agreed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def ask(engines: Sequence[Engine]) -> list[Answer]:

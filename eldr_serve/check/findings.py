@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
+from eldr_serve.check import ports
 from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.engines import Answer
 from eldr_serve.check.machine import ACCELERATOR, GIB, Gpu, Pool
 from eldr_serve.check.placement import Placed, total
+from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.serving.keys import KeysError, read_keys
 
 # Ports that others hold on every node of a cluster as `ray start` makes it, and the kernel's own.
 _TAKEN = (
@@ -36,7 +39,7 @@ class Finding:
     sentence: str
 
 
-def ports(engines: EngineDeployment) -> list[int]:
+def nixl_ports(engines: EngineDeployment) -> list[int]:
     """NIXL's side channel of each replica that there may be."""
     return engines.spec.ports(engines.most)
 
@@ -91,20 +94,35 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterat
             f"{engines.role} on {kind} would run {hidden[0]}, which routes inside and hides its choices, so "
             "that experts cannot be counted: set moe_backend in engine_kwargs to one that does not"
         )
-    elif answer.weights and answer.kv <= 0:
+    elif answer.weights and answer.kv <= 0 and gpu is not None:
         yield _error(
             f"{engines.role} does not fit on {kind}: weights {answer.weights / GIB:.1f} GiB and a reserve of "
             f"{answer.reserve / GIB:.1f} GiB exceed gpu_memory_utilization by {-answer.kv / GIB:.1f} GiB"
         )
     elif answer.refusal:
-        yield _error(f"{engines.role} on {kind} is refused: {answer.refusal}")
+        named = answer.refusal.startswith(engines.where)
+        yield _error(answer.refusal if named else f"{engines.role} on {kind} is refused: {answer.refusal}")
     elif answer.weights and not answer.kernels:
         yield _error(f"{source(engines)} has no MoE layer, so there are no experts to count")
     elif answer.weights and not answer.kv_tokens:
         yield _error(
             f"{engines.role}'s KV cache of {answer.kv / GIB:.1f} GiB on {kind} holds no sequence of "
-            f"max_model_len {answer.max_model_len}: lower it"
+            f"max_model_len {answer.max_model_len}: "
+            + (
+                "lower it, or raise gpu_memory_utilization"
+                if gpu
+                else f"raise {engines.spec.host_kv_variable} in {engines.config}.runtime_env.env_vars, "
+                "or lower max_model_len"
+            )
         )
+
+
+def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, Answer]]) -> Iterator[Finding]:
+    """Fields that prefill and decode must have equal and that vLLM resolves to two values."""
+    answers = {deployment.role: answer for deployment, _, answer in engines}
+    if "prefill" in answers and not any(answer.refusal for answer in answers.values()):
+        for sentence in ENGINES.differences(answers["prefill"].agreed, answers["decode"].agreed):
+            yield _error(sentence)
 
 
 def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:
@@ -125,7 +143,7 @@ def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer
 
 def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
     """Ports that two on one node would listen at."""
-    wanted = {engines.role: ports(engines) for engines in deployment.engines}
+    wanted = {engines.role: nixl_ports(engines) for engines in deployment.engines}
     for role, numbers in wanted.items():
         for first, last, holder in _TAKEN:
             if any(first <= number <= last for number in numbers):
@@ -149,8 +167,51 @@ def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
                 f"{engines.spec.fixed_port} to eldr-serve"
             )
     port = deployment.args.ingress.port
-    if port is not None and port == deployment.proxy_port:
+    if port and deployment.proxy and port == deployment.proxy[1]:
         yield _error(f"the ingress and Serve's proxy would both listen at port {port}: change ingress.port")
+
+
+def this_machine(deployment: Deployment) -> Iterator[Finding]:
+    """Ports of this machine that somebody else listens at."""
+    ingress = deployment.args.ingress
+    own = (ingress.host, ingress.port) if ingress.port else None
+    for where, address in (("ingress", own), ("http_options", deployment.proxy)):
+        if address is None:
+            continue
+        host, port = address
+        try:
+            found = ports.state(host, port)
+        except OSError as error:
+            said = error.strerror or error
+            yield _error(f"{where} has host {host!r} and port {port}, where none can listen: {said}")
+            continue
+        if found == "taken":
+            yield _error(
+                f"{where}.port is {port}: another process listens there at {host}; stop it, "
+                "or set another port"
+            )
+        elif found == "shared" and where == "ingress":
+            yield Finding(
+                "warning",
+                f"ingress.port is {port}, where a service of yours listens at {host}: a start beside it is "
+                "refused, one in its place is not",
+            )
+
+
+def keys_file(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
+    """A file of keys that the ingress could not read, as far as that can be seen from here."""
+    path = deployment.args.ingress.keys_file
+    if path is None:
+        return
+    here = all(pool.here for pool in pools)
+    if not here and not path.exists():
+        sentence = f"ingress.keys_file {path} is not on this machine: each node of the ingress must have it"
+        yield Finding("warning", sentence)
+        return
+    try:
+        read_keys(path)
+    except KeysError as error:
+        yield _error(f"ingress.keys_file: {error}; eldr keys add makes one")
 
 
 def settings(engines: EngineDeployment) -> Iterator[Finding]:

@@ -52,6 +52,7 @@ class Pool:
         resources: Ray's, of one node, by name.
         gpu: the kind of its GPUs; none on a node without.
         memory_gib: memory of a node without GPUs, GiB; 0 where nobody said.
+        here: whether it is this machine, whose ports and files can be looked at.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Pool:
     resources: Mapping[str, float]
     gpu: Gpu | None = None
     memory_gib: float = 0.0
+    here: bool = False
 
 
 def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:

@@ -14,10 +14,15 @@ from pydantic import ValidationError
 from eldr_serve.check.machine import GIB
 from eldr_serve.check.memory import kv_bytes, reserve_bytes
 from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.validation import problem
 
 
 def answer(
-    config: str, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
+    where: str,
+    config: str,
+    arguments: dict[str, Any],
+    memory_gib: float,
+    capability: tuple[int, int] | None,
 ) -> dict[str, Any]:
     """See eldr_serve.check.engines.Answer."""
     found: dict[str, Any] = {}
@@ -25,7 +30,7 @@ def answer(
         (Path(folder) / "config.json").write_text(config)
         try:
             engine = ENGINES.describe(Path(folder), arguments, memory_gib, capability)
-            found["max_model_len"] = engine.max_model_len
+            found["max_model_len"], found["agreed"] = engine.max_model_len, dict(engine.agreed)
             found["weights"] = engine.weight_bytes()
             found["kernels"] = sorted(engine.kernels())
             found["reserve"] = reserve_bytes(engine.step(), "cpu" if capability is None else "gpu")
@@ -38,9 +43,10 @@ def answer(
             with suppress(ValueError):  # no room for one sequence: none is counted
                 found["kv_tokens"], found["sequences"] = engine.kv_cache(found["kv"])
         except ValidationError as error:
-            found["refusal"] = " ".join(str(error.errors()[0]["msg"]).split()).removeprefix("Value error, ")
+            found["refusal"] = problem(error, arguments, where=where)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            found["refusal"] = " ".join(str(error).split())
+            said = " ".join(str(error).split())
+            found["refusal"] = f"{where}.{said}" if said.partition(" is ")[0] in arguments else said
     return found
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from eldr_serve.check.check import Checked
 from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.engines import Answer
-from eldr_serve.check.findings import ports, source
+from eldr_serve.check.findings import nixl_ports, source
 from eldr_serve.check.machine import GIB, Gpu
 from eldr_serve.check.placement import Placed
 from eldr_serve.serving.autoscaling import by_requests_in_flight
@@ -63,7 +63,7 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
         "sequences": answer.sequences,
         "max_model_len": answer.max_model_len,
         "kernels": [{"name": name, "hides_choices": hidden} for name, hidden in answer.kernels],
-        "nixl_ports": ports(engines),
+        "nixl_ports": nixl_ports(engines),
         "bundles": engines.bundles,
         "strategy": engines.strategy,
         "autoscaling": options.get("autoscaling_config"),
@@ -77,7 +77,7 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
 def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Placed) -> dict[str, str]:
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
-    numbers = ports(engines)
+    numbers = nixl_ports(engines)
     return {
         "model": source(engines),
         "model cache": engines.spec.environment.get("HF_HOME", "-"),
@@ -113,10 +113,8 @@ def _scale(scaling: dict[str, Any]) -> str:
 def _ingress(deployment: Deployment, placed: Placed) -> str:
     name, port, count = deployment.ingress.name, deployment.args.ingress.port, deployment.ingress.count
     own = f", port {port} on each" if port is not None else ""
-    return (
-        f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placed)}{own}; "
-        f"Serve's proxy at port {deployment.proxy_port}"
-    )
+    proxy = f"; Serve's proxy at port {deployment.proxy[1]}" if deployment.proxy else ""
+    return f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placed)}{own}{proxy}"
 
 
 def _nodes(name: str, placed: Placed) -> str:

@@ -84,6 +84,14 @@ class EngineSpec(Protocol):
     def fixed_port(self) -> str:
         """The environment variable that would give all replicas one NIXL port."""
 
+    @property
+    def host_kv_variable(self) -> str:
+        """The environment variable that sets the size of a KV cache on a CPU."""
+
+    @property
+    def deployment_name(self) -> str:
+        """Name of the Ray Serve deployment, without the prefix."""
+
     def ports(self, replicas: int) -> list[int]:
         """NIXL's side channel of each replica, by its rank; one port an engine."""
 
@@ -94,7 +102,7 @@ class EngineSpec(Protocol):
         """Of one engine, for `Backend.describe`; JSON types."""
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
-        """The Ray Serve deployment of these engines.
+        """The Ray Serve deployment of these engines; needs no running Ray.
 
         Args:
             server: the replica's class; started with `llm_config`, what `Backend.start` takes.
@@ -108,6 +116,7 @@ class Described(Protocol):
 
     max_model_len: int  # tokens of a prompt and its answer, at most
     memory_utilization: float  # share of a GPU's memory that the engine may take
+    agreed: Mapping[str, Any]  # resolved arguments that prefill and decode must have equal; JSON types
 
     def weight_bytes(self) -> int:
         """Of the parameters."""
@@ -146,6 +155,27 @@ class Backend(Protocol):
     def requests(self) -> Mapping[str, Any]:
         """Types of clients' requests, by method (see EngineRequest)."""
 
+    def check_config(self, where: str, config: Mapping[str, Any]) -> None:
+        """Check names and simple values of a role's configuration, without an import of the engine's code.
+
+        Args:
+            where: the configuration's name in the file.
+            config: is not changed.
+
+        Raises:
+            ConfigurationError: one sentence.
+        """
+
+    def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
+        """Raise ConfigurationError unless both roles say the same where they must be alike."""
+
+    def differences(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[str]:
+        """Return one sentence for each field that must be equal and is not.
+
+        Args:
+            prefill, decode: see Described.agreed.
+        """
+
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> EngineSpec:
         """Engines as a deployment describes them, with all filled in that expert counts need.
 
@@ -154,7 +184,7 @@ class Backend(Protocol):
             kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
 
         Raises:
-            ValidationError: it says where.
+            ValueError, TypeError: the configuration cannot be used; a ValidationError says where.
         """
 
     async def start(self, config: Any) -> Engine:

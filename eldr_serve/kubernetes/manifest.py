@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from eldr_serve.check.deployment import APPLICATION, Deployment
+from eldr_serve.check.deployment import Deployment
+from eldr_serve.check.document import APPLICATION
 from eldr_serve.kubernetes.groups import Group, Sizes, accelerators, groups
 from eldr_serve.serving.ray_settings import QUIET
 

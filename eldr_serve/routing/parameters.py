@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from reprlib import repr as shortened
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -58,7 +59,9 @@ def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
     if (new := _RENAMED.get(name)) in known:
         return f"the parameter {name!r} of policy {policy!r} is called {new!r} now"
     takes = f"takes {', '.join(known)}" if known else "takes no parameter"
-    return f"policy {policy!r} has no parameter {name!r}; it {takes}"
+    near = get_close_matches(name, known, n=1)
+    hint = f": did you mean {near[0]!r}? It" if near else "; it"
+    return f"policy {policy!r} has no parameter {name!r}{hint} {takes}"
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from functools import lru_cache
 from typing import Any
 
@@ -55,8 +56,11 @@ def policy_class(name: str) -> type[Policy]:
     if name in _REMOVED:
         raise PolicyError(f"policy {name!r} was removed: {_REMOVED[name]}")
     if ":" not in name:
+        near = difflib.get_close_matches(name, policy_names(), n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ";"
         raise PolicyError(
-            f"unknown policy {name!r}; there are {', '.join(policy_names())}, and module:Class of your own"
+            f"unknown policy {name!r}{hint} there are {', '.join(policy_names())}, "
+            "and module:Class of your own"
         )
     return _imported(name)
 

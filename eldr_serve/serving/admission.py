@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eldr_serve.errors import BadRequest, Refused, error_body
-from eldr_serve.renamed import renamed
 from eldr_serve.serving.audit import Audit
 from eldr_serve.serving.keys import digest
 from eldr_serve.serving.places import Places
@@ -52,8 +51,6 @@ class TracingOptions(BaseModel, frozen=True, extra="forbid"):
 
 class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     """What one ingress replica does by itself."""
-
-    _renamed = renamed(prewarm=None, router_timeout_s=None)
 
     port: int | None = Field(
         default=None,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,16 +17,35 @@ from ray.serve.deployment import Application
 from eldr_serve.engine.backend import EngineRole, EngineSpec
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.serving.config import DRAIN_S, SCALING, EldrArgs
+from eldr_serve.serving.config import DRAIN_S, SCALING, EldrArgs, parse
 from eldr_serve.serving.decode_router import actor_name
 from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
 from eldr_serve.serving.llm_servers import LLMDecodeServer, LLMPrefillServer
 from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.signatures.settings import PoolSettings
+from eldr_serve.validation import problem
 
 _ROUTER = "eldr_serve.serving.request_router.DirectoryRouter"
+_PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
+
+
+@dataclass(frozen=True)
+class Built:
+    """An application that could be deployed.
+
+    Attributes:
+        args: what the file says.
+        specs: its engines, in the order in which requests come to them.
+        application: the graph; nothing of it runs.
+        names: of its deployments.
+    """
+
+    args: EldrArgs
+    specs: dict[EngineRole, EngineSpec]
+    application: Application
+    names: tuple[str, ...]
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -35,33 +57,47 @@ def build_app(args: dict[str, Any]) -> Application:
     Raises:
         ConfigurationError: one sentence on what is wrong with `args`.
     """
+    return build(args).application
+
+
+def build(args: dict[str, Any]) -> Built:
+    """Build the application, as build_app does, and return what it was built of; needs no running Ray.
+
+    Raises:
+        ConfigurationError: one sentence on what is wrong with `args`.
+    """
     ENGINES.check()
     parsed = parse(args)
-    *prefill_specs, decode_spec = engine_specs(parsed).values()
-    model_id = decode_spec.model_id
+    specs = engine_specs(parsed)
+    *prefill_roles, decode_role = specs
+    decode_spec = specs[decode_role]
     stall_limit_s = parsed.path.stall_limit_s
-    prefill = [
-        spec.deployment(LLMPrefillServer, name_prefix="Prefill:", stall_limit_s=stall_limit_s)
-        for spec in prefill_specs
-    ]
-    decode = decode_spec.deployment(
-        LLMDecodeServer,
-        name_prefix="Decode:",
-        router_name=actor_name(parsed.name),
-        application=parsed.name,
-        num_pool_actors=parsed.signatures.actors,
-        stall_limit_s=stall_limit_s,
-    )
+    prefill = None
+    for role in prefill_roles:
+        with _refusing(f"{_CONFIG[role]}.deployment_config"):
+            prefill = specs[role].deployment(
+                LLMPrefillServer, name_prefix=_PREFIX[role], stall_limit_s=stall_limit_s
+            )
+    with _refusing("decode_config.deployment_config"):
+        decode = decode_spec.deployment(
+            LLMDecodeServer,
+            name_prefix=_PREFIX[decode_role],
+            router_name=actor_name(parsed.name),
+            application=parsed.name,
+            num_pool_actors=parsed.signatures.actors,
+            stall_limit_s=stall_limit_s,
+        )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
-    ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
-    return ingress.bind(
-        prefill=next(iter(prefill), None),
+    with _refusing("ingress_deployment_config"):
+        ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
+    bound = ingress.bind(
+        prefill=prefill,
         decode=decode,
         tokenizer=decode_spec.tokenizer,
         model_card=decode_spec.model_card,
         openapi=openapi_document(ENGINES.requests()),
         application=parsed.name,
-        router=router_settings(parsed, model_id),
+        router=router_settings(parsed, decode_spec.model_id),
         options=parsed.ingress,
         path_options=parsed.path,
         max_load_ratio=parsed.prefill_router.max_load_ratio,
@@ -69,6 +105,8 @@ def build_app(args: dict[str, Any]) -> Application:
         admin_key_sha256=_admin_key_sha256(parsed),
         engine_version=ENGINES.version(),
     )
+    names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
+    return Built(parsed, specs, bound, (ingress.name, *names))
 
 
 def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
@@ -80,14 +118,17 @@ def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
     )
 
 
-def parse(args: dict[str, Any]) -> EldrArgs:
-    """The `args` of an application; raises ConfigurationError."""
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    """Turn what Serve or an engine refuses into a ConfigurationError that names the part of the file."""
     try:
-        return EldrArgs.model_validate(args)
+        yield
+    except ConfigurationError:
+        raise
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "args"
-        raise ConfigurationError(f"{where}: {first['msg']}") from error
+        raise ConfigurationError(problem(error, where=where)) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def engine_specs(parsed: EldrArgs) -> dict[EngineRole, EngineSpec]:
@@ -104,10 +145,7 @@ def engine_specs(parsed: EldrArgs) -> dict[EngineRole, EngineSpec]:
         kv_lease_s=kv_lease_s,
     )
     decode = engine_spec(parsed.decode_config, "decode", directory_name=decode_name, kv_lease_s=kv_lease_s)
-    if prefill.model_id != decode.model_id:
-        raise ConfigurationError(
-            f"prefill_config is for model {prefill.model_id!r}, decode_config for {decode.model_id!r}"
-        )
+    ENGINES.compare(prefill, decode)
     return {"prefill": prefill, "decode": decode}
 
 
@@ -120,20 +158,25 @@ def engine_spec(
 ) -> EngineSpec:
     """Engines with what serving asks of their deployment filled in, the request router for one."""
     config = copy.deepcopy(given)
-    deployment = config.setdefault("deployment_config", {})
+    given_options = config.get("deployment_config") or {}
+    deployment = {name: value for name, value in given_options.items() if value is not None}
+    config["deployment_config"] = deployment
     deployment.setdefault("graceful_shutdown_timeout_s", DRAIN_S)
     if deployment.get("autoscaling_config"):
         deployment["autoscaling_config"].setdefault("policy", {"policy_function": SCALING})
-    deployment["request_router_config"] = deployment.get("request_router_config", {}) | {
+    deployment["request_router_config"] = (deployment.get("request_router_config") or {}) | {
         "request_router_class": _ROUTER,
         "request_router_kwargs": {"directory_name": directory_name},
     }
+    where = _CONFIG[role]
     try:
         return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}.{error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"{_CONFIG[role]}.{where}: {first['msg']}") from error
+        raise ConfigurationError(problem(error, config, where=where)) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def _admin_key_sha256(args: EldrArgs) -> str | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from eldr_serve.renamed import renamed
+from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.errors import ConfigurationError
 from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.deployment_options import check_options
 from eldr_serve.serving.path import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.signatures.settings import SignatureOptions
+from eldr_serve.validation import problem
 
 DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
 SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
@@ -25,8 +29,6 @@ def default_ingresses() -> int:
 
 class PrefillRouterOptions(BaseModel):
     """Prefix-hash routing of prompts to prefill replicas."""
-
-    _renamed = renamed(prefix_tokens=None)
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,9 +80,34 @@ class EldrArgs(BaseModel):
     @classmethod
     def _drained_and_scaled(cls, given: dict[str, Any]) -> dict[str, Any]:
         """With what Serve's defaults would get wrong, as the engines have it."""
-        options = {"graceful_shutdown_timeout_s": DRAIN_S} | given
+        said = {name: value for name, value in given.items() if value is not None}
+        options = {"graceful_shutdown_timeout_s": DRAIN_S} | said
         if scaling := options.get("autoscaling_config"):
-            options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
+            if isinstance(scaling, dict):
+                options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
         else:
             options.setdefault("num_replicas", default_ingresses())
         return options
+
+
+def parse(args: Any) -> EldrArgs:
+    """Return the `args` of an application, checked as far as that needs no import of the engines' code.
+
+    Raises:
+        ConfigurationError: one sentence on the first name or value that is wrong.
+    """
+    try:
+        parsed = EldrArgs.model_validate(args)
+    except ValidationError as error:
+        raise ConfigurationError(problem(error, args, model=EldrArgs)) from error
+    check_options("ingress_deployment_config", parsed.ingress_deployment_config, engines=False)
+    for where, config in _engine_configs(parsed):
+        ENGINES.check_config(where, config)
+        check_options(f"{where}.deployment_config", config.get("deployment_config") or {}, engines=True)
+    return parsed
+
+
+def _engine_configs(parsed: EldrArgs) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if parsed.prefill_config is not None:
+        yield "prefill_config", parsed.prefill_config
+    yield "decode_config", parsed.decode_config

@@ -22,7 +22,6 @@ from pydantic import BaseModel, Field, model_validator
 
 from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost, Chunk
 from eldr_serve.errors import Overloaded, Refused
-from eldr_serve.renamed import renamed
 from eldr_serve.routing import Placement, PlacementRequest, PromptBlocks, prompt_blocks
 from eldr_serve.routing.prefill import choose_prefill
 from eldr_serve.serving.fleet import Fleet
@@ -116,8 +115,6 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         description="how long a prefilled request may wait for a worker in the decode queue before "
         "it gets 503, s; less than 0.8 of kv_lease_s",
     )
-
-    _renamed = renamed(pool_ttl_s="queue_ttl_s")
 
     @model_validator(mode="after")
     def _queue_within_lease(self) -> PathOptions:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from eldr_serve.artifacts import Artifact, RoutingTable
-from eldr_serve.renamed import renamed
 from eldr_serve.routing import DEFAULT_POLICY, make_policy
 from eldr_serve.serving.messages import NamedPolicy
 from eldr_serve.serving.signatures.settings import PoolSettings
@@ -36,8 +35,6 @@ def _no_mapping(given: Any) -> Any:
 
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     """Policy, table, and what happens to state that nobody renews."""
-
-    _renamed = renamed(idle_exit_s=None)
 
     model_id: str = Field(default="", description="filled in: the model served; no other's table is taken")
     policy: str = Field(

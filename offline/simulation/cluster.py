@@ -6,7 +6,6 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eldr_serve.renamed import renamed
 from eldr_serve.routing import StepCost
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -73,8 +72,6 @@ class Cluster(_Part):
     queue_ttl_s: float | None = Field(
         default=None, gt=0, description="a request leaves the decode queue after this, s; None: never"
     )
-    _renamed = renamed(pool_ttl_s="queue_ttl_s")
-
     progress_s: float = Field(
         default=0.25, gt=0, description="the policy hears of generated tokens this often, s"
     )

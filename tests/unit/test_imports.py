@@ -35,7 +35,7 @@ PARTS = (
     "eldr_serve.home",
     "eldr_serve.metrics",
     "eldr_serve.records",
-    "eldr_serve.renamed",
+    "eldr_serve.validation",
     "eldr_serve.pages",
     "eldr_serve.signature",
     "eldr_serve.expert_placement",
@@ -192,7 +192,7 @@ VLLM_EXTENSION_POINTS = {
 # Ray's documented packages; it marks the others with a leading underscore, but not all of them.
 RAY_PUBLIC = {
     "ray", "ray.actor", "ray.cluster_utils", "ray.exceptions", "ray.serve", "ray.util", "ray.serve.config",
-    "ray.serve.deployment",
+    "ray.serve.deployment", "ray.serve.schema",
     "ray.serve.exceptions", "ray.serve.handle", "ray.serve.llm", "ray.serve.llm.deployment",
     "ray.serve.llm.ingress", "ray.serve.request_router", "ray.util.actor_pool", "ray.util.metrics",
 }  # fmt: skip

@@ -44,11 +44,31 @@ class VllmBackend:
 
         return REQUESTS
 
+    def check_config(self, where: str, config: Mapping[str, Any]) -> None:
+        """See Backend."""
+        from eldr_serve.engine.vllm.check_config import check_config
+
+        check_config(where, config)
+
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> EngineSpec:
         """See Backend; the configuration is Ray Serve LLM's LLMConfig."""
+        from eldr_serve.engine.vllm.compat.arguments import check_arguments
         from eldr_serve.engine.vllm.spec import VllmSpec, llm_config
 
+        check_arguments("engine_kwargs", config.get("engine_kwargs") or {})
         return VllmSpec(llm_config(role, config, kv_lease_s=kv_lease_s))
+
+    def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
+        """See Backend."""
+        from eldr_serve.engine.vllm.agreement import compare_specs
+
+        compare_specs(prefill, decode)
+
+    def differences(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[str]:
+        """See Backend."""
+        from eldr_serve.engine.vllm.agreement import differences
+
+        return list(differences(prefill, decode))
 
     async def start(self, config: Any) -> Engine:
         """See Backend; takes an LLMConfig."""
@@ -58,10 +78,9 @@ class VllmBackend:
 
     def deployment_options(self, config: Any) -> dict[str, Any]:
         """See Backend; takes an LLMConfig."""
-        from ray.serve.llm.deployment import LLMServer
+        from eldr_serve.engine.vllm.compat.serve_llm import deployment_options
 
-        options: dict[str, Any] = LLMServer.get_deployment_options(config)
-        return options
+        return deployment_options(config)
 
     def describe(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.engine.backend import Step
+from eldr_serve.engine.vllm.agreement import resolved
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.errors import ConfigurationError
 
@@ -27,6 +28,7 @@ class VllmDescribed:
             from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
             self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
+        self.agreed = resolved(self._engine.config)
         self.max_model_len: int = self._engine.config.model_config.max_model_len
         self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization
 

@@ -15,6 +15,7 @@ from eldr_serve.engine.backend import Device, EngineRole
 from eldr_serve.engine.vllm.compat.serve_llm import (
     LocalModel,
     OneProcessLLMConfig,
+    deployment_name,
     engine_placement,
     to_model_metadata,
 )
@@ -27,6 +28,8 @@ _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole":
 
 def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
     """Ray's LLMConfig with the ELDR connector and scheduler filled in; see Backend.spec."""
+    for part in ("engine_kwargs", "experimental_configs", "runtime_env"):
+        config[part] = config.get(part) or {}
     loading = config.get("model_loading_config") or {}
     source = loading.get("model_source")
     if isinstance(source, str) and (folder := model_folder(source)):
@@ -34,19 +37,21 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
         config.setdefault("callback_config", {"callback_class": LocalModel})
     accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
     config["engine_kwargs"] = engine_kwargs(
-        role, device=accelerator, kv_lease_s=kv_lease_s, **(config.get("engine_kwargs") or {})
+        role, device=accelerator, kv_lease_s=kv_lease_s, **config["engine_kwargs"]
     )
     # Serve LLM gathers streamed tokens for 50 ms by default; inter-token latency would hide in it.
     experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
-    config["experimental_configs"] = experimental | (config.get("experimental_configs") or {})
+    config["experimental_configs"] = experimental | config["experimental_configs"]
     kind = LLMConfig
-    environment = config.setdefault("runtime_env", {}).setdefault("env_vars", {})
+    environment = config["runtime_env"]["env_vars"] = config["runtime_env"].get("env_vars") or {}
     for variable, value in ENVIRONMENT.items():
         environment.setdefault(variable, value)
     if accelerator == "cpu" and _alone(config["engine_kwargs"]):
         kind = OneProcessLLMConfig
         environment.update(ONE_PROCESS | environment)
-    return kind.model_validate(config)
+    made: LLMConfig = kind.model_validate(config)
+    made.get_engine_config().get_initialization_kwargs()  # refuses what a replica would
+    return made
 
 
 def _alone(kwargs: dict[str, Any]) -> bool:
@@ -65,6 +70,7 @@ class VllmSpec:
 
     config: LLMConfig
     fixed_port = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+    host_kv_variable = "VLLM_CPU_KVCACHE_SPACE"
 
     @property
     def model_id(self) -> str:
@@ -112,8 +118,13 @@ class VllmSpec:
     @property
     def host_kv_gib(self) -> float | None:
         """See EngineSpec; vLLM's own size is 4 GiB."""
-        said = self.environment.get("VLLM_CPU_KVCACHE_SPACE")
+        said = self.environment.get(self.host_kv_variable)
         return None if said is None else float(said)
+
+    @property
+    def deployment_name(self) -> str:
+        """See EngineSpec."""
+        return str(self.deployment_config.get("name") or deployment_name(self.config))
 
     def ports(self, replicas: int) -> list[int]:
         """See EngineSpec; at intervals of an engine's ranks."""

@@ -40,6 +40,22 @@ def both(**engine_kwargs: Any) -> Edit:
     return edit
 
 
+def both_configs(**changes: Any) -> Edit:
+    def edit(args: dict[str, Any]) -> None:
+        for role in ("prefill_config", "decode_config"):
+            args[role] |= changes
+
+    return edit
+
+
+def prefill_engine(**changes: Any) -> Edit:
+    return lambda args: args["prefill_config"]["engine_kwargs"].update(changes)
+
+
+def without_prefill_dtype(args: dict[str, Any]) -> None:
+    args["prefill_config"]["engine_kwargs"].pop("dtype")
+
+
 def decode(**changes: Any) -> Edit:
     return lambda args: args["decode_config"].update(changes)
 
@@ -76,12 +92,12 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
     "a_key_misspelt": (*qwen(lambda args: args.update(rooter={})), "rooter"),
     "an_unknown_engine_argument": (*qwen(both(max_num_seq=3)), "max_num_seq"),
     "no_config": (
-        *qwen(decode(model_loading_config={"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"})),
-        "config.json of Qwen/Other",
+        *qwen(both_configs(model_loading_config={"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"})),
+        "prefill_config.model_loading_config.model_source is 'Qwen/Other': its config.json is neither",
     ),
     "two_models": (
         *qwen(decode(model_loading_config={"model_id": "b", "model_source": "Qwen/Qwen3-30B-A3B"})),
-        "decode_config for 'b'",
+        "decode_config.model_loading_config.model_id is 'b'",
     ),
     "a_gpu_that_is_not_there": (*qwen(decode(accelerator_type="B200")), "accelerator_type B200"),
     "a_resource_that_is_not_there": (
@@ -108,8 +124,25 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
         "OAITritonMxfp4ExpertsMonolithic",
     ),
     "longer_than_the_model": (
-        *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(max_model_len=99999)),
+        "qwen3_30b_whole",
+        lambda args: args["decode_config"]["engine_kwargs"].update(max_model_len=99999),
         "99999",
+    ),
+    "a_block_size_that_no_attention_takes": (
+        "cpu_demo_whole",
+        lambda args: args["decode_config"]["engine_kwargs"].update(block_size=16),
+        "decode_config.engine_kwargs.block_size is 16: the CPU's attention takes multiples of 32 alone",
+    ),
+    "block_sizes_of_two_defaults": ("cpu_demo", prefill_engine(block_size=64), "block_size is 64 and decode"),
+    "dtypes_of_which_vllm_chooses_one": (
+        "cpu_demo",
+        without_prefill_dtype,
+        "prefill_config.engine_kwargs.dtype is 'bfloat16' and decode_config.engine_kwargs.dtype is 'float32'",
+    ),
+    "what_vllm_refuses_by_itself": (
+        "cpu_demo",
+        prefill_engine(max_num_batched_tokens=8),
+        "prefill_config.engine_kwargs: max_num_batched_tokens (8) must be greater than or equal to",
     ),
     "speculative": (
         "qwen3_30b_whole",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from eldr_serve.check.machine import GIB
+from types import SimpleNamespace
+from typing import Any
+
+from eldr_serve.check.deployment import EngineDeployment
+from eldr_serve.check.engines import Answer
+from eldr_serve.check.findings import memory
+from eldr_serve.check.machine import GIB, gpu_of
 from eldr_serve.check.memory import FIXED_GIB, kv_bytes, reserve_bytes
 from eldr_serve.engine.backend import Step
 
@@ -26,3 +32,16 @@ def test_the_reserve_is_the_sum_of_its_parts() -> None:
 def test_what_is_left_is_what_the_share_leaves() -> None:
     assert kv_bytes(80, 0.9, 57 * GIB, 5 * GIB) == 10 * GIB
     assert kv_bytes(40, 0.9, 57 * GIB, 5 * GIB) == -26 * GIB
+
+
+def test_a_cpu_cache_that_is_too_small_names_what_sets_its_size() -> None:
+    spec: Any = SimpleNamespace(model_source="m", host_kv_variable="KV_SPACE")
+    engines = EngineDeployment("whole", spec, 1, 1, 1, False, [], "PACK", "")
+    answer = Answer(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", False),))
+    (on_cpu,) = memory(engines, None, answer)
+    assert on_cpu.sentence.endswith(
+        "holds no sequence of max_model_len 999: raise KV_SPACE in "
+        "decode_config.runtime_env.env_vars, or lower max_model_len"
+    )
+    (on_gpu,) = memory(engines, gpu_of("H100"), answer)
+    assert on_gpu.sentence.endswith("lower it, or raise gpu_memory_utilization")

@@ -12,9 +12,9 @@ import yaml
 from shipped import ROOT
 from traces import synthetic_trace
 
+from eldr_serve.fitting.table import fit_table
 from loadgen.trial import Shape, Trial
 from offline import demo
-from offline.fitting import fit_table
 from tools.cli import BadInput
 
 DEPLOYMENT = ROOT / "deployments/cpu_demo.yaml"

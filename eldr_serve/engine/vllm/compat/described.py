@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from eldr_serve.engine.vllm.compat.checked import internal_imports
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, internal_imports
 
 with internal_imports():
     from vllm.config import set_current_vllm_config
@@ -22,9 +22,11 @@ with internal_imports():
     from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
     from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
     from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.utils import select_common_block_size
 
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.engine import check_engine
@@ -122,6 +124,10 @@ class KvCapacity(NamedTuple):
     sequences: float
 
 
+def _block_sizes(declared: int | MultipleOf) -> str:
+    return f"multiples of {declared.base}" if isinstance(declared, MultipleOf) else str(declared)
+
+
 class DescribedEngine:
     """An engine's configuration and its first rank's model, whose tensors have shapes and no storage.
 
@@ -156,6 +162,7 @@ class DescribedEngine:
                 self._model = initialize_model(self.config)
         finally:
             torch.set_default_dtype(usual)
+        self._capability = capability
         self._layers = self.config.compilation_config.static_forward_context
 
     def weight_bytes(self) -> int:
@@ -178,7 +185,24 @@ class DescribedEngine:
     def check(self) -> None:
         """Raise UnsupportedEngineError where our connector would."""
         check_engine(self.config)
-        counted_group(self.config, self._planned(2**60))
+        planned = self._planned(2**60)
+        counted_group(self.config, planned)
+        if self._capability is None:
+            self._check_block_size(planned)
+
+    def _check_block_size(self, planned: KVCacheConfig) -> None:
+        """Raise UnsupportedEngineError where the CPU's attention takes no blocks of this size."""
+        for group in planned.kv_cache_groups:
+            backends = [self._layers[name].get_attn_backend() for name in group.layer_names]
+            try:
+                select_common_block_size(group.kv_cache_spec.block_size, list(dict.fromkeys(backends)))
+            except ValueError as error:
+                size = self.config.cache_config.block_size
+                declared = [size for b in backends for size in b.get_supported_kernel_block_sizes()]
+                taken = sorted({_block_sizes(size) for size in declared})
+                raise UnsupportedEngineError(
+                    f"block_size is {size}: the CPU's attention takes {' and '.join(taken)} alone"
+                ) from error
 
     def kv_cache(self, available: int) -> KvCapacity:
         """What a KV cache of so many bytes holds.

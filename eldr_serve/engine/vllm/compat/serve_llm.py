@@ -8,6 +8,7 @@ from __future__ import annotations
 import eldr_serve.engine.vllm.imports  # noqa: F401
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -42,7 +43,7 @@ try:
     )
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request as picklable_chat
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
-    from ray.llm._internal.serve.core.server.llm_server import _merge_replica_actor_and_child_actor_bundles
+    from ray.llm._internal.serve.core.server.builder import _get_deployment_name as deployment_name
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
     from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
     from ray.llm._internal.serve.engines.vllm.vllm_engine import (
@@ -70,6 +71,8 @@ __all__ = [
     "canonical_request_id",
     "check_ray",
     "create_error_response",
+    "deployment_name",
+    "deployment_options",
     "engine_client",
     "engine_placement",
     "openai_serving",
@@ -189,15 +192,26 @@ def check_serving(engine: Any) -> None:
 
 
 def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
-    """Bundles and strategy of the placement group that Ray makes for each replica of an engine.
+    """Return bundles and strategy of the placement group that Ray makes for each replica of an engine."""
+    options = deployment_options(config)
+    return options["placement_group_bundles"], options["placement_group_strategy"]
 
-    As LLMServer.get_deployment_options makes them, which needs a running Ray.
+
+def deployment_options(config: LLMConfig) -> dict[str, Any]:
+    """Return the options of the deployment of an engine, as LLMServer makes them.
+
+    They hold the runtime environment of the process that builds the application. Without a running Ray there
+    is none, and it is left out; LLMServer would start Ray to ask for it.
     """
-    engine = config.get_engine_config()
-    actor = config.deployment_config.get("ray_actor_options", {})
-    own = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
-    bundles = _merge_replica_actor_and_child_actor_bundles(engine.placement_bundles, own)
-    return bundles, engine.placement_strategy
+    if ray.is_initialized():
+        options: dict[str, Any] = LLMServer.get_deployment_options(config)
+        return options
+    usual = ray.get_runtime_context
+    ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
+    try:
+        return dict(LLMServer.get_deployment_options(config))
+    finally:
+        ray.get_runtime_context = usual
 
 
 def parameter_of(error: Exception) -> str | None:

@@ -1,0 +1,93 @@
+"""Names and simple values of an LLMConfig, checked without an import of vLLM or Ray Serve LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util import accelerators
+
+from eldr_serve.engine.vllm.compat import declared
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.validation import did_you_mean, shown, unknown_name
+
+_MAPPINGS = (
+    "accelerator_config",
+    "deployment_config",
+    "engine_kwargs",
+    "experimental_configs",
+    "lora_config",
+    "model_loading_config",
+    "placement_group_config",
+    "runtime_env",
+)
+# environment variables that are whole numbers -> the least and the most
+_NUMBERS = {
+    "VLLM_CPU_KVCACHE_SPACE": (1, 1_000_000, "GiB of an engine's KV cache on a CPU"),
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": (1, 65535, "a port"),
+}
+_MODEL_ID = "the name that requests give as their model"
+_PORT_BASE = "NIXL_SIDE_CHANNEL_PORT_BASE"
+
+
+def check_config(where: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a name that there is not, or a value that no engine takes.
+
+    Args:
+        where: the configuration's name, `decode_config` or `prefill_config`.
+        config: Ray Serve LLM's LLMConfig.
+    """
+    _names(where, config, declared.llm_config_keys())
+    for name in _MAPPINGS:
+        if not isinstance(config.get(name, {}), Mapping | None):
+            raise _wrong(f"{where}.{name}", config[name], "must be a mapping of names to values")
+    loading = config.get("model_loading_config") or {}
+    _names(f"{where}.model_loading_config", loading, declared.model_loading_keys())
+    if "model_id" not in loading:
+        raise ConfigurationError(f"{where}.model_loading_config.model_id is missing: {_MODEL_ID}")
+    model_id = loading["model_id"]
+    if not isinstance(model_id, str):
+        raise _wrong(f"{where}.model_loading_config.model_id", model_id, f"must be text, {_MODEL_ID}")
+    if config.get("llm_engine") not in (None, "vLLM"):
+        raise _wrong(f"{where}.llm_engine", config["llm_engine"], "must be 'vLLM'")
+    kinds = {kind for name, kind in vars(accelerators).items() if name.isupper()}
+    if config.get("accelerator_type") not in (None, "A10", *kinds):
+        kind = config["accelerator_type"]
+        raise _wrong(f"{where}.accelerator_type", kind, f"unknown, {did_you_mean(kind, kinds) or 'see Ray'}")
+    kwargs = config.get("engine_kwargs") or {}
+    _names(f"{where}.engine_kwargs", kwargs, declared.engine_arguments(), "engine argument")
+    check_environment(f"{where}.runtime_env", config.get("runtime_env") or {})
+    experimental = config.get("experimental_configs") or {}
+    if _PORT_BASE in experimental:
+        _number(f"{where}.experimental_configs.{_PORT_BASE}", experimental[_PORT_BASE], 1, 65535, "a port")
+
+
+def check_environment(where: str, runtime_env: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an environment variable that is no text, or whose text cannot be used."""
+    variables = runtime_env.get("env_vars") or {}
+    if not isinstance(variables, Mapping):
+        raise _wrong(f"{where}.env_vars", variables, "must be a mapping of names to values")
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise _wrong(f"{where}.env_vars.{name}", value, "must be text: put it in quotes", name)
+        if name in _NUMBERS:
+            _number(f"{where}.env_vars.{name}", value, *_NUMBERS[name])
+
+
+def _names(where: str, given: Mapping[str, Any], known: frozenset[str], what: str = "key") -> None:
+    for name in given:
+        if known and name not in known:
+            raise ConfigurationError(unknown_name(where, name, known, what))
+
+
+def _number(where: str, value: Any, least: int, most: int, meaning: str) -> None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = least - 1
+    if isinstance(value, bool | float) or not least <= number <= most:
+        raise _wrong(where, value, f"must be a whole number from {least} to {most}, {meaning}")
+
+
+def _wrong(where: str, value: Any, must: str, name: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{where} is {shown(value, name)}: {must}")

@@ -1,0 +1,44 @@
+"""Names that Ray Serve LLM and vLLM declare, read from their source: to import them takes many seconds."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+_LLM_CONFIG = "llm/_internal/serve/core/configs/llm_config.py"
+
+
+def llm_config_keys() -> frozenset[str]:
+    """Return the keys of Ray Serve LLM's LLMConfig."""
+    return _declared("ray", _LLM_CONFIG, "LLMConfig")
+
+
+def model_loading_keys() -> frozenset[str]:
+    """Return the keys of its `model_loading_config`."""
+    return _declared("ray", _LLM_CONFIG, "ModelLoadingConfig")
+
+
+def engine_arguments() -> frozenset[str]:
+    """Return the keys of its `engine_kwargs`: vLLM's arguments of an engine and of its endpoints."""
+    engine = _declared("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
+    endpoints = _declared("vllm", "entrypoints/launchers/cli_args.py", "BaseFrontendArgs", "FrontendArgs")
+    return engine | endpoints
+
+
+@cache
+def _declared(package: str, file: str, *classes: str) -> frozenset[str]:
+    """Return the public annotated attributes of classes; none if the source is elsewhere."""
+    found = find_spec(package)
+    path = Path(found.origin or "").parent / file if found is not None else None
+    if path is None or not path.is_file():
+        return frozenset()
+    return frozenset(
+        statement.target.id
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if not statement.target.id.startswith("_")
+    )

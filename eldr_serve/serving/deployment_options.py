@@ -1,0 +1,76 @@
+"""Options of a Ray Serve deployment, checked by Serve's own schema before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema
+
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.validation import problem, shown, unknown_name
+
+_NOT_OURS = {"_func_or_class", "version"}
+_ENGINES_OWN = {"placement_group_bundles", "placement_group_strategy"}
+# What Serve ignores unknown names of.
+_PARTS: dict[str, type[BaseModel]] = {
+    "autoscaling_config": AutoscalingConfig,
+    "ray_actor_options": RayActorOptionsSchema,
+    "request_router_config": RequestRouterConfig,
+}
+
+
+def check_options(where: str, options: Mapping[str, Any], *, engines: bool) -> None:
+    """Raise ConfigurationError, one sentence, unless Serve takes these options of a deployment.
+
+    Args:
+        where: their name in the file.
+        options: what the file says.
+        engines: whether the deployment is one of engines, which have their placement group elsewhere.
+    """
+    known = set(inspect.signature(serve.deployment).parameters) - _NOT_OURS
+    for name in _ENGINES_OWN & options.keys() if engines else ():
+        raise ConfigurationError(f"{where}.{name}: give it as placement_group_config, beside {where}")
+    _names(where, options, known)
+    if options.get("num_replicas") is not None:
+        _fixed(where, options)
+    for name, model in _PARTS.items():
+        part = options.get(name)
+        if isinstance(part, Mapping):
+            _names(f"{where}.{name}", part, model.model_fields)
+            _validated(f"{where}.{name}", part, model)
+    try:
+        DeploymentSchema.model_validate({"name": "any"} | {k: v for k, v in options.items() if v is not None})
+    except ValidationError as error:
+        raise ConfigurationError(problem(error, options, where=where, model=DeploymentSchema)) from error
+
+
+def _fixed(where: str, options: Mapping[str, Any]) -> None:
+    number = options["num_replicas"]
+    if options.get("autoscaling_config"):
+        raise ConfigurationError(
+            f"{where} has num_replicas {shown(number)} and autoscaling_config: "
+            "Serve takes one of them, not both: leave one out"
+        )
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        remedy = ", or autoscaling_config with min_replicas and max_replicas" if number == "auto" else ""
+        raise ConfigurationError(
+            f"{where}.num_replicas is {shown(number)}: must be a whole number, at least 1{remedy}"
+        )
+
+
+def _validated(where: str, given: Any, model: type[BaseModel]) -> None:
+    try:
+        model.model_validate(given)
+    except ValidationError as error:
+        raise ConfigurationError(problem(error, given, where=where, model=model)) from error
+
+
+def _names(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(unknown_name(where, name, known))

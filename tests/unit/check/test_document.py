@@ -1,0 +1,222 @@
+"""The Serve file itself: what is wrong with it, where in it, and before anything slow is imported."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from in_process import python
+from shipped import ROOT
+
+from eldr_serve.check import check as checking
+from eldr_serve.check.check import Checked
+from eldr_serve.check.engines import Answer
+from eldr_serve.check.machine import Pool
+
+HERE = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24, here=True)]
+ELSEWHERE = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24)]
+SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(checking, "ask", lambda engines: [Answer() for _ in engines])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def content() -> dict[str, Any]:
+    """The shipped file, with ports that are free."""
+    found = json.loads(json.dumps(SHIPPED))
+    found["http_options"]["port"] = free_port()
+    found["applications"][0]["args"]["ingress"]["port"] = free_port()
+    return dict(found)
+
+
+def checked(folder: Path, given: Any, pools: Any = HERE) -> Checked:
+    path = folder / "made.yaml"
+    path.write_text(given if isinstance(given, str) else yaml.safe_dump(given))
+    (found,) = checking.check([path], lambda path, device: pools)
+    return found
+
+
+def sentences(found: Checked, severity: str = "error") -> list[str]:
+    return [finding.sentence for finding in found.findings if finding.severity == severity]
+
+
+# -- YAML ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("applications:\n\t- name: eldr\n", "line 2, column 1: while scanning for the next token, found"),
+        ("applications: [\n  a: {", "made.yaml, line 2"),
+        ("a: b: c\n", "made.yaml, line 1, column 5: mapping values are not allowed here"),
+        ("a: &x 1\nb: *y\n", "made.yaml, line 2, column 4: found undefined alias 'y'"),
+        ("- 1\n", "made.yaml is no mapping"),
+        ("", "made.yaml is no mapping"),
+    ],
+)
+def test_what_is_no_yaml_is_said_with_its_place(text: str, said: str, tmp_path: Path) -> None:
+    (sentence,) = sentences(checked(tmp_path, text))
+    assert said in sentence
+    assert "\n" not in sentence
+    assert ("tabs" in sentence) == ("\t" in text)
+
+
+def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+    (tmp_path / "made.yaml").write_bytes(b"\xff\xfe\x00")
+    (found,) = checking.check([tmp_path / "made.yaml"], lambda path, device: HERE)
+    assert "is no text" in sentences(found)[0]
+
+
+# -- Serve's own keys ------------------------------------------------------------------------------------
+
+APPLICATION = "applications.0"
+# path -> value, words; a value of None takes the key out
+WRONG: dict[str, tuple[Any, str]] = {
+    "http_option": ({"port": 1}, "unknown key 'http_option': did you mean 'http_options'?"),
+    "http_options.prot": (1, "http_options: unknown key 'prot': did you mean 'port'?"),
+    "http_options.port": ("x", "http_options.port is 'x': must be a whole number"),
+    "proxy_location": ("HeadsOnly", "proxy_location is 'HeadsOnly': unknown, did you mean 'HeadOnly'?"),
+    "logging_config.log_level": ("LOUD", "logging_config.log_level is 'LOUD'"),
+    "applications": (None, "applications is missing"),
+    f"{APPLICATION}.import_path": ("eldr_serve.app:build", "must be eldr_serve.serving.app:build_app"),
+    f"{APPLICATION}.import_pth": (
+        "x",
+        "applications.0: unknown key 'import_pth': did you mean 'import_path'?",
+    ),
+    f"{APPLICATION}.route_prefix": ("v1", "applications.0.route_prefix is 'v1': must begin with /"),
+    f"{APPLICATION}.name": ("", "Application names must be nonempty"),
+    f"{APPLICATION}.port": (9000, "Port 9000 is set in the config for application"),
+    f"{APPLICATION}.args": (3, "applications.0.args is 3: must be a mapping"),
+    f"{APPLICATION}.runtime_env": ({"working_dir": "."}, "runtime_env"),
+    f"{APPLICATION}.deployments": ([{"name": "EldrIngres"}], "'EldrIngres': unknown deployment, did"),
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_what_serve_would_refuse_or_misread(path: str, tmp_path: Path) -> None:
+    value, words = WRONG[path]
+    given = content()
+    here: Any = given
+    *parents, last = path.split(".")
+    for name in parents:
+        here = here[int(name) if name.isdigit() else name]
+    here[last] = value
+    if value is None:
+        del here[last]
+    (sentence,) = sentences(checked(tmp_path, given))
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({}, 'multiple configs for application "eldr"'), ({"name": "b"}, 'route prefix "/"'),
+     ({"name": "b", "route_prefix": "/b"}, "has 2 applications eldr_serve.serving.app:build_app")],
+)  # fmt: skip
+def test_two_applications(change: dict[str, str], words: str, tmp_path: Path) -> None:
+    given = content()
+    given["applications"].append(copy.deepcopy(given["applications"][0]) | change)
+    assert words in sentences(checked(tmp_path, given))[0]
+
+
+def test_a_key_that_serve_ignores_is_a_warning_and_an_import_path_may_have_a_dot(tmp_path: Path) -> None:
+    given = content() | {"x-shared": {"any": "thing"}}
+    given["applications"][0]["import_path"] = "eldr_serve.serving.app.build_app"
+    given["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
+    found = checked(tmp_path, given)
+    assert found.starts
+    ignored, overridden = sentences(found, "warning")
+    assert ignored == "Serve ignores the key x-shared: leave it out"
+    assert overridden.startswith("applications.0.deployments.0 overrides options of EldrIngress")
+
+
+# -- this machine ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["ingress", "http_options"])
+def test_a_port_that_another_process_has(where: str, tmp_path: Path) -> None:
+    given = content()
+    part = given["http_options"] if where == "http_options" else given["applications"][0]["args"]["ingress"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        part["port"] = port = server.getsockname()[1]
+        found = checked(tmp_path, given)
+        assert sentences(found) == [
+            f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
+            "or set another port"
+        ]
+        assert checked(tmp_path, given, ELSEWHERE).starts
+    assert checked(tmp_path, given).starts
+
+
+def test_a_port_that_a_service_of_ones_own_has_is_a_warning(tmp_path: Path) -> None:
+    given = content()
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
+        given["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
+        found = checked(tmp_path, given)
+        assert found.starts
+        assert sentences(found, "warning")[0].startswith(f"ingress.port is {port}, where a service of yours")
+
+
+def test_a_host_that_this_machine_has_not(tmp_path: Path) -> None:
+    given = content()
+    given["applications"][0]["args"]["ingress"]["host"] = "192.0.2.1"
+    (sentence,) = sentences(checked(tmp_path, given))
+    assert sentence.startswith("ingress has host '192.0.2.1' and port")
+
+
+def test_a_file_of_keys_that_is_not_there_or_not_sound(tmp_path: Path) -> None:
+    given = content()
+    keys = tmp_path / "keys.json"
+    given["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
+    (sentence,) = sentences(checked(tmp_path, given))
+    assert sentence.startswith(f"ingress.keys_file: {keys} cannot be read")
+    away = checked(tmp_path, given, ELSEWHERE)
+    assert away.starts
+    assert sentences(away, "warning") == [
+        f"ingress.keys_file {keys} is not on this machine: each node of the ingress must have it"
+    ]
+    keys.write_text('{"tenants": {"A B": {}}}')
+    assert "tenants" in sentences(checked(tmp_path, given))[0]
+    keys.write_text("{}")
+    assert checked(tmp_path, given).starts
+
+
+# -- quickly ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "near"),
+    [
+        ({"ingres": {}}, "'ingress'"),
+        ({"decode_config": {"engine_kwargs": {"max_num_seq": 1}}}, "'max_num_seqs'"),
+    ],
+)
+def test_a_misspelt_key_is_found_before_anything_slow_is_imported(
+    part: dict[str, Any], near: str, tmp_path: Path
+) -> None:
+    given = content()
+    args = given["applications"][0]["args"]
+    args |= part if "ingres" in part else {}
+    args["decode_config"] |= part.get("decode_config", {})
+    (tmp_path / "made.yaml").write_text(yaml.safe_dump(given))
+    script = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom eldr_serve.command import app\n"
+        "done = CliRunner().invoke(app, ['check', sys.argv[1]])\nprint(done.output, done.exit_code)\n"
+        "print([name for name in ('vllm', 'torch', 'transformers', 'ray.llm') if name in sys.modules])\n"
+    )
+    done = python("-c", script, tmp_path / "made.yaml")
+    assert f"did you mean {near}" in done.stdout, done.stderr
+    assert done.stdout.rstrip().endswith("1\n[]")

@@ -1,0 +1,295 @@
+"""Wrong files made from the shipped ones: the build and `eldr check` refuse them with the same sentence.
+
+No engine is asked: what only vLLM can know of a model is in test_check.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from shipped import ROOT
+
+from eldr_serve.check import check as checking
+from eldr_serve.check.engines import Answer
+from eldr_serve.check.machine import Pool
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.serving.app import build_app
+from eldr_serve.serving.config import EldrArgs
+from eldr_serve.validation import shown
+
+NODES = [Pool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)]
+MISSING = object()  # instead of a value: the key is taken out
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A file with one value changed.
+
+    Attributes:
+        path: the value's place in `args`, by names and dots.
+        value: what is put there.
+        words: what the sentence has, beside the place and the value.
+        file: the shipped file that is changed.
+        place: how the sentence names the place; by default as `path`.
+        hidden: whether the value is not in the sentence.
+    """
+
+    path: str
+    value: Any
+    words: str = ""
+    file: str = "cpu_demo"
+    place: str | None = None
+    hidden: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}={'missing' if self.value is MISSING else json.dumps(self.value)}"
+
+
+def args_of(file: str) -> dict[str, Any]:
+    document = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
+    args: dict[str, Any] = json.loads(json.dumps(document["applications"][0]["args"]))
+    return args
+
+
+def changed(args: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *parents, last = path.split(".")
+    here = args
+    for name in parents:
+        here = here.setdefault(name, {})
+    if value is MISSING:
+        del here[last]
+    else:
+        here[last] = value
+    return args
+
+
+# -- by hand ---------------------------------------------------------------------------------------------
+
+E, D, P = "decode_config.engine_kwargs", "decode_config.deployment_config", "prefill_config"
+
+
+def unknown(path: str, near: str = "", **options: Any) -> Wrong:
+    """A misspelt key, and the one that is meant."""
+    where, _, name = path.rpartition(".")
+    words = f"{name!r}" + (f": did you mean {near!r}?" if near else "")
+    return Wrong(path, 1, words, place=where, hidden=True, **options)
+
+
+WRONG = [
+    # a key that there is not, at each level
+    unknown("ingres", "ingress"),
+    unknown("rooter", "router"),
+    unknown("decode_confg", "decode_config"),
+    unknown("prefill_config.engine_kwarg", "engine_kwargs"),
+    unknown("prefill_config.deployment_confg", "deployment_config"),
+    unknown("decode_config.model_loading_config.model_sorce", "model_source"),
+    unknown(f"{E}.max_num_seq", "max_num_seqs"),
+    unknown(f"{E}.dtyp", "dtype"),
+    unknown(f"{D}.num_replica", "num_replicas"),
+    unknown(f"{D}.ray_actor_options.num_cpu", "num_cpus"),
+    unknown(f"{D}.request_router_config.request_router_clas", "request_router_class"),
+    unknown(f"{D}.autoscaling_config.max_replica", "max_replicas", file="qwen3_30b_8p16d"),
+    unknown("ingress_deployment_config.num_replica", "num_replicas"),
+    unknown("ingress.prot", "port"),
+    unknown("path.kv_lease", "kv_lease_s"),
+    unknown("router.polcy", "policy"),
+    # what is not there
+    Wrong("decode_config", MISSING, "decode_config is missing", hidden=True),
+    Wrong("decode_config.model_loading_config.model_id", MISSING, "the name that requests give", hidden=True),
+    # the engines' deployments
+    Wrong(f"{D}.num_replicas", 0, "at least 1"),
+    Wrong(f"{D}.num_replicas", -2, "at least 1"),
+    Wrong(f"{D}.num_replicas", "two", "whole number"),
+    Wrong(f"{D}.num_replicas", 1.5, "whole number"),
+    Wrong(f"{D}.num_replicas", "auto", "autoscaling_config with min_replicas and max_replicas"),
+    Wrong(f"{D}.num_replicas", 3, "not both", place=D, file="qwen3_30b_8p16d"),
+    Wrong(f"{D}.max_ongoing_requests", 0, "greater than 0"),
+    Wrong(f"{D}.max_queued_requests", -5, "must be -1"),
+    Wrong(f"{D}.health_check_period_s", 0, "greater than 0"),
+    Wrong(f"{D}.graceful_shutdown_timeout_s", -1, "at least 0"),
+    Wrong(f"{D}.ray_actor_options", 3, "must be"),
+    Wrong(f"{D}.ray_actor_options.num_cpus", -1, "at least 0"),
+    Wrong(f"{D}.ray_actor_options.num_gpus", "one", "a number"),
+    Wrong(f"{D}.autoscaling_config.max_replicas", 2, "min_replicas", file="qwen3_30b_8p16d", place=""),
+    Wrong(f"{D}.autoscaling_config.min_replicas", -1, "at least 0", file="qwen3_30b_8p16d"),
+    Wrong(f"{D}.autoscaling_config.target_ongoing_requests", "x", "a number", file="qwen3_30b_8p16d"),
+    Wrong(f"{D}.placement_group_bundles", [{"CPU": 1}], "placement_group_config", hidden=True),
+    Wrong("decode_config.deployment_config", [1], "mapping"),
+    Wrong("ingress_deployment_config.num_replicas", 0, "at least 1"),
+    Wrong("ingress_deployment_config.num_replicas", "many", "whole number"),
+    Wrong("ingress_deployment_config.ray_actor_options.num_cpus", "all", "a number"),
+    Wrong("ingress_deployment_config", 3, "mapping"),
+    # the engines
+    Wrong("decode_config.engine_kwargs", [], "mapping"),
+    Wrong(f"{E}.max_num_seqs", -4, "at least 1"),
+    Wrong(f"{E}.max_num_seqs", "many", "whole number"),
+    Wrong(f"{E}.max_num_batched_tokens", 0, "at least 1"),
+    Wrong(f"{E}.max_model_len", "16k", "whole number"),
+    Wrong(f"{E}.dtype", "float33", "did you mean 'float32'?"),
+    Wrong(f"{E}.block_size", 0, "greater than 0"),
+    Wrong(f"{E}.kv_cache_dtype", "fp9", "did you mean"),
+    Wrong(f"{E}.tensor_parallel_size", 0, "at least 1"),
+    Wrong(f"{E}.gpu_memory_utilization", 3, "at most 1", file="qwen3_30b_8p16d"),
+    Wrong(f"{E}.enable_prefix_caching", "maybe", "true or false"),
+    Wrong(f"{E}.tool_call_parser", "hermess", "did you mean 'hermes'?"),
+    Wrong(f"{E}.reasoning_parser", "deepseek_r2", "did you mean 'deepseek_r1'?"),
+    Wrong(f"{E}.enable_auto_tool_choice", True, "tool_call_parser"),
+    Wrong(f"{E}.model", "other", "model_loading_config", place="decode_config", hidden=True),
+    Wrong(f"{E}.disable_log_stats", True, "log_engine_metrics", place="decode_config", hidden=True),
+    Wrong("decode_config.runtime_env.env_vars.OMP_NUM_THREADS", 1, "put it in quotes"),
+    Wrong("decode_config.runtime_env.env_vars", [1], "mapping"),
+    Wrong("decode_config.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE", "much", "whole number"),
+    Wrong("decode_config.runtime_env.env_vars.VLLM_NIXL_SIDE_CHANNEL_PORT", "x", "a port"),
+    Wrong("decode_config.experimental_configs.NIXL_SIDE_CHANNEL_PORT_BASE", 99999, "a port"),
+    Wrong("decode_config.accelerator_config.kind", "npu", "'cpu'"),
+    Wrong("decode_config.accelerator_type", "H9000", "unknown", file="qwen3_30b_8p16d"),
+    Wrong("decode_config.placement_group_config.strategy", "PAK", "did you mean 'PACK'?"),
+    Wrong("decode_config.placement_group_config", {}, "bundles"),
+    Wrong("decode_config.log_engine_metrics", "maybe", "true or false"),
+    Wrong("decode_config.llm_engine", "sglang", "must be 'vLLM'"),
+    # roles that do not go together
+    Wrong(f"{P}.engine_kwargs.dtype", "bfloat16", "decode_config.engine_kwargs.dtype is 'float32'"),
+    Wrong(f"{P}.engine_kwargs.max_model_len", 1024, "decode_config.engine_kwargs.max_model_len is 2048"),
+    Wrong(f"{P}.engine_kwargs.block_size", 64, "decode_config.engine_kwargs.block_size is 32"),
+    Wrong(f"{P}.engine_kwargs.tool_call_parser", "hermes", f"{E}.tool_call_parser is not given"),
+    Wrong(f"{E}.tool_call_parser", "hermes", "prefill_config.engine_kwargs.tool_call_parser is not given"),
+    Wrong(f"{E}.reasoning_parser", "deepseek_r1", "prefill_config.engine_kwargs.reasoning_parser is not"),
+    Wrong(f"{E}.chat_template", "x.jinja", "prefill_config.engine_kwargs.chat_template is not given"),
+    Wrong(f"{E}.revision", "main", "prefill_config.engine_kwargs.revision is not given"),
+    Wrong(f"{P}.model_loading_config.model_id", "other", "decode_config.model_loading_config.model_id"),
+    Wrong(f"{P}.model_loading_config.model_source", "/models/a", "decode_config.model_loading_config"),
+    Wrong(f"{P}.model_loading_config.tokenizer_source", "/models/a", "decode_config.model_loading_config"),
+    # the rest of the service
+    Wrong("router.policy", "marginal-cots", "did you mean 'marginal-cost'?", place="router"),
+    Wrong("router.parameters", {"afinity": 1}, "did you mean 'affinity'?", place="router"),
+    Wrong("router.parameters", {"affinity": "x"}, "a number", place="router"),
+    Wrong("router.table", "/nowhere/table.safetensors", ""),
+    Wrong("router.predictor", "/nowhere/predictor.safetensors", ""),
+    Wrong("router.shadow", {"name": "nearest"}, "'nearest'", place="router", hidden=True),
+    Wrong("ingress.port", 70000, "at most 65535"),
+    Wrong("ingress.log_requests", "al", "did you mean 'all'?"),
+    Wrong("ingress.tracing", {"endpoint": "collector"}, "URL", place="ingress.tracing.endpoint", hidden=True),
+    Wrong("path.queue_ttl_s", 24, "kv_lease_s", place="path", hidden=True),
+    Wrong("admin_key", 12345, "must be text", hidden=True),
+    Wrong("admin_key", ["12345"], "must be text", hidden=True),
+]
+
+
+# -- by the settings' own declarations -------------------------------------------------------------------
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, field) of all settings, those of parts included."""
+    for name, field in model.model_fields.items():
+        part = next((kind for kind in kinds(field.annotation) if issubclass(kind, BaseModel)), None)
+        if part is not None and part.__module__.startswith("eldr_serve"):
+            yield from leaves(part, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def kinds(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from kinds(argument)
+
+
+def declared() -> Iterator[Wrong]:
+    """A value of a wrong type, and one below the least, for every setting."""
+    for path, field in leaves(EldrArgs):
+        if any(kind in (dict, bytes) for kind in kinds(field.annotation)):
+            continue
+        yield Wrong(path, [{"a": 1}])
+        for bound in field.metadata:
+            if hasattr(bound, "ge"):
+                yield Wrong(path, bound.ge - 1, "must be")
+            elif hasattr(bound, "gt"):
+                yield Wrong(path, bound.gt, "must be")
+
+
+GENERATED = [*WRONG, *declared()]
+
+
+def test_there_are_many_kinds() -> None:
+    assert len(WRONG) >= 60
+    assert len({str(wrong) for wrong in GENERATED}) == len(GENERATED)
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(checking, "ask", lambda engines: [Answer() for _ in engines])
+
+
+def errors_of(path: Path) -> list[str]:
+    (found,) = checking.check([path], lambda path, device: NODES)
+    return [finding.sentence for finding in found.findings if finding.severity == "error"]
+
+
+def written(folder: Path, args: Any, **others: Any) -> Path:
+    application = {"name": "eldr", "import_path": "eldr_serve.serving.app:build_app", "args": args}
+    path = folder / "made.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application], "http_options": {"port": 8001}} | others))
+    models = folder / "models"
+    if not models.exists():
+        models.symlink_to(ROOT / "deployments/models")
+    return path
+
+
+@pytest.mark.parametrize("wrong", GENERATED, ids=str)
+def test_build_and_check_refuse_it_with_the_same_sentence(wrong: Wrong, tmp_path: Path) -> None:
+    args = args_of(wrong.file)
+    if wrong.path.startswith("ingress.tracing."):
+        changed(args, "ingress.tracing.endpoint", "http://127.0.0.1:4318/v1/traces")
+    changed(args, wrong.path, wrong.value)
+    with pytest.raises(ConfigurationError) as refused:
+        build_app(json.loads(json.dumps(args)))
+    said = str(refused.value)
+    assert errors_of(written(tmp_path, args)) == [said]
+    assert "\n" not in said
+    assert (wrong.path if wrong.place is None else wrong.place) in said
+    assert wrong.words in said
+    if not wrong.hidden and not isinstance(wrong.value, dict | list):
+        assert shown(wrong.value) in said
+    assert "{'" not in said  # no dict of Python's
+    assert len(said) < 600
+    assert "12345" not in said  # no secret
+
+
+# what is right -> (place, value) of each change
+RIGHT: dict[str, list[tuple[str, Any]]] = {
+    "more_replicas": [(f"{D}.num_replicas", 3)],
+    "replicas_by_default": [(f"{D}.num_replicas", None)],
+    "scaled": [(f"{D}.num_replicas", None), (f"{D}.autoscaling_config", {"max_replicas": 3})],
+    "a_parser_in_both": [(f"{part}.tool_call_parser", "hermes") for part in (f"{P}.engine_kwargs", E)],
+    "a_shorter_length": [(f"{part}.max_model_len", 512) for part in (f"{P}.engine_kwargs", E)],
+    "a_dtype_by_default": [(f"{P}.engine_kwargs.dtype", MISSING)],
+    "dtypes_by_default": [(f"{P}.engine_kwargs.dtype", "auto"), (f"{E}.dtype", "auto")],
+    "other_batches": [(f"{P}.engine_kwargs.max_num_batched_tokens", 512), (f"{E}.max_num_seqs", 8)],
+    "numbers_as_text": [(f"{E}.max_num_seqs", "8"), ("path.kv_lease_s", "30")],
+    "no_environment": [("decode_config.runtime_env", None), ("prefill_config.runtime_env", None)],
+    "whole": [("prefill_config", MISSING)],
+    "no_port": [("ingress.port", MISSING)],
+    "another_policy": [("router.policy", "balance-band")],
+    "a_shadow": [("router.shadow", {"name": "shortest-queue"})],
+    "two_ingresses": [("ingress_deployment_config.num_replicas", 2)],
+    "an_own_name": [("name", "mine"), ("admin_key", "secret")],
+    "ports_elsewhere": [("decode_config.experimental_configs", {"NIXL_SIDE_CHANNEL_PORT_BASE": 24000})],
+}
+
+
+@pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
+def test_build_and_check_take_what_is_right(changes: list[tuple[str, Any]], tmp_path: Path) -> None:
+    args = args_of("cpu_demo")
+    for path, value in changes:
+        changed(args, path, value)
+    build_app(json.loads(json.dumps(args)))
+    assert errors_of(written(tmp_path, args)) == []
