@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from eldr_serve.renamed import renamed
 from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 
 DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated

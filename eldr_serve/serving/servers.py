@@ -14,7 +14,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
-from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest
+from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.serving import expert_swap, true_signature
@@ -22,10 +22,12 @@ from eldr_serve.serving.address import MAX_CALLS, open_channel
 from eldr_serve.serving.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
+from eldr_serve.serving.decode_turns import SEATS
 from eldr_serve.serving.engine_watch import EngineWatch
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.kept_log import kept_log
 from eldr_serve.serving.loop_watch import LoopWatch
+from eldr_serve.serving.prefill_queue import QUEUE, Meter
 from eldr_serve.serving.replicas import BLOCK_TOKENS, EXPERTS
 from eldr_serve.serving.wire import WAITED_S, WARM
 
@@ -54,6 +56,7 @@ class EngineServer:
         stall_limit_s: float,
     ) -> None:
         self._samples = itertools.count()
+        self._meter = Meter(clock=asyncio.get_running_loop().time)
         with kept_log():
             self._engine = await engine(llm_config)
         self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
@@ -87,9 +90,12 @@ class EngineServer:
         return {METADATA: asdict(self._address)}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S; request routers see how full the KV cache is, and what
+        """Serve's hook, called every SAMPLE_PERIOD_S: how full the KV cache is, what waits for prefill, and what
         expert-parallel ranks hold."""
-        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
+        number = next(self._samples)
+        callers, calls = len(self._channel.connections), self._channel.in_flight
+        queue = self._meter.report(number, callers=callers, calls=calls)
+        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: number, QUEUE: queue}
         experts = self._engine.experts()
         return found if experts is None else found | {EXPERTS: experts}
 
@@ -138,7 +144,8 @@ class PrefillServer(EngineServer):
         `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
-            found = await self._engine.prefill(EngineRequest(body=body, **header))
+            tokens = header.pop("prompt_tokens", 0.0)
+            found = await self._prefill(tokens, EngineRequest(body=body, **header))
             ids = found.token_ids
             said = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
             answer.send(msgspec.msgpack.encode(said), 1)
@@ -146,6 +153,17 @@ class PrefillServer(EngineServer):
             await self._engine.release(header["id"])
         else:
             await super().answer(method, header, body, answer)
+
+    async def _prefill(self, tokens: float, request: EngineRequest) -> Prefilled:
+        """Compute a prompt of about so many tokens, and measure how long that takes."""
+        self._meter.enter(tokens)
+        computed = 0
+        try:
+            found = await self._engine.prefill(request)
+            computed = len(found.token_ids) + len(request.generated) // 4
+        finally:
+            self._meter.leave(tokens, computed if tokens else 0)
+        return found
 
 
 class DecodeServer(EngineServer):
@@ -162,18 +180,46 @@ class DecodeServer(EngineServer):
         self._reporter = asyncio.get_running_loop().create_task(self._report_steps())
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """As an EngineServer, and the size of a prefix block: ingress replicas cut prompts alike."""
-        return await super().record_replica_metadata() | {BLOCK_TOKENS: self._engine.prefix_cache()[0]}
+        """As an EngineServer, the size of a prefix block, since ingress replicas cut prompts alike, and the
+        seats."""
+        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SEATS: self._engine.seats()}
+        return await super().record_replica_metadata() | own
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """As an EngineServer, the call that whole engines take (see true_signature), and that of a swap of
         experts (see expert_swap)."""
-        if method == true_signature.METHOD:
+        tokens = header.pop("prompt_tokens", 0.0)  # of a prompt that this engine prefills
+        if tokens:
+            await self._measured(tokens, method, header, body, answer)
+        elif method == true_signature.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await expert_swap.place(self._engine, body), 0)
         else:
             await super().answer(method, header, body, answer)
+
+    async def _measured(
+        self, tokens: float, method: str, header: dict[str, Any], body: bytes, answer: Answer
+    ) -> None:
+        """Answer a call, and measure how long its prompt takes, which is computed at its first token."""
+        send, computing = answer.send, True
+
+        def over(computed: float) -> None:
+            nonlocal computing
+            if computing:
+                computing = False
+                self._meter.leave(tokens, computed)
+
+        def sent(payload: bytes, tokens_in_it: int = 0, ids: bytes = b"") -> None:
+            over(tokens)
+            send(payload, tokens_in_it, ids)
+
+        self._meter.enter(tokens)
+        answer.send = sent  # type: ignore[assignment, method-assign]
+        try:
+            await super().answer(method, header, body, answer)
+        finally:
+            over(0.0)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """As an EngineServer; requests that wait for a decode engine count as those that it has."""
