@@ -244,11 +244,9 @@ class PrefillStep:
             found = self.queues.with_room(names, run.key)
         if names and not found:
             self._client.count("refused_prefill_backlog")
-            wait_s = min(map(self.queues.wait_s, names))
-            raise self._overloaded(
-                f"prompts wait {wait_s:.0f} s for their prefill, {self._options.prefill_queue_s:g} s are allowed",
-                names, tokens, run.key,
-            )  # fmt: skip
+            wait_s, bound_s = min(map(self.queues.wait_s, names)), self._options.prefill_queue_s
+            why = f"a prompt would wait {wait_s:.0f} s for its prefill; {bound_s:g} s are allowed"
+            raise self._overloaded(why, names, tokens, run.key)
         return found
 
     def _overloaded(self, why: str, replicas: list[str], tokens: float, key: int) -> Overloaded:

@@ -90,8 +90,8 @@ class EngineServer:
         return {METADATA: asdict(self._address)}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook, called every SAMPLE_PERIOD_S: how full the KV cache is, what waits for prefill, and what
-        expert-parallel ranks hold."""
+        """Serve's hook, called every SAMPLE_PERIOD_S: how full the KV cache is, what waits for prefill, and
+        what expert-parallel ranks hold."""
         number = next(self._samples)
         callers, calls = len(self._channel.connections), self._channel.in_flight
         queue = self._meter.report(number, callers=callers, calls=calls)
