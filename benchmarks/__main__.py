@@ -32,6 +32,7 @@ MODULES = {
 NAMES = sorted(MODULES)
 # Engines or Ray Serve for minutes each; one engine for up to an hour each.
 SERVING = {
+    "backlog",
     "capture_overhead",
     "ep_choice",
     "ep_policies",

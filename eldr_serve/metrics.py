@@ -63,6 +63,7 @@ _COUNTED = {
     "set_aside": ("times", "a replica failed again and again, and an ingress set it aside"),
     # what was refused before prefill
     "refused_prefill_full": ("requests", "refused (503), since all prefill engines were full"),
+    "refused_prefill_backlog": ("requests", "refused (503), since too much waited for prefill"),
     "refused_overload": ("requests", "refused (429), since all places were taken"),
     "refused_limits": ("requests", "refused (429), since a tenant had used up a limit"),
     # signatures and predictions
@@ -225,6 +226,10 @@ OWN = {
     "prefill_in_flight": Metric(
         "eldr_ingress_prefill_in_flight", GAUGE, "calls", "open to the prefill replica", ("worker",),
         only=_SPLIT,
+    ),
+    "prefill_wait_s": Metric(
+        "eldr_prefill_wait_seconds", GAUGE, "s", "predicted wait of a prompt that comes now, of the replica",
+        ("worker",),
     ),
     "prefill_kv_usage": Metric(
         "eldr_prefill_kv_usage_ratio", GAUGE, "ratio", "of the prefill replica's KV blocks in use",

@@ -101,22 +101,28 @@ class Call:
         self._unread, self._ids, self._unread_bytes, self._tokens = [], [], 0, 0
         return chunk
 
-    def expect(self, first_s: float, gap_s: float) -> None:
+    def expect(self, first_s: float, gap_s: float, since: Callable[[], float] | None = None) -> None:
         """Give the call up if nothing comes for `first_s`, or nothing more for `gap_s` after that.
 
         The time is looked at now and then, not with each part of the answer.
-        """
-        first_by = self._loop.time() + first_s
-        self._timer = self._loop.call_later(min(first_s, gap_s), self._look, first_by, gap_s)
 
-    def _look(self, first_by: float, gap_s: float) -> None:
+        Args:
+            since: returns from when `first_s` counts, on the loop's clock, later each time it is asked if
+                the engine has others to answer first; by default from now on.
+        """
         now = self._loop.time()
-        until = first_by if self._heard_at is None else self._heard_at + gap_s
+        self._timer = self._loop.call_later(
+            min(first_s, gap_s), self._look, first_s, gap_s, since or (lambda: now)
+        )
+
+    def _look(self, first_s: float, gap_s: float, since: Callable[[], float]) -> None:
+        now = self._loop.time()
+        until = since() + first_s if self._heard_at is None else self._heard_at + gap_s
         if until > now:
-            self._timer = self._loop.call_at(min(until, now + gap_s), self._look, first_by, gap_s)
+            self._timer = self._loop.call_at(min(until, now + gap_s), self._look, first_s, gap_s, since)
             return
-        since = "for its first token" if self._heard_at is None else "between two tokens"
-        self._error = self._error or CallLate(f"too long {since}")
+        what = "for its first token" if self._heard_at is None else "between two tokens"
+        self._error = self._error or CallLate(f"too long {what}")
         self.cancel()
         self._news.set()
 

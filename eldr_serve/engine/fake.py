@@ -61,6 +61,10 @@ class InProcess:
         """See protocol.Engine."""
         return None
 
+    def seats(self) -> int:
+        """See protocol.Engine."""
+        return 0
+
     async def ping(self) -> None:
         """See protocol.Engine."""
 

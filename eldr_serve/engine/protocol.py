@@ -167,6 +167,9 @@ class Engine(DescribesErrors, Protocol):
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens of a block of the prefix cache, and tokens that the KV cache holds; (0, 0) without one."""
 
+    def seats(self) -> int:
+        """Requests that one step can work for; further ones wait. 0: not known."""
+
     def take_steps(self) -> StepSums:
         """Sums over the steps since the last call."""
 

@@ -12,7 +12,7 @@ from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.deployment_options import check_options
-from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.signatures.settings import SignatureOptions
 from eldr_serve.validation import problem

@@ -49,11 +49,13 @@ from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.messages import Answered, NamedPolicy
-from eldr_serve.serving.path import Engines, PathOptions, RequestPath
+from eldr_serve.serving.path import RequestPath
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.port import Port, owner_of_port
 from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.serving.replicas import directory
 from eldr_serve.serving.request_log import RequestLog
+from eldr_serve.serving.request_run import Engines
 from eldr_serve.serving.router_calls import AWAY, RouterCalls
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.router_settings import RouterSettings
@@ -390,6 +392,7 @@ class EldrIngress:
             "prefill_in_flight": self._prefill.in_flight,
             "prefill_oldest_s": self._prefill.oldest_s,
             "stages": self._path.stages.summary(),
+            "prefill_wait_s": self._path.prefill.waits_s,
             "prefill_kv_usage": self._prefill.directory.budget.usage,
             "decode_kv_usage": self._decode.directory.budget.usage,
             "experts": self._decode.directory.experts,

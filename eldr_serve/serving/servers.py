@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
-from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest
+from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest, Prefilled
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.serving import expert_swap, true_signature
@@ -22,11 +23,13 @@ from eldr_serve.serving.address import MAX_CALLS, open_channel
 from eldr_serve.serving.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
 from eldr_serve.serving.decode_router import find
+from eldr_serve.serving.decode_turns import SEATS
 from eldr_serve.serving.engine_watch import EngineWatch
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.kept_log import kept_log
 from eldr_serve.serving.loop_watch import LoopWatch
 from eldr_serve.serving.pool_client import PoolClient
+from eldr_serve.serving.prefill_queue import QUEUE, Meter
 from eldr_serve.serving.replicas import BLOCK_TOKENS, EXPERTS
 from eldr_serve.serving.sampling import Sampler, send_samples
 from eldr_serve.serving.wire import WAITED_S, WARM
@@ -59,6 +62,7 @@ class EngineServer:
         # when it frees the object, and nobody would await that coroutine.
         self.__del__ = self.shut_down
         self._samples = itertools.count()
+        self._meter = Meter(clock=asyncio.get_running_loop().time)
         with kept_log():
             self._engine = await engine(llm_config)
         self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
@@ -94,12 +98,16 @@ class EngineServer:
         return {METADATA: asdict(self._address)}
 
     def report(self) -> dict[str, Any]:
-        """Return what pings tell the ingresses: how full the KV cache is, what expert-parallel ranks hold.
+        """Return what pings tell the ingresses: how full the KV cache is, what waits for prefill, and what
+        expert-parallel ranks hold.
 
         Serve's routing stats could carry it. But its controller asks a replica that has died for them every
         period until its next health check, and logs a traceback of each failure.
         """
-        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: next(self._samples)}
+        number = next(self._samples)
+        callers, calls = len(self._channel.connections), self._channel.in_flight
+        queue = self._meter.report(number, callers=callers, calls=calls)
+        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: number, QUEUE: queue}
         experts = self._engine.experts()
         return found if experts is None else found | {EXPERTS: experts}
 
@@ -147,7 +155,8 @@ class PrefillServer(EngineServer):
         `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
-            found = await self._engine.prefill(EngineRequest(body=body, **header))
+            tokens = header.pop("prompt_tokens", 0.0)
+            found = await self._prefill(tokens, EngineRequest(body=body, **header))
             ids = found.token_ids
             said = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
             answer.send(msgspec.msgpack.encode(said), 1)
@@ -155,6 +164,17 @@ class PrefillServer(EngineServer):
             await self._engine.release(header["id"])
         else:
             await super().answer(method, header, body, answer)
+
+    async def _prefill(self, tokens: float, request: EngineRequest) -> Prefilled:
+        """Compute a prompt of about so many tokens, and measure how long that takes."""
+        self._meter.enter(tokens)
+        computed = 0
+        try:
+            found = await self._engine.prefill(request)
+            computed = len(found.token_ids) + len(request.generated) // 4
+        finally:
+            self._meter.leave(tokens, computed if tokens else 0)
+        return found
 
 
 class DecodeServer(EngineServer):
@@ -187,8 +207,10 @@ class DecodeServer(EngineServer):
             self._sending = loop.create_task(send_samples(self._engine, self._sampler, self._pool))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """As an EngineServer, and the size of a prefix block: ingress replicas cut prompts alike."""
-        return await super().record_replica_metadata() | {BLOCK_TOKENS: self._engine.prefix_cache()[0]}
+        """As an EngineServer, the size of a prefix block, since ingress replicas cut prompts alike, and the
+        seats."""
+        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SEATS: self._engine.seats()}
+        return await super().record_replica_metadata() | own
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """As an EngineServer, the call that whole engines take (see true_signature), and that of a swap of
@@ -197,11 +219,41 @@ class DecodeServer(EngineServer):
             answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await expert_swap.place(self._engine, body), 0)
-        elif method == "generate" and _may_be_sampled(header):
-            with self._sampler.admit(header["id"]) as sampled:
-                await super().answer(method, header | {"sampled": sampled}, body, answer)
+        elif method == "generate":
+            await self._generate(header, body, answer)
         else:
             await super().answer(method, header, body, answer)
+
+    async def _generate(self, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """Answer a request; measure its prompt where this engine prefills it, and sample some."""
+        with ExitStack() as stack:
+            if tokens := header.pop("prompt_tokens", 0.0):
+                stack.enter_context(self._measured(tokens, answer))
+            if _may_be_sampled(header):
+                header["sampled"] = stack.enter_context(self._sampler.admit(header["id"]))
+            await super().answer("generate", header, body, answer)
+
+    @contextmanager
+    def _measured(self, tokens: float, answer: Answer) -> Iterator[None]:
+        """Measure how long a prompt takes, which is computed at the first token of its answer."""
+        send, computing = answer.send, True
+
+        def over(computed: float) -> None:
+            nonlocal computing
+            if computing:
+                computing = False
+                self._meter.leave(tokens, computed)
+
+        def sent(payload: bytes, tokens_in_it: int = 0, ids: bytes = b"") -> None:
+            over(tokens)
+            send(payload, tokens_in_it, ids)
+
+        self._meter.enter(tokens)
+        answer.send = sent  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            over(0.0)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """As an EngineServer; requests that wait for a decode engine count as those that it has."""

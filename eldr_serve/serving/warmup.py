@@ -16,7 +16,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailed, ChannelLost
-from eldr_serve.serving.path import Engines, prefill_answer
+from eldr_serve.serving.prefill_step import prefill_answer
+from eldr_serve.serving.request_run import Engines
 from eldr_serve.serving.router_client import RouterClient
 from eldr_serve.serving.true_signature import METHOD, TrueSignature
 from eldr_serve.serving.wire import WARM, decode_header, prefill_header, signature_of, warm_up_body

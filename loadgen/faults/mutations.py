@@ -37,10 +37,10 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         f"{_SERVING}.path",
-        "prefilled = await self._prefilled(run) if self._splits(run.request) else None",
+        "prefilled = await self.prefill.prefilled(run) if self._splits(run.request) else None",
         "prefilled = run.__dict__.get('kept') or "
-        "(await self._prefilled(run) if self._splits(run.request) else None)\n"
-        "            run.__dict__['kept'] = prefilled",
+        "(await self.prefill.prefilled(run) if self._splits(run.request) else None)\n"
+        "                run.__dict__['kept'] = prefilled",
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
@@ -74,7 +74,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what was generated is not prefilled again",
-        f"{_SERVING}.path",
+        f"{_SERVING}.prefill_step",
         "request.cache_salt, generated=bytes(run.ids)",
         "request.cache_salt",
     ),
@@ -86,14 +86,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the ids of one token are lost",
-        f"{_SERVING}.path",
+        f"{_SERVING}.request_run",
         "self.tokens += chunk.tokens",
         "self.tokens += max(chunk.tokens - 1, 0)",
     ),
-    Mutation("a turn of the retries is not given back", f"{_SERVING}.path", "self._retries.release()"),
+    Mutation(
+        "a turn of the retries is not given back", f"{_SERVING}.retry_turns", "self._turns.release()"
+    ),
     Mutation(
         "an answer that prefill does not take again is lost",
-        f"{_SERVING}.path",
+        f"{_SERVING}.prefill_step",
         "if run.tokens:\n                run.record.failures",
         "if False:\n                run.record.failures",
     ),

@@ -31,7 +31,7 @@ from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.budget import PrefillBudget
 from eldr_serve.serving.decode_router import DecodeRouter
 from eldr_serve.serving.keys import Key, Keys, Limits, digest
-from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.replicas import ReplicaDirectory
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.router_state import RouterState

@@ -24,7 +24,7 @@ from eldr_serve.serving.address import Address
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.fleet import METADATA
 from eldr_serve.serving.http_server import HttpServer
-from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.replicas import directory
 from eldr_serve.serving.router_settings import RouterSettings
 

@@ -22,7 +22,7 @@ from eldr_serve.engine.vllm.requests import REQUESTS, parse_request
 from eldr_serve.serving import ingress
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.openapi import openapi_document
-from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 
 KEY = "key"

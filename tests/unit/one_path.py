@@ -10,7 +10,9 @@ import numpy as np
 from fake_fleet import FakeFleet, answering, prefilled
 
 from eldr_serve.routing import Placement, PlacementRequest, State
-from eldr_serve.serving.path import Engines, PathOptions, RequestPath
+from eldr_serve.serving.path import RequestPath
+from eldr_serve.serving.path_options import PathOptions
+from eldr_serve.serving.request_run import Engines
 from eldr_serve.serving.wire import SIGNATURE, Asked, Generation
 from eldr_serve.signature import pack_counts
 

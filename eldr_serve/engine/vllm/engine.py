@@ -221,6 +221,10 @@ class VllmEngine:
         """See protocol.Engine."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
 
+    def seats(self) -> int:
+        """See protocol.Engine."""
+        return int(engine_client(self.server.engine).vllm_config.scheduler_config.max_num_seqs)
+
     def take_steps(self) -> StepSums:
         """See protocol.Engine."""
         return steps.take()

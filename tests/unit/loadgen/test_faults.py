@@ -15,7 +15,7 @@ import pytest
 from in_process import python
 
 from eldr_serve.routing import Placement, Placer
-from eldr_serve.serving.path import RequestPath
+from eldr_serve.serving.prefill_step import PrefillStep
 from eldr_serve.serving.router_link import RouterLink
 from eldr_serve.serving.router_state import RouterState
 from loadgen.faults import virtual_time
@@ -72,8 +72,8 @@ class Wrong:
     """Serving code with faults as `mutations` has them, and nothing is imported anew."""
 
     @staticmethod
-    async def prefill_is_asked_again(path: RequestPath, run: Any) -> Any:
-        return await path._prefill(run)
+    async def prefill_is_asked_again(step: PrefillStep, run: Any) -> Any:
+        return await step.prefill(run)
 
     @staticmethod
     def own_leases_are_ignored(state: RouterState, lease: Placement) -> None:
@@ -92,7 +92,7 @@ class Wrong:
 @pytest.mark.parametrize(
     ("owner", "method", "wrong", "seeds"),
     [
-        (RequestPath, "_prefilled", Wrong.prefill_is_asked_again, 5),
+        (PrefillStep, "prefilled", Wrong.prefill_is_asked_again, 5),
         (RouterState, "_hold", Wrong.own_leases_are_ignored, 5),
         (Placer, "finish", Wrong.the_queue_keeps_it, 40),
         (RouterLink, "_lose", Wrong.nothing_is_told_anew, 20),

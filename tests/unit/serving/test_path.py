@@ -17,7 +17,7 @@ from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.errors import Overloaded
 from eldr_serve.serving import path
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
-from eldr_serve.serving.path import PathOptions
+from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.request_record import RequestRecord
 from eldr_serve.serving.stages import WINDOW, Stages
 from eldr_serve.serving.wire import (

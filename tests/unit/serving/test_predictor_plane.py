@@ -22,9 +22,10 @@ from eldr_serve.online_predictor import OnlinePredictor
 from eldr_serve.routing import MarginalCost, prompt_blocks
 from eldr_serve.routing.activation import levels_of
 from eldr_serve.serving import router_state, true_signature
-from eldr_serve.serving.path import Engines, RequestPath
+from eldr_serve.serving.path import RequestPath
 from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.serving.replicas import BLOCK_TOKENS
+from eldr_serve.serving.request_run import Engines
 from eldr_serve.serving.router_state import RouterState
 from eldr_serve.signature import pack_counts
 from eldr_serve.signature_predictor import SignaturePredictor

@@ -120,7 +120,7 @@ async def test_what_is_refused_and_was_not_failed_is_logged_only_if_all_are(
             async def full(run: Any) -> None:
                 raise refused
 
-            monkeypatch.setattr(app.ingress._path, "_prefill", full)
+            monkeypatch.setattr(app.ingress._path.prefill, "prefill", full)
         answer = await app.post(COMPLETIONS, HELLO)
     assert answer.status_code == refused.status  # type: ignore[attr-defined]
     assert "x-eldr-request" in answer.headers

@@ -180,8 +180,15 @@ async def _all(world: World) -> bytes:
 
 async def test_a_whole_answer_that_may_not_go_on_in_time_is_to_be_sent_again() -> None:
     world = World(decode=Engines((3, LOST)), retry_wait_s=0.0)
-    world.path._retries = asyncio.Semaphore(0)
-    with pytest.raises(Overloaded, match="too many requests"):
+    world.path._retries._turns = asyncio.Semaphore(0)
+    with pytest.raises(Overloaded, match="too many requests have lost their engine"):
+        await world.run(stream=False)
+
+
+async def test_a_request_whose_engine_was_not_lost_is_not_told_that_it_was() -> None:
+    world = World(decode=Engines((3, refusing(500))), retry_wait_s=0.0)
+    world.path._retries._turns = asyncio.Semaphore(0)
+    with pytest.raises(Overloaded, match="are tried again after a call to an engine has failed"):
         await world.run(stream=False)
 
 

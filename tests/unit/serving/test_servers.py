@@ -20,7 +20,7 @@ from eldr_serve.channel import CallFailed
 from eldr_serve.routing import StepSums
 from eldr_serve.serving import servers
 from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.path import prefill_answer
+from eldr_serve.serving.prefill_step import prefill_answer
 from eldr_serve.serving.wire import decode_header, prefill_header, signature_of
 
 

@@ -15,7 +15,7 @@ from one_path import COUNTS, good_prefill
 from router_talk import settled
 
 from eldr_serve.serving import true_signature, warmup
-from eldr_serve.serving.path import Engines
+from eldr_serve.serving.request_run import Engines
 from eldr_serve.serving.warmup import Warmup
 from eldr_serve.signature import pack_counts
 

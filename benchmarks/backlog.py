@@ -1,0 +1,169 @@
+"""Many long prompts at once, and again when those that are refused are told to come.
+
+    python -m benchmarks.backlog
+
+All prompts are sent to a real prefill engine in the same moment, with one token to generate. A client that
+is refused sends its prompt again after the answer's Retry-After, until it has 200. Read refusals (goal: the
+slowest within 2 s), most_tries (the first refusal's Retry-After lets the retry succeed: 2), set_aside and
+duplicate_prefills (goal: 0, since no engine fails) and other_errors (goal: 0).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import numpy as np
+import typer
+
+from benchmarks.harness import options
+from benchmarks.harness.client import allow_open_files, session
+from benchmarks.harness.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.harness.engines import our_arguments
+from benchmarks.harness.prompts import MODEL
+from eldr_serve.client import Client
+from eldr_serve.serving.ray_settings import QUIET
+from loadgen.workload import read_prompts
+from tools.cli import run
+from tools.results import publish
+
+_KEY = "backlog"
+_MOST_TRIES = 20
+
+
+@dataclass
+class _Request:
+    """One prompt, and what each try of it got."""
+
+    statuses: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each try
+    retry_after_s: list[float] = field(default_factory=list)  # of each refusal
+    error: str = ""
+    done_s: float = 0.0  # after the beginning
+
+
+def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list[str]:
+    """Different prompts of about `tokens` tokens, of the words of a folder of prompts."""
+    from transformers import AutoTokenizer
+
+    words = " ".join(prompt.text for prompt in read_prompts([folder])).split()
+    tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(seed)
+    return [
+        tokenizer.decode(tokenizer.encode(" ".join(rng.choices(words, k=tokens)))[:tokens])
+        for _ in range(count)
+    ]
+
+
+async def _until_answered(http: aiohttp.ClientSession, url: str, prompt: str, began_s: float) -> _Request:
+    request = _Request()
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+    while len(request.statuses) < _MOST_TRIES:
+        sent_s = time.perf_counter()
+        try:
+            async with http.post(f"{url}/v1/completions", json=body) as answer:
+                said = await answer.text()
+                request.statuses.append(answer.status)
+                request.seconds.append(time.perf_counter() - sent_s)
+                retry_after = answer.headers.get("Retry-After")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            request.error = f"{type(error).__name__}: {error}"
+            return request
+        if answer.status == 200:
+            request.done_s = time.perf_counter() - began_s
+            return request
+        if answer.status not in (429, 503) or retry_after is None:
+            request.error = f"HTTP {answer.status}: {said[:200]}"
+            return request
+        request.retry_after_s.append(float(retry_after))
+        await asyncio.sleep(float(retry_after))
+    request.error = f"refused {_MOST_TRIES} times"
+    return request
+
+
+async def send_all(url: str, prompts: list[str], timeout_s: float) -> list[_Request]:
+    """Send all prompts at once, and again as they are told."""
+    async with session(timeout_s) as http:
+        began_s = time.perf_counter()
+        return list(await asyncio.gather(*(_until_answered(http, url, text, began_s) for text in prompts)))
+
+
+def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    """The figures of a run; `before` and `after` are the router's counters."""
+    refused = [s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200]
+    answered = [r for r in requests if r.statuses and r.statuses[-1] == 200]
+    first = [r for r in answered if len(r.statuses) == 1]
+
+    def count(name: str) -> int:
+        return after.get(name, 0) - before.get(name, 0)
+
+    return {
+        "requests": len(requests),
+        "answered": len(answered),
+        "at_first_try": len(first),
+        "refusals": len(refused),
+        "slowest_refusal_s": max(refused, default=0.0),
+        "refusal_p50_s": float(np.median(refused)) if refused else 0.0,
+        "most_tries": max((len(r.statuses) for r in requests), default=0),
+        "second_try_sufficed": sum(len(r.statuses) == 2 for r in answered),
+        "longest_retry_after_s": max((s for r in requests for s in r.retry_after_s), default=0.0),
+        "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
+        "all_done_s": max((r.done_s for r in answered), default=0.0),
+        "set_aside": count("set_aside"),
+        "duplicate_prefills": count("prefill_retries") + count("prefills") - len(answered),
+        "other_errors": len(requests) - len(answered),
+    }
+
+
+def backlog(
+    requests: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1500,
+    warm_up: Annotated[int, typer.Option(min=0, help="Prompts of the same kind, answered before.")] = 0,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
+    prompts: options.Prompts = options.PROMPTS,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Time for one try, s.")] = 300.0,
+    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8340,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Send more prompts at once than can be prefilled soon."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    sent = texts(prompts, warm_up + requests, tokens, seed, model)
+    arguments = our_arguments(deployment, model, decode_replicas=1)
+    with local_ray(http_port=port + 1, environment=QUIET):
+        from ray import serve
+
+        from eldr_serve.serving.app import build_app
+
+        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
+        serve.run(application, name="eldr", route_prefix="/")
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, 180)
+        status = Client(url, _KEY).status
+        if warm_up:
+            asyncio.run(send_all(url, sent[:warm_up], timeout_s))
+            time.sleep(2.0)  # counters come once a second
+        before = status()["counters"]
+        found = asyncio.run(send_all(url, sent[warm_up:], timeout_s))
+        time.sleep(2.0)
+        figures = row(found, before, status()["counters"])
+    errors = sorted({request.error for request in found if request.error})
+    publish(
+        "backlog", [figures], seed=seed, out=out,
+        inputs={
+            "requests": requests, "tokens": tokens, "warm_up": warm_up, "deployment": deployment.stem,
+            "errors": errors[:5],
+        },
+        notes="one prefill and one decode engine, one token an answer; engines, ingress and the client share "
+        "the cores, and each client waits for its Retry-After",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(backlog)

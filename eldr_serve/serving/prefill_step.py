@@ -1,0 +1,284 @@
+"""The first step of a request: its prefill, and the bound on what waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost
+from eldr_serve.errors import Overloaded
+from eldr_serve.routing.prefill import choose_prefill
+from eldr_serve.serving.fleet import Fleet
+from eldr_serve.serving.outliers import Outliers
+from eldr_serve.serving.path_options import PathOptions
+from eldr_serve.serving.prefill_queue import PrefillQueues, Ticket
+from eldr_serve.serving.rate import Rate
+from eldr_serve.serving.request_run import Engines, Prefilled, Run
+from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.serving.stages import Stages
+from eldr_serve.serving.wire import needs_whole_engine, prefill_header, prompt_head
+
+logger = logging.getLogger(__name__)
+
+_ROOM_CHECK_S = 0.05
+_MEASURE_S = 1.0  # that a request may wait for the first measurement before it is refused
+
+
+async def prefill_answer(call: Call) -> Any:
+    """What a prefill call says of the prompt (see PrefillServer.answer); ChannelLost if it says nothing."""
+    chunk = await call.read()
+    if chunk is None:
+        raise ChannelLost("it answered nothing")
+    return msgspec.msgpack.decode(chunk.payload)
+
+
+class PrefillFailed(Exception):  # noqa: N818
+    """A prefill call has failed, and the request is not at fault."""
+
+
+class Health:
+    """Judges the calls to the replicas of one fleet, and sets replicas aside that fail again and again."""
+
+    def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self._count = count
+        self._outliers = Outliers()
+        self.succeeded = self._outliers.succeeded
+
+    @property
+    def usable(self) -> list[str]:
+        """Live replicas that are not set aside."""
+        return self._outliers.usable(self._fleet.live)
+
+    def failed(self, replica: str, error: Exception) -> None:
+        """Count a failed call; a replica that only says that it is full is well."""
+        full = isinstance(error, CallFailed) and error.status == 503
+        if not full and self._outliers.failed(replica):
+            logger.warning("replica %s fails again and again and is set aside for a while", replica)
+            self._count("set_aside")
+
+
+class PrefillStep:
+    """Prefills prompts over the prefill deployment, or admits them where decode engines are whole.
+
+    Args:
+        release: frees the blocks of a prompt, by its name, on a replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Engines,
+        options: PathOptions,
+        client: RouterClient,
+        stages: Stages,
+        health: Health,
+        release: Callable[[str, str], None],
+    ) -> None:
+        self._engines = engines
+        self._fleet = engines.decode if engines.whole else engines.prefill
+        self._options = options
+        self._client = client
+        self._stages = stages
+        self._health = health
+        self._release = release
+        self._without_prefill = Rate(options.whole_per_s)
+        self._measured = asyncio.Event()
+        self.queues = PrefillQueues(
+            options.prefill_queue_s,
+            reports=lambda: self._fleet.directory.reports,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
+
+    @property
+    def waits_s(self) -> dict[str, float]:
+        """The predicted wait of a prompt that comes now, of each live replica that prefills, s."""
+        self.queues.keep(self._fleet.live)
+        return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live}
+
+    # -- prefill engines ---------------------------------------------------------------------------
+
+    async def prefilled(self, run: Run) -> Prefilled | None:
+        """As `prefill`; an answer that has begun goes on whole where prefill does not take it again."""
+        try:
+            return await self.prefill(run)
+        except (Overloaded, CallFailed, PrefillFailed) as error:
+            if run.tokens:
+                run.record.failures.append(f"it goes on whole: {error}")
+                self._client.count("whole_without_prefill")
+                return None
+            raise
+
+    async def prefill(self, run: Run) -> Prefilled | None:
+        """Return the prompt's blocks; None if a decode engine is to compute it.
+
+        Raises:
+            Overloaded: no engine has room, or none can be reached.
+            PrefillFailed: the engine is at fault.
+            CallFailed: the request is.
+        """
+        tokens = self._tokens(run)
+        replicas = await self._replicas(run, tokens)
+        if not replicas:
+            self._client.count("whole_without_prefill")
+            return None
+        in_flight = self._fleet.in_flight
+        replica = choose_prefill(
+            prompt_head(run.request.asked),
+            {name: in_flight[name] for name in replicas},
+            max_load_ratio=self._engines.max_load_ratio,
+            attempt=run.passed_over,
+        )
+        ticket = self.queues.enter(replica, tokens, run.key)
+        try:
+            return await self._call(run, replica, ticket)
+        finally:
+            self.queues.leave(ticket)
+
+    async def _call(self, run: Run, replica: str, ticket: Ticket) -> Prefilled:
+        request, turn = run.request, ticket.turn
+        assert turn is not None
+        request_id = f"{run.request_id}-p{run.prefills}"
+        run.prefills += 1
+        call: Call | None = None
+        try:
+            header = prefill_header(
+                request.method, request_id, request.headers, request.cache_salt, generated=bytes(run.ids)
+            )
+            header["prompt_tokens"] = ticket.tokens
+            with run.record.stage("prefill", replica) as stage:
+                call = self._fleet.call(replica, "prefill", header, request.body)
+                limit_s = self._options.prefill_limit_s
+                call.expect(limit_s, limit_s, since=lambda: turn.since_s)
+                found = await prefill_answer(call)
+        except CallFailed as error:
+            if error.status < 500:
+                raise
+            self._health.failed(replica, error)
+            raise PrefillFailed(f"prefill replica {replica} failed it: {error}") from error
+        except ChannelLost as error:
+            run.lost += 1
+            raise PrefillFailed(f"prefill replica {replica} was lost: {error}") from error
+        except BaseException as error:
+            if call is not None:
+                call.cancel()
+                self._release(request_id, replica)
+            if not isinstance(error, CallLate):
+                raise
+            self._health.failed(replica, error)
+            raise PrefillFailed(f"prefill replica {replica} took too long") from error
+        self._health.succeeded(replica)
+        run.prompt = found["token_ids"]
+        self.computed(ticket, len(run.prompt) // 4)
+        self._client.count("prefills")
+        self._stages.record(prefill=stage.seconds)
+        return Prefilled(request_id, replica, found["kv"], stage.ended_s)
+
+    # -- whole engines -----------------------------------------------------------------------------
+
+    async def admit_whole(self, run: Run) -> Ticket:
+        """Return the ticket of a prompt that a whole engine prefills; Overloaded if none has room.
+
+        The answers that no token of comes before their end do not show when their prompt is computed, so
+        they have no share in the queue.
+        """
+        asked = run.request.asked
+        if not asked.stream and needs_whole_engine(run.request.method, asked) is not None:
+            return self.queues.enter(None, 0.0, run.key)
+        tokens = self._tokens(run)
+        if (live := list(self._fleet.live)) and not self._is_retry(run):
+            await self._join(run, tokens, lambda: live)
+        return self.queues.enter(None, tokens, run.key)
+
+    def computed(self, ticket: Ticket, tokens: int) -> None:
+        """Count a prompt whose prefill has ended."""
+        self.queues.leave(ticket, tokens)
+        if not self._measured.is_set() and self.queues.is_measured(self._fleet.live):
+            self._measured.set()
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _tokens(self, run: Run) -> float:
+        """Estimate the tokens to compute: the prompt's and those that were generated."""
+        if run.token_ids is not None:
+            prompt = float(len(run.token_ids))
+        else:
+            prompt = self.queues.sizes.estimate(run.request.asked.prompt, run.request.asked.messages)
+        return prompt + len(run.ids) // 4
+
+    @staticmethod
+    def _is_retry(run: Run) -> bool:
+        """Return whether the request was let in before; then it is not refused for the queue's length."""
+        return bool(run.tokens or run.failed or run.failed_prefills)
+
+    async def _replicas(self, run: Run, tokens: float) -> list[str]:
+        """Return the prefill replicas that may take the prompt; none if it is to go without."""
+        while await self._room(run, tokens):
+            if self._is_retry(run):
+                return self._with_room()
+            if found := await self._join(run, tokens, self._with_room):
+                return found
+        return []
+
+    async def _join(self, run: Run, tokens: float, replicas: Callable[[], list[str]]) -> list[str]:
+        """Return those of `replicas` whose queue the prompt may join; Overloaded if there are replicas and
+        none of their queues is short enough.
+
+        While no replica was measured, a prompt waits for that a moment: else it would be told a time that
+        nobody knows.
+        """
+        names = replicas()
+        found = self.queues.with_room(names, run.key)
+        if names and not found and not self.queues.is_measured(names):
+            try:
+                async with asyncio.timeout(_MEASURE_S):
+                    await self._measured.wait()
+            except TimeoutError:
+                pass
+            names = replicas()
+            found = self.queues.with_room(names, run.key)
+        if names and not found:
+            self._client.count("refused_prefill_backlog")
+            wait_s, bound_s = min(map(self.queues.wait_s, names)), self._options.prefill_queue_s
+            why = f"a prompt would wait {wait_s:.0f} s for its prefill; {bound_s:g} s are allowed"
+            raise self._overloaded(why, names, tokens, run.key)
+        return found
+
+    def _overloaded(self, why: str, replicas: list[str], tokens: float, key: int) -> Overloaded:
+        return Overloaded(why, retry_after_s=self.queues.retry_s(replicas, tokens, key))
+
+    async def _room(self, run: Run, tokens: float) -> bool:
+        """Wait until some prefill replica has room; False if none can be reached and it goes without.
+
+        Those who go without do so in the order in which they came.
+        """
+        until_s, turn_s = time.monotonic() + self._options.prefill_wait_s, None
+        try:
+            while not self._with_room():
+                now_s, reached = time.monotonic(), bool(self._fleet.live)
+                if turn_s is None and not reached:
+                    after_s = self._without_prefill.reserve(max(0.0, until_s - now_s))
+                    turn_s = None if after_s is None else now_s + after_s
+                if turn_s is not None and now_s >= turn_s and not reached:
+                    turn_s = None  # it is taken
+                    return False
+                if now_s >= until_s:
+                    if not run.tokens:  # else it goes on whole
+                        self._client.count("refused_prefill_full")
+                    if not reached:
+                        raise Overloaded("no prefill replica can be reached")
+                    why = "the KV caches of all prefill replicas are full"
+                    raise self._overloaded(why, list(self._fleet.live), tokens, run.key)
+                await asyncio.sleep(_ROOM_CHECK_S)
+            return True
+        finally:
+            if turn_s is not None:
+                self._without_prefill.give_back()
+
+    def _with_room(self) -> list[str]:
+        return self._fleet.directory.budget.with_room(self._health.usable)

@@ -1,0 +1,190 @@
+"""More prompts at once than engines compute soon, on virtual time: the whole path over fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+from fake_fleet import FakeFleet, Sent, answering, prefilled
+from one_path import Client, generation, good_decode
+
+from eldr_serve.errors import Overloaded
+from eldr_serve.serving.decode_turns import SEATS
+from eldr_serve.serving.path import RequestPath
+from eldr_serve.serving.path_options import PathOptions
+from eldr_serve.serving.prefill_queue import QUEUE
+from eldr_serve.serving.request_run import Engines
+from loadgen.faults.virtual_time import VirtualLoop
+
+RATE = 9000.0  # tokens/s of an engine
+TOKENS = 1500
+PREFILLED = msgspec.msgpack.encode({"tokens": TOKENS, "token_ids": bytes(4 * TOKENS), "kv": {}})
+
+
+def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run it; time passes as soon as everybody waits."""
+    loop = VirtualLoop(random.Random(0))
+    with patch("time.monotonic", loop.time):
+        loop.run(main())
+    assert not loop.errors
+
+
+class Engine:
+    """Computes prompts first come first; never those of `stuck`."""
+
+    def __init__(self, answer: bytes, stuck: Callable[[Sent], bool] = lambda sent: False) -> None:
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._answer = answer
+        self._stuck = stuck
+
+    async def __call__(self, sent: Sent) -> AsyncIterator[bytes]:
+        if self._stuck(sent):
+            await asyncio.Event().wait()
+        async with self._turns.setdefault(sent.replica, asyncio.Lock()):
+            await asyncio.sleep(TOKENS / RATE)
+        yield self._answer
+
+
+class World:
+    """A path over one prefill engine, or whole engines."""
+
+    def __init__(self, prefill: Any = None, decode: Any = good_decode, *, whole: bool = False) -> None:
+        names = () if whole else ("p0",)
+        self.prefill = FakeFleet(prefill or Engine(PREFILLED), *names)
+        self.decode = FakeFleet(decode, "d0", "d1", "d2")
+        self.client: Any = Client()
+        fleets: Any = self.prefill, self.decode
+        self.path = RequestPath(
+            engines=Engines(*fleets, whole=whole), client=self.client, options=PathOptions()
+        )
+        self.statuses: Counter[int] = Counter()
+        self.refused_s: list[float] = []
+        self.tries: list[int] = []
+
+    async def ask(self, number: int) -> None:
+        """Ask for an answer, and again as the refusals say."""
+        loop = asyncio.get_running_loop()
+        prompt, tries = [number] * TOKENS, 0
+        while True:
+            tries += 1
+            sent_s = loop.time()
+            try:
+                run = self.path.generate(generation(prompt=prompt, stream=True))
+                assert b"".join([chunk async for chunk in run])
+            except Overloaded as refusal:
+                self.statuses[refusal.status] += 1
+                self.refused_s.append(loop.time() - sent_s)
+                assert refusal.retry_after_s is not None
+                await asyncio.sleep(refusal.retry_after_s + 0.01 * random.random())
+            else:
+                self.statuses[200] += 1
+                self.tries.append(tries)
+                return
+
+
+def test_of_a_thousand_prompts_each_is_answered_or_told_at_once_when_to_come_again() -> None:
+    world = World()
+
+    async def main() -> None:
+        await asyncio.gather(*map(world.ask, range(1000)))
+
+    on_virtual_time(main)
+    assert world.statuses[200] == 1000
+    assert set(world.statuses) == {200, 503}
+    assert max(world.refused_s) <= 2.0
+    assert max(world.tries) == 2
+    assert len(world.prefill.requests) == 1000  # none twice
+    assert not {"set_aside", "prefill_retries"} & set(world.client.events)
+    assert world.client.events.count("refused_prefill_backlog") == len(world.refused_s)
+
+
+def test_a_wait_behind_others_is_no_failure_of_an_engine() -> None:
+    """Prompts that were let in by a rate which the engine then does not reach wait longer than the limit."""
+    world = World()
+
+    async def main() -> None:
+        world.path.prefill.queues._bound_s = 10**6
+        await asyncio.gather(*map(world.ask, range(700)))  # 117 s
+
+    on_virtual_time(main)
+    assert world.statuses == {200: 700}
+    assert len(world.prefill.requests) == 700
+    assert "set_aside" not in world.client.events
+
+
+def test_a_prompt_that_others_overtake_is_tried_again() -> None:
+    first: list[str] = []
+
+    def stuck(sent: Sent) -> bool:
+        first.append(sent.header["id"])
+        return sent.header["id"] == first[0]
+
+    world = World(Engine(PREFILLED, stuck))
+
+    async def main() -> None:
+        await asyncio.gather(*map(world.ask, range(5)))
+
+    on_virtual_time(main)
+    assert world.statuses == {200: 5}
+    assert len(world.prefill.requests) == 6
+    assert world.client.events.count("prefill_retries") == 1
+
+
+def test_an_engine_that_computes_nothing_is_set_aside() -> None:
+    world = World(answering(asyncio.Event()))
+
+    async def main() -> None:
+        found = await asyncio.gather(*map(one, range(5)), return_exceptions=True)
+        assert {type(error) for error in found} == {Overloaded}
+
+    async def one(number: int) -> None:
+        async for _ in world.path.generate(generation(prompt=[number] * TOKENS)):
+            pass
+
+    on_virtual_time(main)
+    assert "set_aside" in world.client.events
+
+
+@pytest.mark.parametrize("told", [0, 9])
+def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
+    """With the calls of other ingresses, as the replica tells them, or those of this one."""
+    seats = asyncio.Semaphore(2)
+
+    async def decode(sent: Sent) -> AsyncIterator[bytes]:
+        async with seats:
+            for _ in range(20):
+                yield b"x"
+                await asyncio.sleep(10.0)
+
+    world = World(answering(prefilled(do_remote_prefill=True)), decode)
+    world.decode.directory.publish({"d0": {SEATS: 2}})
+
+    async def main() -> None:
+        world.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": told}}})
+        await asyncio.gather(*map(world.ask, range(3 if told else 6)))
+
+    on_virtual_time(main)
+    assert len(world.decode.requests) == len(world.tries) == (3 if told else 6)
+    assert "set_aside" not in world.client.events
+
+
+def test_whole_engines_are_bounded_by_their_prompts_too() -> None:
+    world = World(decode=Engine(b"data: [DONE]\n\n"), whole=True)
+
+    async def main() -> None:
+        world.decode.directory.publish({"d0": {}})
+        await asyncio.gather(*map(world.ask, range(600)))
+
+    on_virtual_time(main)
+    assert world.statuses[200] == 600
+    assert world.statuses[503] > 0
+    assert max(world.refused_s) <= 2.0
+    assert max(world.tries) == 2
+    assert len(world.decode.requests) == 600
+    assert "set_aside" not in world.client.events
