@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field, model_validator
 
-
 _LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
 
 
