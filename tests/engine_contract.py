@@ -191,12 +191,13 @@ async def a_sampled_request_gives_a_sample_once(subject: Subject) -> None:
     engine = subject.generates
     engine.take_samples()
     for stream in (True, False):
-        name = f"sampled {stream}"
+        name, sent = f"sampled {stream}", Sent()
         await asyncio.gather(
-            engine.generate(request(name, tokens=5, stream=stream, sampled=True), Sent()),
+            engine.generate(request(name, tokens=5, stream=stream, sampled=True), sent),
             engine.generate(request("not sampled", tokens=5, stream=stream), Sent()),
         )
         (sample,) = engine.take_samples()
+        assert b"eldr_" not in sent.payload, sent.payload  # clients see no counts
         assert (sample.request_id, sample.domain) == (name, "poems")
         assert sample.token_ids.dtype == np.uint32
         assert sample.token_ids.tolist() == subject.ids, sample.token_ids

@@ -15,7 +15,7 @@ from tiny_model import EXPERTS
 
 from eldr_serve.signature import unpack_counts
 
-RUNS = {"decode": ("decode", 60), "whole": ("whole", 60), "whole, v2": ("whole", 10)}
+RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole", 10)}
 
 
 @pytest.fixture(scope="module", params=list(RUNS))
