@@ -1,7 +1,7 @@
-"""Serve deployments/cpu_demo_eldr.yaml until the input ends. Run as a script with port and admin key.
+"""The application of deployments/cpu_demo_eldr.yaml, until its input ends. Run as a script: port, admin key.
 
-Its tables are refitted within seconds, and many requests at once start a third decode engine.
-Each line of its input ends the actor of the signature pool, which Ray starts again.
+Its tables are refitted within seconds, and many requests at once start a third decode engine. Each line of
+its input ends the actor of the signature pool, which Ray starts again.
 """
 
 from __future__ import annotations

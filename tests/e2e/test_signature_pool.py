@@ -53,7 +53,7 @@ class Pool:
 
     def _prompts(self, domains: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         lines = [(PROMPTS / f"{domain}.jsonl").read_text().splitlines() for domain in domains]
-        begin = next(self._numbers)
+        begin = 50 * next(self._numbers)
         for number in itertools.count(begin):
             for domain, found in zip(domains, lines, strict=True):
                 yield domain, json.loads(found[number % len(found)])["prompt"][:400]

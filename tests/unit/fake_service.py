@@ -78,6 +78,15 @@ class FakeService:
         self.policies_set.append(change["name"])
         return web.json_response({})
 
+    async def refit(self, request: web.Request) -> web.Response:
+        """A table of two decode replicas, or a refusal without the key."""
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return _refusal(400, "the signature pool holds 3 samples and a table needs 16")
+        return web.json_response({"table": {"version": 7, "samples": 90, "workers": 2}})
+
+    async def trace(self, request: web.Request) -> web.Response:
+        return web.Response(body=b"a trace", content_type="application/octet-stream")
+
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -117,6 +126,8 @@ def fake_service() -> Iterator[FakeService]:
     service, app, loop = FakeService(), web.Application(), asyncio.new_event_loop()
     app.router.add_get("/eldr/status", service.status)
     app.router.add_get("/v1/models", service.models)
+    app.router.add_put("/eldr/refit", service.refit)
+    app.router.add_get("/eldr/trace", service.trace)
     app.router.add_put("/{path:.*}", service.change)
     app.router.add_post("/{path:.*}", service.answer)
     runner = web.AppRunner(app, shutdown_timeout=0)

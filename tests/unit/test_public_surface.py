@@ -139,3 +139,21 @@ def test_deployments_are_listed_shown_and_copied_over_no_file(tmp_path: Path) ->
 def service() -> Any:
     with fake_service() as running:
         yield running
+
+
+def test_a_refit_without_a_trace_asks_the_service(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done = eldr("refit", "--url", service.url, "--admin-key", KEY)
+    assert done.stdout == "table version 7 is live: 90 recent requests, 2 decode replicas\n"
+    assert "holds 3 samples" in sentence(eldr("refit", "--url", service.url))
+    assert "--trace" in sentence(eldr("refit", "--url", service.url, "--workers", 3))
+
+
+def test_a_trace_is_saved_whole(service: FakeService, tmp_path: Path) -> None:
+    out = tmp_path / "trace.safetensors"
+    assert "wrote" in eldr("trace", "--out", out, "--url", service.url).stdout
+    assert out.read_bytes() == b"a trace"
+    assert "cannot be reached" in sentence(eldr("trace", "--out", out, "--url", "http://127.0.0.1:9"))
+    assert out.read_bytes() == b"a trace"
