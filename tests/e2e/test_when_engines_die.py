@@ -220,7 +220,11 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
     )
     assert service.status()["counters"].get("streams_lost", 0) == before.get("streams_lost", 0)
     if how is signal.SIGKILL:
-        wait_for(lambda: replica in controller_log()[logged:], "Serve's controller has seen it", 60)
+        wait_for(
+            lambda: any(replica in line and "crashed" in line for line in controller_log().splitlines()),
+            "Serve's controller has seen it",
+            60,
+        )
         assert "routing stats" not in controller_log()[logged:]
 
 
