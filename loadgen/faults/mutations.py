@@ -51,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "blocks are freed while an engine may still read them",
         f"{_SERVING}.path",
-        "reader=None if ended else call",
+        "reader=call",
         "reader=None",
     ),
     Mutation(

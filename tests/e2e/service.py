@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,6 +133,17 @@ class Service:
 
         port = ray.nodes()[0]["MetricsExportPort"]
         return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+
+
+def session_logs() -> Path:
+    """Return the folder of the newest Ray session's logs."""
+    return Path(tempfile.gettempdir(), "ray", "session_latest", "logs").resolve()
+
+
+def controller_log() -> str:
+    """Return what Serve's controllers have logged."""
+    files = sorted(session_logs().glob("serve/controller*.log"))
+    return "".join(file.read_text(errors="replace") for file in files)
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import httpx
-from service import Demo, Service
+from service import Service, session_logs
 
 COMPLETIONS, COUNT = "/v1/completions", 96
 
 
-def complaints(logs: Path) -> int:
-    """How often NIXL has said, in the logs of a Ray session, that blocks may be invalid."""
+def complaints() -> int:
+    """Return how often NIXL has logged that blocks may be invalid."""
     return sum(
         file.read_text(errors="replace").count("Potentially invalid KV blocks")
-        for file in logs.rglob("*")
+        for file in session_logs().rglob("*")
         if file.is_file()
     )
 
@@ -37,10 +35,9 @@ async def leave_early(url: str, number: int, rng: random.Random) -> None:
 
 
 async def test_clients_that_leave_make_no_blocks_invalid_and_no_text_wrong(
-    service: Service, demo: Demo, prompts: list[str], single_engine: dict[str, list[str]]
+    service: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    logs = Path(tempfile.gettempdir(), "ray", "session_latest", "logs").resolve()
-    before, rng = complaints(logs), random.Random(0)
+    before, rng = complaints(), random.Random(0)
     for first in range(0, COUNT, 16):
         await asyncio.gather(*(leave_early(service.url, first + n, rng) for n in range(16)))
         prompt, wanted = prompts[first % len(prompts)], single_engine["completions"][first % len(prompts)]
@@ -49,4 +46,4 @@ async def test_clients_that_leave_make_no_blocks_invalid_and_no_text_wrong(
         )
         assert answer.choices[0].text == wanted
     service.wait_empty()
-    assert complaints(logs) == before
+    assert complaints() == before

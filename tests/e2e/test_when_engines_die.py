@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from service import Service, core_of, pid_of, wait_for
+from service import Service, controller_log, core_of, pid_of, wait_for
 
 from loadgen import application
 from loadgen.faults import processes
@@ -197,7 +197,7 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
             body | {"stream": streams} | ({"stream_options": {"include_usage": True}} if streams else {})
         )
     expected = [await asked(service, body, []) for body in bodies]
-    before = service.status()["counters"]
+    before, logged = service.status()["counters"], len(controller_log())
     replica = service.status()["workers"][0]["replica"]
     victim = await asyncio.to_thread(of, replica)
     events: list[list[str]] = [[] for _ in bodies]
@@ -219,6 +219,13 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
         lambda: service.status()["counters"].get("resumed", 0) > before.get("resumed", 0), "they went on", 10
     )
     assert service.status()["counters"].get("streams_lost", 0) == before.get("streams_lost", 0)
+    if how is signal.SIGKILL:
+        wait_for(
+            lambda: any(replica in line and "crashed" in line for line in controller_log().splitlines()),
+            "Serve's controller has seen it",
+            60,
+        )
+        assert "routing stats" not in controller_log()[logged:]
 
 
 async def test_a_controller_that_dies_takes_no_engine_along(

@@ -120,6 +120,7 @@ async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
         await channel.call("release", {"id": "a"}).end()
         assert server._engine.held == {"b"}
         assert await server.record_autoscaling_stats() == {"in_flight": 0.0, "kv_in_use": 0.0}
+        assert not hasattr(server, "record_routing_stats")  # Serve's controller would ask the dead for them
         samples = [server.report() for _ in range(2)]
         assert [(sample[SAMPLE], sample[KV_USAGE]) for sample in samples] == [(0, 0.0), (1, 0.0)]
         await server.check_health()
