@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -164,7 +164,7 @@ def _class_at(model: type | None, loc: Sequence[Any]) -> type | None:
     return model
 
 
-def _classes(annotation: Any) -> Iterable[Any]:
+def _classes(annotation: Any) -> Iterator[Any]:
     if isinstance(annotation, type) and _fields(annotation):
         yield annotation
     for argument in get_args(annotation):

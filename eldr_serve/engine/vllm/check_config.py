@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray.util import accelerators
-
 from eldr_serve.engine.vllm.compat import declared
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.validation import did_you_mean, shown, unknown_name
@@ -50,7 +48,7 @@ def check_config(where: str, config: Mapping[str, Any]) -> None:
         raise _wrong(f"{where}.model_loading_config.model_id", model_id, f"must be text, {_MODEL_ID}")
     if config.get("llm_engine") not in (None, "vLLM"):
         raise _wrong(f"{where}.llm_engine", config["llm_engine"], "must be 'vLLM'")
-    kinds = {kind for name, kind in vars(accelerators).items() if name.isupper()}
+    kinds = declared.accelerator_types()
     if config.get("accelerator_type") not in (None, "A10", *kinds):
         kind = config["accelerator_type"]
         raise _wrong(f"{where}.accelerator_type", kind, f"unknown, {did_you_mean(kind, kinds) or 'see Ray'}")

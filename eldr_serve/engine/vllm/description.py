@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class VllmDescribed:
             from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
             self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
-        self.agreed = resolved(self._engine.config)
+        self.agreed: Mapping[str, Any] = resolved(self._engine.config)
         self.max_model_len: int = self._engine.config.model_config.max_model_len
         self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization
 

@@ -63,6 +63,6 @@ def _adapter(name: str) -> TypeAdapter[Any] | None:
     for config, field_name in [_OTHER_NAMES.get(name) or (config, name) for config in _CONFIGS]:
         found = config.__pydantic_fields__.get(field_name)
         if found is not None and found.init is not False and not is_dataclass(found.annotation):
-            kind = Annotated[found.annotation, *found.metadata] if found.metadata else found.annotation
+            kind: Any = Annotated[found.annotation, *found.metadata] if found.metadata else found.annotation
             return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     return None

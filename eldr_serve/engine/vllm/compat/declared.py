@@ -7,6 +7,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from ray.util.accelerators import accelerators
+
 _LLM_CONFIG = "llm/_internal/serve/core/configs/llm_config.py"
 
 
@@ -25,6 +27,11 @@ def engine_arguments() -> frozenset[str]:
     engine = _declared("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
     endpoints = _declared("vllm", "entrypoints/launchers/cli_args.py", "BaseFrontendArgs", "FrontendArgs")
     return engine | endpoints
+
+
+def accelerator_types() -> frozenset[str]:
+    """Return the kinds of accelerator that Ray knows."""
+    return frozenset(kind for name, kind in vars(accelerators).items() if name.isupper())
 
 
 @cache
