@@ -6,7 +6,8 @@
 Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. A request
 is due by the clock, whatever the server does, as long as one of `--users` is free; how late each was sent
 is recorded. Closed loop, without either: each user sends its next request when its last one ended. What is
-due within `--run-time`, or the whole trace, is sent, and the run ends with the last answer. With `--master`
+due within `--run-time`, or the whole trace, is sent, and the run ends with the last answer, or with
+`--abandon` at once. With `--master`
 and `--worker` each worker sends its share.
 
 One JSON line a request goes to `--record`, as it ends. Times are in s: due_s, sent_s and late_s from the
@@ -65,6 +66,11 @@ def add_options(parser: LocustArgumentParser) -> None:
     for name, default, text in _OPTIONS:
         group.add_argument(f"--{name}", type=type(default), default=default, help=text)
     group.add_argument("--ignore-eos", action="store_true", help="generate all output tokens")
+    group.add_argument(
+        "--abandon",
+        action="store_true",
+        help="at the end of a closed loop, disconnect from incomplete answers and record nothing of them",
+    )
 
 
 class _Session:
@@ -141,6 +147,8 @@ def _begin(environment: Environment, **_: Any) -> None:
         return
     if not (options.rate or options.trace):
         _session.load.begin()  # nothing is due by the clock: users may come one by one
+        if options.abandon and _session.horizon_s:
+            gevent.spawn_later(_session.horizon_s, _end, environment)
 
 
 @events.spawning_complete.add_listener
@@ -230,15 +238,18 @@ class StreamingUser(HttpUser):
             "sent_unix_s": time.time(),
         }
         line["late_s"] = None if arrival.due_s is None else line["sent_s"] - arrival.due_s
+        abandoned = False
         try:
             self._send(load, arrival, line)
         except GreenletExit:
             line["error"] = "the run was stopped before the answer ended"
+            abandoned = load.options.abandon
             raise
         finally:
-            load.done(line)
-            self._log(line)
-            self._end_if_last(load)
+            if not abandoned:
+                load.done(line)
+                self._log(line)
+                self._end_if_last(load)
 
     def _send(self, load: Load, arrival: Arrival, line: dict[str, Any]) -> None:
         options = load.options

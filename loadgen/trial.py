@@ -39,6 +39,7 @@ class Shape:
     max_tokens: int
     temperature: float
     min_tokens: int = 0  # from these to max_tokens, drawn for each request; 0: all have max_tokens
+    abandon: bool = False  # do not wait for the answers that are incomplete at the end
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
@@ -189,7 +190,7 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--cache-salt": uuid.uuid4().hex,
         "--seed": seed,
     }
-    flags = ["--headless", "--ignore-eos", "--only-summary"]
+    flags = ["--headless", "--ignore-eos", "--only-summary", *["--abandon"] * shape.abandon]
     pairs = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *flags, *pairs]
 

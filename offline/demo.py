@@ -322,8 +322,8 @@ def demo(
         int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
     ] = 1024,
     in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 48,
-    seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 96,
+    seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 5,
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
     calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 40,
@@ -340,7 +340,7 @@ def demo(
     model, model_ready = _widening(intermediate, out)
     shape = Shape(
         str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
-        min_tokens=max(1, max_tokens // 2),
+        min_tokens=max(1, max_tokens // 2), abandon=True,
     )  # fmt: skip
     arguments = _arguments(deployment, model, decode_engines)
     plan = _Plan(deployment, arguments, shape, rounds, calibration, greedy, out, seed)

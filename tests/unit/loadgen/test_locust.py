@@ -103,6 +103,16 @@ def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Pat
     assert 0.75 * 3 < busy_s / 1.6 <= 3
 
 
+def test_an_abandoned_tail_is_neither_waited_for_nor_a_failure(service: FakeService, tmp_path: Path) -> None:
+    service.gap_s = 0.3  # an answer takes 1.55 s: the second ones are incomplete at the end
+    done, records = locust(service, tmp_path, 3, "--run-time", "3s", "--abandon")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "none failed" in done.stdout
+    assert all(record["tokens"] == 6 for record in records)
+    assert 0 < len(records) < len(service.bodies)
+    _wait(lambda: service.in_flight == 0)
+
+
 def test_a_trace_is_replayed_whole_and_ends_the_run(service: FakeService, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = (
