@@ -193,7 +193,7 @@ class _Queue:
         """
         most = bound_s * self.known_rate
         if self.tokens + more > most:
-            return not self.tokens
+            return not self.tokens + more  # then it is idle
         if self.report.callers <= 1:
             return True
         free = max(0.0, most - self.own_then - self.others)
@@ -226,6 +226,11 @@ class PrefillQueues:
         self.sizes = PromptSizes()
 
     # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens of this ingress that replicas have not computed, over all of them."""
+        return round(self._unplaced + sum(queue.own.outstanding for queue in self._queues.values()))
 
     def is_measured(self, replicas: Iterable[str]) -> bool:
         """Return whether the rate of some of them is known."""
