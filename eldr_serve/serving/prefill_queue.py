@@ -193,7 +193,7 @@ class _Queue:
         """
         most = bound_s * self.known_rate
         if self.tokens + more > most:
-            return not self.tokens
+            return not self.tokens + more  # then it is idle
         if self.report.callers <= 1:
             return True
         free = max(0.0, most - self.own_then - self.others)
@@ -226,6 +226,11 @@ class PrefillQueues:
         self.sizes = PromptSizes()
 
     # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens of this ingress that replicas have not computed, over all of them."""
+        return round(self._unplaced + sum(queue.own.outstanding for queue in self._queues.values()))
 
     def is_measured(self, replicas: Iterable[str]) -> bool:
         """Return whether the rate of some of them is known."""
@@ -269,11 +274,17 @@ class PrefillQueues:
         return [name for name in replicas if self._queue(name).takes(held / len(replicas), bound_s)]
 
     def retry_s(self, replicas: Iterable[str], tokens: float, key: int) -> int:
-        """Reserve room for a request that is refused now, and return in how many seconds it is there."""
+        """Reserve room for a request that is refused now, and return in how many seconds it is there.
+
+        What other ingresses have taken since the last report is not known; until it is, they are taken to
+        have as much as this one.
+        """
         queues = [self._queue(name) for name in replicas]
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
         callers = max((queue.report.callers for queue in queues), default=1)
-        waiting = self._unplaced + sum(queue.tokens for queue in queues)
+        own = self._unplaced + sum(queue.own.outstanding for queue in queues)
+        known = self._unplaced + sum(queue.tokens for queue in queues)
+        waiting = max(known, min(callers * own, self._bound_s * rate))
         ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
         after_s = (ahead + callers * (self._retries.tokens + tokens)) / rate
         return max(1, math.ceil(self._retries.reserve(key, tokens, after_s)))

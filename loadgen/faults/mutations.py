@@ -100,6 +100,12 @@ MUTATIONS = (
         "if False:\n                run.record.failures",
     ),
     Mutation(
+        "a prompt that fails stays in the queue for prefill",
+        f"{_SERVING}.prefill_step",
+        "        finally:\n            self.queues.leave(ticket)",
+        "        finally:\n            pass",
+    ),
+    Mutation(
         "a signature that nobody waits for is still awaited",
         f"{_SERVING}.true_signature",
         "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",

@@ -92,6 +92,10 @@ ALERTS = (
         "Requests get 503: the KV caches of all prefill engines are full.",
     ),
     Alert(
+        "EldrPrefillBacklog", WARNING, _going_on("refused_prefill_backlog"), "5m",
+        "Requests get 503: too many prompts wait for prefill.",
+    ),
+    Alert(
         "EldrDecodeFull", WARNING, _going_on("queue_expired"), "5m",
         "Requests get 503: no decode worker is free in time.",
     ),

@@ -59,7 +59,8 @@ SERVICE: Rows = {
             "Refused", "reqps",
             _rates(
                 places_429="refused_overload", limits_429="refused_limits",
-                prefill_503="refused_prefill_full", decode_503="queue_expired",
+                prefill_503="refused_prefill_full", backlog_503="refused_prefill_backlog",
+                decode_503="queue_expired",
             ),
         ),
         Panel(
@@ -202,6 +203,10 @@ ENGINES: Rows = {
             "Active experts of a step", "short", _a_step("decode_step_experts"), "Mean over MoE layers."
         ),
         Panel("Requests of a step", "short", _a_step("decode_step_requests")),
+        Panel(
+            "Predicted wait for prefill", "s",
+            {"{{worker}}": "max by (worker) (ray_eldr_prefill_wait_seconds)"},
+        ),
         Panel("Time of a step", "s", _a_step("decode_seconds")),
         Panel("Steps", "ops", {"{{ReplicaId}}": _rate("decode_steps", "ReplicaId")}),
         Panel("Counting experts, a step", "s", _quantiles("capture_seconds")),

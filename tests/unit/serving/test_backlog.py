@@ -80,8 +80,7 @@ class World:
             except Overloaded as refusal:
                 self.statuses[refusal.status] += 1
                 self.refused_s.append(loop.time() - sent_s)
-                assert refusal.retry_after_s is not None
-                await asyncio.sleep(refusal.retry_after_s + 0.01 * random.random())
+                await asyncio.sleep((refusal.retry_after_s or 0) + 0.01 * random.random())
             else:
                 self.statuses[200] += 1
                 self.tries.append(tries)

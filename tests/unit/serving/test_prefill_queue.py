@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.serving.prefill_queue import (
@@ -25,6 +25,7 @@ from eldr_serve.serving.retry_times import MOST_S, RetryTimes
 from eldr_serve.serving.turns import Turns
 
 BOUND_S = 30.0
+QUICK = (Phase.explicit, Phase.generate)  # to shrink a load takes minutes
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Ingress:
 LOADS = st.lists(st.tuples(st.integers(1, 4000), st.floats(0.0, 3.0)), min_size=20, max_size=120)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=10, deadline=None, phases=QUICK)
 @given(st.floats(500, 50_000), LOADS)
 def test_a_predicted_wait_is_the_wait_in_a_queue(rate: float, load: list[tuple[int, float]]) -> None:
     clock = Clock()
@@ -139,7 +140,7 @@ def test_a_predicted_wait_is_the_wait_in_a_queue(rate: float, load: list[tuple[i
     assert all(-0.1 * wait_s - 1e-6 <= error_s <= 0.1 * wait_s + 4400 / rate for error_s, wait_s in errors)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None, phases=QUICK)
 @given(st.floats(2000, 50_000), st.integers(1, 5), st.integers(100, 4000), st.randoms())
 def test_what_waits_is_bounded_however_many_ingresses_there_are(
     rate: float, ingresses: int, tokens: int, rng: Any
@@ -162,7 +163,7 @@ def test_what_waits_is_bounded_however_many_ingresses_there_are(
     assert max(most, server.tokens / rate) <= 1.15 * BOUND_S + ingresses * tokens / rate
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None, phases=QUICK)
 @given(st.floats(2000, 50_000), st.floats(0.2, 1.0), st.integers(1, 4), st.integers(1, 3))
 def test_all_that_are_refused_are_taken_when_they_come_again(
     rate: float, prompt_s: float, excess: int, ingresses: int
