@@ -98,7 +98,7 @@ package: setup ## build sdist and wheel into out/dist
 test-package: package ## the wheel with its dependencies in a clean environment, `eldr demo` in an empty folder
 	rm -rf out/package && mkdir -p out/package/empty
 	$(call installed,out/package/venv,"$$(ls -t out/dist/eldr_serve-*.whl | head -1)[$(EXTRA)]",test-package)
-	cd out/package/empty && env -u PYTHONPATH ../venv/bin/eldr demo --seconds 5 --rounds 1 --calibration 20 --intermediate 64
+	cd out/package/empty && env -u PYTHONPATH ../venv/bin/eldr demo --seconds 5 --rounds 1 --first-table 24 --intermediate 64
 	test -s out/package/empty/out/demo/report.html
 	rm -rf out/package
 

@@ -68,6 +68,10 @@ class Client:
         """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
         return self._ask("PUT", "/eldr/table", content=table)
 
+    def table(self) -> bytes:
+        """GET /eldr/table: the live routing table as a RoutingTable file; ServiceError if there is none."""
+        return self._answer("GET", "/eldr/table").content
+
     def refit(self) -> dict[str, Any]:
         """Have a table made of recent traffic and swapped in; returns what the status shows of it."""
         found: dict[str, Any] = self._ask("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]

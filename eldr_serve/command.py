@@ -167,11 +167,20 @@ def table(
     file: Annotated[
         Path | None, typer.Argument(help="RoutingTable to swap in; none shows the live one.")
     ] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the live table to this file instead.")] = None,
     url: Url = _URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Show the live routing table, or swap in another one; requests in flight keep their workers."""
+    """Show or save the live routing table, or swap in another one; requests in flight keep their workers."""
+    from eldr_serve.files import write_whole
+
+    if file is not None and out is not None:
+        raise ValueError("give either a file to swap in or --out")
     client = _client(url, admin_key)
+    if out is not None:
+        write_whole(out, client.table())
+        typer.echo(f"wrote {out}")
+        return
     _print_json(client.status().get("table") if file is None else client.swap_table(file.read_bytes()))
 
 

@@ -50,7 +50,10 @@ POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _KV_BYTES = 256 << 20  # of an engine, for some 50 requests of the demo model
-_TABLE_S = 120.0  # until a routing table is live
+_WARM_UP_S = 10  # of load before the first round, s; then as much again until it is enough for a table
+_STRETCHES = 6
+_NO_REFIT_S = 86400.0  # while policies are compared, all of them have the same table
+_TABLE_S = 60.0  # from enough requests until a routing table is live
 _CLOCKS = {"cpu": "CPU time"}  # what engines report of a step, by kind of accelerator; else "engine time"
 _SHOWN = (
     "active_experts", "experts_per_token", "engine_ms_per_token", "batch_size", "tpot_p50_ms", "tpot_p99_ms",
@@ -62,11 +65,9 @@ _SHOWN = (
 class _Plan:
     """Everything that a run depends on."""
 
-    deployment: Path
     arguments: dict[str, Any]  # of the deployment's application
     shape: Shape
     rounds: int
-    calibration: int
     greedy: int
     out: Path
     seed: int
@@ -155,15 +156,18 @@ def _application(
             application.stop()
 
 
-def _arguments(deployment: Path, model: Path, decode: int) -> dict[str, Any]:
+def _arguments(deployment: Path, model: Path, decode: int, first_table: int) -> dict[str, Any]:
     """Return the application's arguments of a deployment file, for the demo's model.
 
     Args:
         deployment: YAML file.
         model: folder of the weights.
         decode: decode engines, with a small KV cache each so that they fit in memory; 0: all as deployed.
+        first_table: requests from which the routing table is made, which then stays.
     """
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
+    signatures = {"first_table": first_table, "every_s": _NO_REFIT_S}
+    arguments["signatures"] = signatures | arguments.get("signatures", {})
     for role in ("prefill_config", "decode_config"):
         config = arguments[role]
         config["model_loading_config"]["model_source"] = str(model)
@@ -199,27 +203,30 @@ def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int
 
 
 def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
-    """Warm the engines up with load by queue length, and wait until a routing table is live.
+    """Warm the engines up with load by queue length until the service has made a routing table of it.
 
     Returns:
         The files of the calibration trace and of the table.
     """
-    warm_up = replace(plan.shape, seconds=plan.shape.warm_up_s + plan.shape.seconds, warm_up_s=0)
-    _load(service, plan, Trial(POLICIES[0], 0), warm_up, seed=0, what=f"warm-up load under {POLICIES[0]}")
-    trace, fitted = plan.out / "trace.safetensors", plan.out / "table.safetensors"
-    console.print("calibrating: which experts do the prompts use?")
-    _command(
-        "offline.calibrate", "--deployment", plan.deployment, "--prompts", plan.shape.prompts, "--out", trace,
-        "--limit", plan.calibration, "--max-tokens", 32, "--seed", plan.seed, log=plan.out / "calibrate.log",
-    )  # fmt: skip
-    console.print("fitting one cluster a decode worker, and swapping the table in")
-    _command("offline.refit", "--trace", trace, "--swap", "--out", fitted, log=plan.out / "refit.log")
-    deadline = time.monotonic() + _TABLE_S
-    while not service.status()["table"]:
-        if time.monotonic() > deadline:
-            raise BadInput(f"no routing table was live after {_TABLE_S:.0f} s")
-        time.sleep(0.5)
-    return trace, fitted
+    stretch = replace(plan.shape, seconds=_WARM_UP_S, warm_up_s=0)
+    what = f"load under {POLICIES[0]}, from which the service makes its routing table"
+    for number in range(_STRETCHES):
+        _load(service, plan, Trial(POLICIES[0], 0), stretch, seed=number, what=what)
+        pool = service.status()["signatures"]
+        if pool["samples"] >= pool["needed"]:
+            break
+    with _step("waiting for the routing table") as tell:
+        deadline = time.monotonic() + _TABLE_S
+        while not (status := service.status())["table"]:
+            note = status["signatures"]["note"]
+            if time.monotonic() > deadline:
+                raise BadInput(f"no routing table was live after {_TABLE_S:.0f} s: {note}")
+            tell(note)
+            time.sleep(0.5)
+    trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
+    write_whole(trace, service.trace())
+    write_whole(table, service.table())
+    return trace, table
 
 
 def _rounds(service: Client, plan: _Plan) -> list[Trial]:
@@ -326,7 +333,9 @@ def demo(
     seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 5,
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
-    calibration: Annotated[int, typer.Option(min=8, help="Prompts to calibrate on.")] = 40,
+    first_table: Annotated[
+        int, typer.Option(min=16, help="Requests from which the service makes its routing table.")
+    ] = 120,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
@@ -342,8 +351,8 @@ def demo(
         str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
         min_tokens=max(1, max_tokens // 2), abandon=True,
     )  # fmt: skip
-    arguments = _arguments(deployment, model, decode_engines)
-    plan = _Plan(deployment, arguments, shape, rounds, calibration, greedy, out, seed)
+    arguments = _arguments(deployment, model, decode_engines, first_table)
+    plan = _Plan(arguments, shape, rounds, greedy, out, seed)
     with _application(plan, port, keep, model_ready) as service:
         trace, fitted = _make_table(service, plan)
         equal = _compare_greedy(service, plan)

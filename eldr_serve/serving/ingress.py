@@ -48,7 +48,7 @@ from eldr_serve.serving.expert_swap import place_everywhere
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.loop_watch import LoopWatch
-from eldr_serve.serving.messages import Answered, NamedPolicy
+from eldr_serve.serving.messages import Answered, NamedPolicy, Settings
 from eldr_serve.serving.path import RequestPath
 from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.port import Port, owner_of_port
@@ -432,9 +432,17 @@ class EldrIngress:
             raise BadRequest(sentence(error)) from error
         return await self._administer("set_shadow", NamedPolicy(change.name, change.parameters))
 
-    async def swap_table(self, request: Request) -> Response:
-        """Swap the centroid table; the body is a RoutingTable file."""
-        return await self._administer("swap_table", await request.body())
+    async def table(self, request: Request) -> Response:
+        """Return the live routing table as a RoutingTable file; a PUT of one swaps it in."""
+        if request.method == "PUT":
+            return await self._administer("swap_table", await request.body())
+        self.gate.check_key(request.headers)
+        settings: Settings = await self._client.call("settings")
+        if settings.table is None:
+            raise BadRequest(
+                "no routing table is live: GET /eldr/status says under `signatures` what is missing"
+            )
+        return Response(settings.table, media_type="application/octet-stream")
 
     async def swap_predictor(self, request: Request) -> Response:
         """Swap the signature predictor; the body is a SignaturePredictor file."""
@@ -579,7 +587,7 @@ def application() -> Starlette:
             Route("/eldr/shadow", endpoint("set_shadow"), methods=["PUT", "DELETE"]),
             Route("/eldr/", page),
             Route("/eldr/live", endpoint("live")),
-            Route("/eldr/table", endpoint("swap_table"), methods=["PUT"]),
+            Route("/eldr/table", endpoint("table"), methods=["GET", "PUT"]),
             Route("/eldr/refit", endpoint("refit"), methods=["PUT"]),
             Route("/eldr/trace", endpoint("trace")),
             Route("/eldr/predictor", endpoint("swap_predictor"), methods=["PUT"]),

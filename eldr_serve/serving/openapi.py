@@ -35,6 +35,7 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
         "/eldr/status",
         "/eldr/ready",
         "/eldr/live",
+        "/eldr/table",
         "/eldr/trace",
     ):
         app.get(path)(_nothing)

@@ -96,7 +96,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     deployment.write_text(yaml.safe_dump(document))
     options = {
         "deployment": deployment, "decode-engines": 0, "seconds": 4, "warm-up-seconds": 1, "rounds": 2,
-        "calibration": 20, "greedy": 3, "intermediate": 64, "port": PORT, "out": out,
+        "first-table": 24, "greedy": 3, "intermediate": 64, "port": PORT, "out": out,
     }  # fmt: skip
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     said = out / "said.txt"
@@ -121,8 +121,8 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
 
 @pytest.fixture(scope="session")
 def single_engine_run(starting_demo: Demo, prompts: list[str]) -> Iterator[Background]:
-    """A plain engine beside the demo's calibration, which takes one of two cores."""
-    starting_demo.wait_for_line("calibrating")
+    """A plain engine beside the demo's first load."""
+    starting_demo.wait_for_line("makes its routing table")
     answers = starting_demo.out / "answers.json"
     model = starting_demo.out / "model_64"
     job = {"model": str(model), "prompts": prompts, "max_tokens": 24, "out": str(answers)}
@@ -134,7 +134,7 @@ def single_engine_run(starting_demo: Demo, prompts: list[str]) -> Iterator[Backg
 @pytest.fixture(scope="session")
 def calibration_job(starting_demo: Demo) -> Iterator[Background]:
     """offline.calibrate, submitted as a Ray job, as a user would, beside the demo's loads."""
-    starting_demo.wait_for_line("fitting")
+    starting_demo.wait_for_line("waiting for the routing table")
     out = starting_demo.out / "job_trace.safetensors"
     command = [
         sys.executable, "-m", "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",

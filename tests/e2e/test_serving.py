@@ -35,6 +35,8 @@ def test_refit_swaps_a_table_for_the_live_replicas(table_file: Path, service: Se
     assert len(table.centroids) == len(status["workers"]) == 2
     assert status["table"]["version"] >= 1
     assert not status["table"]["refit_advised"]
+    assert service.admin("GET", "/eldr/table").content == table_file.read_bytes()
+    assert service.admin("GET", "/eldr/table", key=None).status_code == 401
 
 
 def test_engines_run_in_one_process_each_on_all_cores(

@@ -23,8 +23,8 @@ MODEL = Path("somewhere/model_64")
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
     shape = Shape("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
-    arguments = demo._arguments(DEPLOYMENT, MODEL, 3)
-    return demo._Plan(DEPLOYMENT, arguments, shape, rounds, 20, 2, out, 0)
+    arguments = demo._arguments(DEPLOYMENT, MODEL, 3, 20)
+    return demo._Plan(arguments, shape, rounds, 2, out, 0)
 
 
 def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
@@ -95,7 +95,7 @@ def test_failed_requests_are_an_error_after_the_report(tmp_path: Path) -> None:
 def test_engines_are_as_deployed_or_as_many_as_asked_with_small_caches() -> None:
     deployed = yaml.safe_load(DEPLOYMENT.read_text())["applications"][0]["args"]
     for count in (0, 3):
-        arguments = demo._arguments(DEPLOYMENT, MODEL, count)
+        arguments = demo._arguments(DEPLOYMENT, MODEL, count, 20)
         for role in ("prefill_config", "decode_config"):
             assert arguments[role].pop("model_loading_config")["model_source"] == str(MODEL)
             env = arguments[role]["runtime_env"]["env_vars"]
