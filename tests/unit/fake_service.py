@@ -87,6 +87,9 @@ class FakeService:
     async def trace(self, request: web.Request) -> web.Response:
         return web.Response(body=b"a trace", content_type="application/octet-stream")
 
+    async def table(self, request: web.Request) -> web.Response:
+        return web.Response(body=b"a table", content_type="application/octet-stream")
+
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -128,6 +131,7 @@ def fake_service() -> Iterator[FakeService]:
     app.router.add_get("/v1/models", service.models)
     app.router.add_put("/eldr/refit", service.refit)
     app.router.add_get("/eldr/trace", service.trace)
+    app.router.add_get("/eldr/table", service.table)
     app.router.add_put("/{path:.*}", service.change)
     app.router.add_post("/{path:.*}", service.answer)
     runner = web.AppRunner(app, shutdown_timeout=0)

@@ -154,6 +154,10 @@ def test_a_refit_without_a_trace_asks_the_service(
 def test_a_trace_is_saved_whole(service: FakeService, tmp_path: Path) -> None:
     out = tmp_path / "trace.safetensors"
     assert "wrote" in eldr("trace", "--out", out, "--url", service.url).stdout
+    saved = tmp_path / "table.safetensors"
+    assert "wrote" in eldr("table", "--out", saved, "--url", service.url).stdout
+    assert saved.read_bytes() == b"a table"
+    assert "--out" in sentence(eldr("table", saved, "--out", out, "--url", service.url))
     assert out.read_bytes() == b"a trace"
     assert "cannot be reached" in sentence(eldr("trace", "--out", out, "--url", "http://127.0.0.1:9"))
     assert out.read_bytes() == b"a trace"
