@@ -54,7 +54,7 @@ def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list
     words = " ".join(prompt.text for prompt in read_prompts([folder])).split()
     tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(seed)
     return [
-        tokenizer.decode(tokenizer.encode(" ".join(rng.choices(words, k=tokens)))[:tokens])
+        str(tokenizer.decode(tokenizer.encode(" ".join(rng.choices(words, k=tokens)))[:tokens]))
         for _ in range(count)
     ]
 

@@ -28,7 +28,7 @@ class TimedDecodeServer(LLMDecodeServer):
         await super().__init__(*args, **kwargs)
         engine: Any = self._engine
         client = engine_client(engine.server.engine)
-        self._generate = client.generate
+        self._client_generate = client.generate
         client.generate = self._stamped
         self._record = client.logger_manager.record
         client.logger_manager.record = self._recorded
@@ -52,7 +52,7 @@ class TimedDecodeServer(LLMDecodeServer):
 
     async def _stamped(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         waiting = True
-        async for output in self._generate(*args, **kwargs):
+        async for output in self._client_generate(*args, **kwargs):
             if waiting:
                 at, waiting = output.metrics, False
                 self._stages.record(
