@@ -1,0 +1,80 @@
+"""Expert counts that the engine core sends with a sampled answer become a sample; no client sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from fake_vllm import PROMPT, Client, engine
+
+from eldr_serve.engine.keys import CALIBRATE
+from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.signature import pack_counts
+
+COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
+TOKENS = 6
+
+
+class Counting(Client):
+    """With our connector, which counts the experts of requests that ask for it."""
+
+    counted = 0
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        asked = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE)
+        self.counted += bool(asked)
+        async for output in super().generate(prompt, params, request_id, **more):
+            if asked and output.finished:
+                output.kv_transfer_params = {
+                    "eldr_prefill": pack_counts(COUNTS), "eldr_decode": pack_counts(COUNTS + 1),
+                    "eldr_decode_steps": TOKENS - 1, "eldr_routes": None,
+                }  # fmt: skip
+            yield output
+
+
+async def answered(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
+    """The engine core, what the client got, and the samples."""
+    client = Counting(lambda before: 300 + len(before))
+    ours, sent = engine(client, 100), bytearray()
+    with patch("time.time", lambda: 100.0):
+        await ours.generate(request, lambda payload, *_: sent.extend(payload))
+    return client, bytes(sent), ours.take_samples()
+
+
+def asking(method: str, **fields: Any) -> EngineRequest:
+    """A request of TOKENS tokens."""
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
+    body = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **asked, **fields}
+    return EngineRequest(method, json.dumps(body).encode(), "r", domain="poems")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("method", ["chat", "completions"])
+async def test_an_answer_is_the_same_with_and_without_a_sample(method: str, stream: bool) -> None:
+    request = asking(method, stream=stream)
+    plain, expected, none = await answered(request)
+    counting, sent, (sample,) = await answered(replace(request, sampled=True))
+    assert (plain.counted, counting.counted, none) == (0, 1, [])
+    assert sent == expected
+    assert (sample.request_id, sample.domain, sample.decode_steps) == ("r", "poems", TOKENS - 1)
+    assert sample.token_ids.tolist() == PROMPT
+    np.testing.assert_array_equal(sample.prefill_counts, COUNTS)
+    np.testing.assert_array_equal(sample.decode_counts, COUNTS + 1)
+
+
+async def test_the_prefill_engine_s_counts_go_before_the_engine_s_own() -> None:
+    signature = pack_counts(COUNTS + 7)
+    _, _, (sample,) = await answered(replace(asking("chat"), sampled=True, signature=signature))
+    np.testing.assert_array_equal(sample.prefill_counts, COUNTS + 7)
+
+
+async def test_several_answers_give_no_sample() -> None:
+    client = Counting(lambda before: 300 + len(before))
+    ours = engine(client, 100)
+    await ours.generate(replace(asking("completions", n=2, temperature=1.0), sampled=True), lambda *_: None)
+    assert (client.counted, ours.take_samples()) == (0, [])
