@@ -30,10 +30,6 @@ TOPOLOGIES = {  # file -> most prefill replicas, most decode replicas, GPUs a re
 }
 
 
-# Ray Serve LLM asks for the runtime context when it builds a deployment, which needs Ray.
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
 def arguments(name: str) -> dict[str, Any]:
     document = yaml.safe_load((ROOT / "deployments" / f"{name}.yaml").read_text())
     assert document["applications"][0]["import_path"] == "eldr_serve.serving.app:build_app"
