@@ -144,8 +144,7 @@ class PrefillServer(EngineServer):
         `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
-            tokens = header.pop("prompt_tokens", 0.0)
-            found = await self._prefill(tokens, EngineRequest(body=body, **header))
+            found = await self._prefill(EngineRequest(body=body, **header))
             ids = found.token_ids
             said = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
             answer.send(msgspec.msgpack.encode(said), 1)
@@ -154,10 +153,10 @@ class PrefillServer(EngineServer):
         else:
             await super().answer(method, header, body, answer)
 
-    async def _prefill(self, tokens: float, request: EngineRequest) -> Prefilled:
-        """Compute a prompt of about so many tokens, and measure how long that takes."""
+    async def _prefill(self, request: EngineRequest) -> Prefilled:
+        """Compute a prompt, and measure how long that takes."""
+        tokens, computed = request.prompt_tokens, 0
         self._meter.enter(tokens)
-        computed = 0
         try:
             found = await self._engine.prefill(request)
             computed = len(found.token_ids) + len(request.generated) // 4
@@ -188,7 +187,7 @@ class DecodeServer(EngineServer):
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """As an EngineServer, the call that whole engines take (see true_signature), and that of a swap of
         experts (see expert_swap)."""
-        tokens = header.pop("prompt_tokens", 0.0)  # of a prompt that this engine prefills
+        tokens = header.get("prompt_tokens", 0.0)  # of a prompt that this engine prefills
         if tokens:
             await self._measured(tokens, method, header, body, answer)
         elif method == true_signature.METHOD:
