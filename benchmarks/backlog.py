@@ -5,7 +5,7 @@
 All prompts are sent to a real prefill engine in the same moment, with one token to generate. A client that
 is refused sends its prompt again after the answer's Retry-After, until it has 200. Read refusals (goal: the
 slowest within 2 s), most_tries (the first refusal's Retry-After lets the retry succeed: 2), set_aside and
-duplicate_prefills (goal: 0, since no engine fails) and other_errors (goal: 0).
+duplicate_prefills (goal: 0, since no engine fails) and errors (goal: 0).
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list
     ]
 
 
-async def _until_answered(http: aiohttp.ClientSession, url: str, prompt: str, began_s: float) -> _Request:
-    request = _Request()
+async def _until_answered(
+    http: aiohttp.ClientSession, url: str, prompt: str, began_s: float, request: _Request
+) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
     while len(request.statuses) < _MOST_TRIES:
         sent_s = time.perf_counter()
@@ -72,24 +73,34 @@ async def _until_answered(http: aiohttp.ClientSession, url: str, prompt: str, be
                 retry_after = answer.headers.get("Retry-After")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             request.error = f"{type(error).__name__}: {error}"
-            return request
+            return
         if answer.status == 200:
             request.done_s = time.perf_counter() - began_s
-            return request
+            return
         if answer.status not in (429, 503) or retry_after is None:
             request.error = f"HTTP {answer.status}: {said[:200]}"
-            return request
+            return
         request.retry_after_s.append(float(retry_after))
         await asyncio.sleep(float(retry_after))
     request.error = f"refused {_MOST_TRIES} times"
-    return request
 
 
-async def send_all(url: str, prompts: list[str], timeout_s: float) -> list[_Request]:
-    """Send all prompts at once, and again as they are told."""
+async def send_all(
+    url: str, prompts: list[str], timeout_s: float, seconds: float | None = None
+) -> list[_Request]:
+    """Send all prompts at once, and again as they are told, for at most so many seconds."""
+    found = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
         began_s = time.perf_counter()
-        return list(await asyncio.gather(*(_until_answered(http, url, text, began_s) for text in prompts)))
+        sent = [
+            asyncio.create_task(_until_answered(http, url, prompt, began_s, request))
+            for prompt, request in zip(prompts, found, strict=True)
+        ]
+        _, pending = await asyncio.wait(sent, timeout=seconds)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+    return found
 
 
 def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
@@ -114,8 +125,9 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
         "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
         "all_done_s": max((r.done_s for r in answered), default=0.0),
         "set_aside": count("set_aside"),
-        "duplicate_prefills": count("prefill_retries") + count("prefills") - len(answered),
-        "other_errors": len(requests) - len(answered),
+        "duplicate_prefills": count("prefill_retries"),
+        "errors": sum(bool(r.error) for r in requests),
+        "not_done": sum(not r.error for r in requests) - len(answered),
     }
 
 
@@ -127,6 +139,7 @@ def backlog(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
     timeout_s: Annotated[float, typer.Option(min=1, help="Time for one try, s.")] = 300.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for all; the rest is not_done.")] = 900.0,
     port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -150,7 +163,7 @@ def backlog(
             asyncio.run(send_all(url, sent[:warm_up], timeout_s))
             time.sleep(2.0)  # counters come once a second
         before = status()["counters"]
-        found = asyncio.run(send_all(url, sent[warm_up:], timeout_s))
+        found = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
         time.sleep(2.0)
         figures = row(found, before, status()["counters"])
     errors = sorted({request.error for request in found if request.error})

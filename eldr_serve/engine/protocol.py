@@ -46,6 +46,7 @@ class EngineRequest:
             not count; "": both as the client says.
         generated: ids that an engine which was lost has sent of the answer, uint32 bytes; they follow the
             prompt, and what is sent now follows what was sent with them.
+        prompt_tokens: the caller's estimate of the tokens to compute; 0: it makes none.
         created: the time in the events that were sent with them, s since 1970.
         sampled: make an ExpertSample of the request, which `take_samples` returns.
         domain: the client's label for the kind of request, for its sample.
@@ -62,6 +63,7 @@ class EngineRequest:
     cache_salt: str = ""
     generated: bytes = b""
     created: int | None = None
+    prompt_tokens: float = 0.0
     sampled: bool = False
     domain: str = ""
     signature: str = ""

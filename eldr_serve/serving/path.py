@@ -85,7 +85,7 @@ class RequestPath:
         self._options = options
         self._tokens = tokens
         self._retries = RetryTurns(options)
-        self._health = Health(engines.decode, client.count)
+        self._health = Health(engines.decode, client)
         self._decode_turns = DecodeTurns(engines.decode)
         self._background: set[asyncio.Task[Any]] = set()
         self.stages = Stages()
@@ -94,7 +94,7 @@ class RequestPath:
             options=options,
             client=client,
             stages=self.stages,
-            health=self._health if engines.whole else Health(engines.prefill, client.count),
+            health=self._health if engines.whole else Health(engines.prefill, client),
             release=self._release_kv,
         )
 

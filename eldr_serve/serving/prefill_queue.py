@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eldr_serve.serving.retry_times import RetryTimes
+from eldr_serve.serving.retry_times import MOST_S, RetryTimes
 from eldr_serve.serving.turns import Turn, Turns
 
 QUEUE = "eldr_prefill_queue"  # in a replica's report, see Meter.report
@@ -22,6 +22,7 @@ _PRIOR_S = 0.1  # weight of the default rate
 _STALE_S = 10.0  # a report without a successor for longer is not believed
 _RETRY_ROOM = 0.8  # of the bound; retries come when no more is taken, since predictions may be off
 _OVERDRAFT = 1.25  # of the bound, for a request that comes again when it was told to
+_FORESEEN_S, _FORESEEN = 30.0, 20.0  # a rate measured for t seconds predicts the next 30 + 20 t
 _CHARACTERS_A_TOKEN = 4.0  # until prompts have shown it
 
 
@@ -40,6 +41,11 @@ class Throughput:
         self._clock = clock
         self._at_s = clock()
         self._tokens = self._seconds = 0.0
+
+    @property
+    def measured_s(self) -> float:
+        """Busy time that the rate is of, at most about 30 s."""
+        return self._seconds
 
     @property
     def rate(self) -> float | None:
@@ -277,7 +283,8 @@ class PrefillQueues:
         """Reserve room for a request that is refused now, and return in how many seconds it is there.
 
         What other ingresses have taken since the last report is not known; until it is, they are taken to
-        have as much as this one.
+        have as much as this one. A rate that was measured for a moment promises nothing for minutes: who
+        would come so late is told to ask again sooner.
         """
         queues = [self._queue(name) for name in replicas]
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
@@ -287,7 +294,9 @@ class PrefillQueues:
         waiting = max(known, min(callers * own, self._bound_s * rate))
         ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
         after_s = (ahead + callers * (self._retries.tokens + tokens)) / rate
-        return max(1, math.ceil(self._retries.reserve(key, tokens, after_s)))
+        measured_s = max((queue.own.measured_s for queue in queues), default=0.0)
+        most_s = min(MOST_S, _FORESEEN_S + _FORESEEN * measured_s)
+        return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, most_s)))
 
     def enter(self, replica: str | None, tokens: float, key: int) -> Ticket:
         """Count a prompt that is taken; without a replica until `place` says which."""

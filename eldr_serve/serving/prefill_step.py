@@ -44,9 +44,9 @@ class PrefillFailed(Exception):  # noqa: N818
 class Health:
     """Judges the calls to the replicas of one fleet, and sets replicas aside that fail again and again."""
 
-    def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, client: RouterClient) -> None:
         self._fleet = fleet
-        self._count = count
+        self._client = client
         self._outliers = Outliers()
         self.succeeded = self._outliers.succeeded
 
@@ -60,7 +60,7 @@ class Health:
         full = isinstance(error, CallFailed) and error.status == 503
         if not full and self._outliers.failed(replica):
             logger.warning("replica %s fails again and again and is set aside for a while", replica)
-            self._count("set_aside")
+            self._client.count("set_aside")
 
 
 class PrefillStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,16 +45,17 @@ class RetryTimes:
         self._forget()
         return sum(found.tokens for found in self._queue[: self._due()])
 
-    def reserve(self, key: int, tokens: float, after_s: float) -> float:
+    def reserve(self, key: int, tokens: float, after_s: float, most_s: float = MOST_S) -> float:
         """Promise room for `tokens` after so many seconds, and return the seconds to tell the client.
 
         Args:
             key: names the request, to know it again.
+            most_s: beyond it nothing is promised, and the time that is told is drawn from its second half, s.
         """
         self._forget()
         now = self._clock()
-        if after_s >= MOST_S:
-            return MOST_S
+        if after_s >= most_s:
+            return random.uniform(most_s / 2, most_s)
         if len(self._queue) >= _MOST:
             return max(after_s, self._queue[-1].due_s - now)
         insort(self._queue, _Reservation(now + after_s, tokens, key), key=attrgetter("due_s"))

@@ -155,8 +155,7 @@ class PrefillServer(EngineServer):
         `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
-            tokens = header.pop("prompt_tokens", 0.0)
-            found = await self._prefill(tokens, EngineRequest(body=body, **header))
+            found = await self._prefill(EngineRequest(body=body, **header))
             ids = found.token_ids
             said = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
             answer.send(msgspec.msgpack.encode(said), 1)
@@ -165,10 +164,10 @@ class PrefillServer(EngineServer):
         else:
             await super().answer(method, header, body, answer)
 
-    async def _prefill(self, tokens: float, request: EngineRequest) -> Prefilled:
-        """Compute a prompt of about so many tokens, and measure how long that takes."""
+    async def _prefill(self, request: EngineRequest) -> Prefilled:
+        """Compute a prompt, and measure how long that takes."""
+        tokens, computed = request.prompt_tokens, 0
         self._meter.enter(tokens)
-        computed = 0
         try:
             found = await self._engine.prefill(request)
             computed = len(found.token_ids) + len(request.generated) // 4
@@ -227,7 +226,7 @@ class DecodeServer(EngineServer):
     async def _generate(self, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a request; measure its prompt where this engine prefills it, and sample some."""
         with ExitStack() as stack:
-            if tokens := header.pop("prompt_tokens", 0.0):
+            if tokens := header.get("prompt_tokens", 0.0):
                 stack.enter_context(self._measured(tokens, answer))
             if _may_be_sampled(header):
                 header["sampled"] = stack.enter_context(self._sampler.admit(header["id"]))

@@ -173,10 +173,10 @@ def test_all_that_are_refused_are_taken_when_they_come_again(
     server = Server(clock, rate, ingresses)
     senders = [Ingress(server) for _ in range(ingresses)]
     tokens = int(prompt_s * rate)
-    for key in range(20):
-        senders[0].send(tokens, -key - 1)
+    for key in range(60 * ingresses):
+        senders[key % ingresses].send(tokens, -key - 1)
         server.run(clock.now + 0.8 * prompt_s)
-    server.run(clock.now + 20 * prompt_s)
+    server.run(clock.now + 60 * prompt_s)
     count, idle_s = int((1 + excess) * BOUND_S / prompt_s), server.idle_s
     started: list[float] = []
     due, tries = [(clock.now, key) for key in range(count)], Counter[int]()
@@ -325,7 +325,8 @@ def test_who_was_refused_has_its_room_when_it_comes_and_others_have_not() -> Non
 def test_reservations_are_forgotten_and_bounded() -> None:
     clock = Clock()
     times = RetryTimes(clock=clock)
-    assert times.reserve(1, 1.0, 10 * MOST_S) == MOST_S
+    assert MOST_S / 2 <= times.reserve(1, 1.0, 10 * MOST_S) <= MOST_S
+    assert 5.0 <= times.reserve(1, 1.0, 20.0, most_s=10.0) <= 10.0
     assert times.tokens == 0.0
     for key in range(10_000):
         times.reserve(key, 1.0, 1.0 + key / 1000)
