@@ -46,6 +46,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (DETOKENIZE, {}),
     (DETOKENIZE, {"tokens": "x"}),
     (DETOKENIZE, {"tokens": [-1]}),
+    (DETOKENIZE, {"tokens": [2**40]}),
+    (DETOKENIZE, {"tokens": [2**63 - 1]}),
     (DETOKENIZE, {"tokens": [1], "model": "unknown"}),
 ]
 

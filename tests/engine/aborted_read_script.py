@@ -1,6 +1,6 @@
 """A prefill and a decode engine, whose requests are aborted so many steps after the decode engine got them.
 
-Meanwhile the prefill engine is told to free the blocks, and computes other prompts into them; or it is not.
+Before the read the prefill engine frees the blocks, and computes other prompts into them; or it does not.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def main(model: str, out: str, steps: int, frees: bool) -> None:
         prompt, *others = rng.integers(1, 257, (4, LENGTH)).tolist()
         params = ask("prompt", {"name": f"n{number}", "prompt": prompt})
         begin(decoder, f"a{number}", prompt, params)
+        if frees:  # so what is read is of other prompts
+            ask("abandon", f"n{number}")
+            ask("fill", others)
         for _ in range(steps):
             decoder.step()
         decoder.abort_request([f"a{number}"], internal=False)
-        if frees:
-            ask("abandon", f"n{number}")
-            ask("fill", others)
         settle(decoder, ask)
         params = ask("prompt", {"name": f"again{number}", "prompt": prompt})
         pulled = run(decoder, f"d{number}", {"prompt_token_ids": prompt}, OUTPUT, params)

@@ -18,7 +18,7 @@ def test_the_engines_free_the_blocks_between_themselves(model: Path, tmp_path: P
     assert json.loads(out.read_text()) == {"said": 0, "held": 0, "decode usage": 0.0, "wrong": 0}
 
 
-def test_blocks_that_are_freed_and_written_again_during_a_read_make_no_wrong_text(
+def test_blocks_that_are_freed_and_written_again_before_a_read_make_no_wrong_text(
     model: Path, tmp_path: Path
 ) -> None:
     """What an aborted request has read is in no prefix cache."""
