@@ -183,7 +183,7 @@ BY_NONE = {
     "python -m benchmarks.peers": "plain vLLM servers for an hour; its parts are in test_benchmarks.py",
     "python -m benchmarks.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
-    "python -m benchmarks.backlog": "real engines for minutes; its result is committed",
+    "python -m benchmarks.backlog": "real engines for minutes; test_backlog.py has it on virtual time",
     "python -m benchmarks.stream_faults": "2,000 streams and minutes; its results are committed",
     "python -m benchmarks.scaling": "six engines and minutes; its results are committed",
     "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; its results are committed",
