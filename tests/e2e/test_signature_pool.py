@@ -130,6 +130,7 @@ def test_a_table_of_its_own_is_live_within_300_requests(pool: Pool) -> None:
     wait_for(lambda: "no table yet: 0 of 192" in pool.signatures()["note"], "the pool says what it needs", 30)
     pool.send(FIRST, 300)
     wait_for(lambda: pool.service.status()["table"] is not None, "a table is live", 30)
+    wait_for(lambda: pool.signatures()["table"] is not None, "the pool says so", 10)
     made = pool.signatures()["table"]
     assert made["version"] == 1
     assert made["samples"] >= 192

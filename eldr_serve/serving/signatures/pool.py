@@ -110,7 +110,10 @@ class SignaturePool:
 
     async def _look(self) -> None:
         await self._ask_all()
-        view = await self._coordinator.look(self._status())
+        status = self._status()
+        view = await self._coordinator.look(status)
+        if (now := self._status())["table"] != status["table"]:  # report it at once
+            view = await self._coordinator.look(now)
         await self.look(view.pool, view.has_table)
 
     def _status(self) -> dict[str, Any]:
