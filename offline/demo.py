@@ -50,7 +50,7 @@ POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
 _KV_BYTES = 256 << 20  # of an engine, for some 50 requests of the demo model
-_WARM_UP_S = 10  # of load before the first round, s; then as much again until it is enough for a table
+_WARM_UP_S = 8  # of load before the first round, s; then as much again until it is enough for a table
 _STRETCHES = 6
 _NO_REFIT_S = 86400.0  # while policies are compared, all of them have the same table
 _TABLE_S = 60.0  # from enough requests until a routing table is live
@@ -208,8 +208,10 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     Returns:
         The files of the calibration trace and of the table.
     """
-    stretch = replace(plan.shape, seconds=_WARM_UP_S, warm_up_s=0)
-    what = f"load under {POLICIES[0]}, from which the service makes its routing table"
+    shape = plan.shape  # with shorter answers more requests end in the same time
+    tokens = {"max_tokens": max(1, shape.max_tokens // 2), "min_tokens": max(1, shape.min_tokens // 2)}
+    stretch = replace(shape, seconds=_WARM_UP_S, warm_up_s=0, **tokens)
+    what = "load, of which the service makes its routing table"
     for number in range(_STRETCHES):
         _load(service, plan, Trial(POLICIES[0], 0), stretch, seed=number, what=what)
         pool = service.status()["signatures"]

@@ -23,7 +23,6 @@ URL = f"http://127.0.0.1:{PORT}"
 # Nothing that a user changes: less of everything, and the address, beside the suite's own service.
 SHORTER = {
     "check": [],
-    "calibrate": ["--limit", "8", "--max-tokens", "8"],
     "compare": ["--host", URL, "--rounds", "2", "--trial-seconds", "4", "--warm-up-seconds", "1"],
     "status": ["--url", URL],
 }
@@ -96,21 +95,19 @@ def ran(name: str, folder: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_the_section_has_five_commands() -> None:
-    assert list(commands()) == ["check", "run", "calibrate", "compare", "status"]
+def test_the_section_has_four_commands() -> None:
+    assert list(commands()) == ["check", "run", "compare", "status"]
 
 
 def test_check_says_that_it_would_start(folder: Path, environment: dict[str, str]) -> None:
     assert "my_deployment.yaml: would start" in ran("check", folder, environment)
 
 
-def test_served_it_is_calibrated_compared_watched_and_stopped(
+def test_served_it_is_compared_watched_and_stopped(
     served: subprocess.Popen[bytes], folder: Path, environment: dict[str, str]
 ) -> None:
     body = {"model": "eldr-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     assert httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=60).json()["choices"]
-    ran("calibrate", folder, environment)
-    assert (folder / "trace.safetensors").stat().st_size > 0
     ran("compare", folder, environment)
     rows = json.loads((folder / "out/compare/compare.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["shortest-queue", "marginal-cost"]
