@@ -1,7 +1,8 @@
 """Run all parts of the suite, also after one has failed, and end with what failed. `make test` calls it.
 
-Parts run at once, since the end-to-end tests often wait; these have limits of time, so the other part has a
-lower priority. The output of the first part is shown as it comes, then that of the next; out/suite has both.
+The end-to-end tests often wait, so the unit tests run beside them, at a lower priority since the others have
+limits of time. The engine tests come after both: engines of two parts would not fit into the memory.
+The output of each part is shown from its beginning, one part after the other; out/suite has all of it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
 PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, as they are named
-PARTS = {
-    "engine-and-unit": [*PARALLEL, "tests/engine", "tests/unit"],
-    "end-to-end": ["tests/e2e"],
-}
-NICENESS = {"engine-and-unit": 10}
+STAGES = [
+    {"unit": [*PARALLEL, "tests/unit"], "end-to-end": ["tests/e2e"]},
+    {"engine": [*PARALLEL, "tests/engine"]},
+]
+NICENESS = {"unit": 10}
 
 
 @dataclass
@@ -69,12 +70,27 @@ class Part:
         return found or [f"FAILED no test by name: pytest ended with status {self.process.returncode}"]
 
 
-def run(parts: dict[str, list[str]], folder: Path) -> int:
-    """Run the parts, print what failed, and return the exit status of all of them."""
+def run(stages: list[dict[str, list[str]]], folder: Path) -> int:
+    """Run the parts, stage by stage, print what failed, and return the exit status of all of them.
+
+    Args:
+        stages: parts that run at once, each a name and pytest's arguments.
+        folder: for the output of each part.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    ended = [part for stage in stages for part in _ended(stage, folder)]
+    print("\n##### all parts")
+    for part in ended:
+        print(f"{part.name}: {'failed' if part.process.returncode else 'passed'}")
+        print(*part.failed(), *part.lines()[-1:], sep="\n")
+    return int(any(part.process.returncode for part in ended))
+
+
+def _ended(stage: dict[str, list[str]], folder: Path) -> list[Part]:
+    """Run the parts of one stage to their end."""
     started: list[Part] = []
     try:
-        for name, arguments in parts.items():
+        for name, arguments in stage.items():
             started.append(Part(name, arguments, folder))
             started[-1].start()
         for part in started:
@@ -84,12 +100,8 @@ def run(parts: dict[str, list[str]], folder: Path) -> int:
             if part.process.poll() is None:
                 part.process.terminate()
                 part.process.wait(60)
-    print("\n##### all parts")
-    for part in started:
-        print(f"{part.name}: {'failed' if part.process.returncode else 'passed'}")
-        print(*part.failed(), *part.lines()[-1:], sep="\n")
-    return int(any(part.process.returncode for part in started))
+    return started
 
 
 if __name__ == "__main__":
-    sys.exit(run(PARTS, OUT))
+    sys.exit(run(STAGES, OUT))

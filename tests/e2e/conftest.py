@@ -44,6 +44,8 @@ ENGINE_ENV = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests, and put first those whose engines have the NIXL ports of the suite's application."""
+    items.sort(key=lambda item: item.path.name != "test_benchmarks_of_serving.py")
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)

@@ -10,7 +10,7 @@ import os
 import sys
 
 import yaml
-from service import ROOT
+from service import ROOT, with_small_caches
 
 from loadgen import application
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role, base in (("prefill_config", 27000), ("decode_config", 28000)):
         arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}  # beside the suite's
+    with_small_caches(arguments)
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]
     engines["autoscaling_config"] = _SCALING

@@ -1,6 +1,6 @@
 """The benchmarks of the serving layer on real processes, small: each ends with its rows.
 
-The first file by name: each starts engines of its own, whose NIXL ports are those of the suite's application.
+They come first (see conftest.py): their engines have the NIXL ports of the suite's application.
 """
 
 from __future__ import annotations

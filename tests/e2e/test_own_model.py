@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from service import ADMIN_KEY, ROOT
+from service import ADMIN_KEY, ROOT, with_small_caches
 
 from benchmarks.harness.engines import wait_http
 
@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
     document["http_options"]["port"] = PORT + 1
     arguments = document["applications"][0]["args"]
     arguments["ingress"]["port"] = PORT
+    with_small_caches(arguments)
     for role, base in (("prefill_config", 27000), ("decode_config", 28000)):
         arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}
     (found / "my_deployment.yaml").write_text(yaml.safe_dump(document))

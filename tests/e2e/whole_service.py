@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from service import with_small_caches
 
 from benchmarks.harness.cluster import ROOT, local_ray, unwind_on_sigterm, wait_ready
 
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     deployment: Path = ROOT / "deployments" / "cpu_demo_whole.yaml"
     args = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     args |= {"admin_key": key, "ingress": {"port": port}, "name": "whole"}
+    with_small_caches(args)
     engines = args["decode_config"]
     engines["deployment_config"]["num_replicas"] = 2
     engines["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": 24000}  # beside the suite's own engines
