@@ -91,10 +91,10 @@ class EldrArgs(BaseModel):
 
 
 def parse(args: Any) -> EldrArgs:
-    """Return the `args` of an application, checked as far as that needs no import of the engines' code.
+    """Validate the `args` of an application as far as possible without importing engine code.
 
     Raises:
-        ConfigurationError: one sentence on the first name or value that is wrong.
+        ConfigurationError: a name or value is wrong; one sentence on the first.
     """
     try:
         parsed = EldrArgs.model_validate(args)

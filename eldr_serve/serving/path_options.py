@@ -1,14 +1,14 @@
-"""How often the steps of a request are tried, and what they may wait for."""
+"""Limits on attempts and waiting times for the steps of a request."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, Field, model_validator
 
-_LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
+_LEASE_SHARE = 0.8  # share of a KV lease that a wait for a worker may use; the rest is for the transfer
 
 
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
-    """How often a step is tried, and how long a prompt's KV blocks stand."""
+    """Limits on attempts and waiting times, and the lifetime of a prompt's KV blocks."""
 
     prefill_wait_s: float = Field(
         default=2.0,

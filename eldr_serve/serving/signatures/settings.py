@@ -1,4 +1,4 @@
-"""Settings of the signature pool: `signatures` of a deployment YAML, and what the actors need besides."""
+"""Settings of the signature pool: `signatures` of a deployment YAML, and internal start arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMESPACE = "eldr"  # of all named actors
 
 
 class SignatureOptions(BaseModel, frozen=True, extra="forbid"):
-    """Sampling of live traffic, and when routing tables are made from it."""
+    """Settings for sampling live traffic and fitting routing tables to it."""
 
     actors: int = Field(
         default=1, ge=0, le=64, description="actors that share the samples; 0: no sampling and no table"
@@ -48,8 +48,8 @@ class PoolSettings:
     """Start arguments of a pool's actors.
 
     Attributes:
-        application: names the actors.
-        router: name of the DecodeRouter actor that the tables are for.
+        application: name of the application, part of the actors' names.
+        router: name of the DecodeRouter actor that uses the tables.
     """
 
     application: str
