@@ -1,7 +1,7 @@
-"""Run all parts of the suite, also after one has failed, and end with what failed. `make test` calls it.
+"""Run all parts of the suite, even if one fails, and list the failures. `make test` calls it.
 
-Parts run at once, since the end-to-end tests often wait; these have limits of time, so the other part has a
-lower priority. The output of the first part is shown as it comes, then that of the next; out/suite has both.
+Parts run concurrently, since the end-to-end tests often wait. These have time limits, so the other part runs
+at a lower priority. The output of the first part is shown live, then that of the next; out/suite has both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
-PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, as they are named
+PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, in the given order
 PARTS = {
     "engine-and-unit": [*PARALLEL, "tests/engine", "tests/unit"],
     "end-to-end": ["tests/e2e"],
@@ -24,7 +24,7 @@ NICENESS = {"engine-and-unit": 10}
 
 @dataclass
 class Part:
-    """A run of pytest in a process of its own."""
+    """A run of pytest in its own process."""
 
     name: str
     arguments: list[str]
@@ -36,14 +36,14 @@ class Part:
         return self.folder / f"{self.name}.txt"
 
     def start(self) -> None:
-        """Start it, with its output in a file."""
+        """Start the process, with its output in a file."""
         nice = ["nice", "-n", str(NICENESS.get(self.name, 0))]
         command = [*nice, sys.executable, "-m", "pytest", *self.arguments]
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
     def follow(self) -> None:
-        """Print the output as it comes, until the process has ended."""
+        """Print the output live until the process ends."""
         print(f"\n##### {self.name}: pytest {' '.join(self.arguments)}", flush=True)
         with self.output.open("rb") as file:
             ended = False
@@ -56,11 +56,11 @@ class Part:
                     time.sleep(0.2)
 
     def lines(self) -> list[str]:
-        """Return what pytest has printed."""
+        """Return pytest's output."""
         return self.output.read_text(errors="replace").strip().splitlines()
 
     def failed(self) -> list[str]:
-        """Return pytest's lines on tests that failed, or how it ended if it names none although it failed."""
+        """Return pytest's lines on failed tests, or the exit status if it failed without naming any."""
         if self.process.returncode == 0:
             return []
         lines = self.lines()
@@ -70,7 +70,7 @@ class Part:
 
 
 def run(parts: dict[str, list[str]], folder: Path) -> int:
-    """Run the parts, print what failed, and return the exit status of all of them."""
+    """Run the parts, print the failures, and return the combined exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     started: list[Part] = []
     try:
