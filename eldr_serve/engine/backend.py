@@ -184,7 +184,7 @@ class Backend(Protocol):
             kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
 
         Raises:
-            ValueError, TypeError: the configuration cannot be used; a ValidationError says where.
+            ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.
         """
 
     async def start(self, config: Any) -> Engine:

@@ -61,7 +61,7 @@ class EldrArgs(BaseModel):
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
     router: RouterSettings = Field(default_factory=RouterSettings)
     signatures: SignatureOptions = Field(
-        default_factory=SignatureOptions, description="sampled traffic and the routing tables made from it"
+        default_factory=SignatureOptions, description="sampling of live traffic and routing tables"
     )
     prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
     path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")

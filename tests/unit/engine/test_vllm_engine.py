@@ -305,10 +305,10 @@ class Tokenization:
     """A stand-in for vLLM's tokenization object."""
 
     async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
-        """As vLLM's."""
+        """Stand in for vLLM's method."""
 
     async def create_detokenize(self, request: Any, raw_request: Any) -> Any:
-        """As vLLM's."""
+        """Stand in for vLLM's method."""
 
 
 async def start(

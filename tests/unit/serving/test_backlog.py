@@ -156,7 +156,7 @@ def test_an_engine_that_computes_nothing_is_set_aside() -> None:
 
 @pytest.mark.parametrize("told", [0, 9])
 def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
-    """The calls may be of this ingress, or of others as the replica reports them."""
+    """The calls are those of this ingress, or of others as reported by the replica."""
     seats = asyncio.Semaphore(2)
 
     async def decode(sent: Sent) -> AsyncIterator[bytes]:
