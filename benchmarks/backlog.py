@@ -1,11 +1,11 @@
-"""Many long prompts at once, and again when those that are refused are told to come.
+"""Send many long prompts at once, and retry refused ones as their Retry-After says.
 
     python -m benchmarks.backlog
 
-All prompts are sent to a real prefill engine in the same moment, with one token to generate. A client that
-is refused sends its prompt again after the answer's Retry-After, until it has 200. Read refusals (goal: the
-slowest within 2 s), most_tries (the first refusal's Retry-After lets the retry succeed: 2), set_aside and
-duplicate_prefills (goal: 0, since no engine fails) and errors (goal: 0).
+All prompts are sent to a real prefill engine at the same moment, with one token to generate. A refused client
+retries after the answer's Retry-After until it gets 200. Goals: the slowest refusal comes within 2 s;
+most_tries is 2, so that the first retry succeeds; set_aside, duplicate_prefills and errors are 0, since no
+engine fails.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _MOST_TRIES = 20
 
 @dataclass
 class _Request:
-    """One prompt, and what each try of it got."""
+    """One prompt and the results of its attempts."""
 
     statuses: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of each try
-    retry_after_s: list[float] = field(default_factory=list)  # of each refusal
+    seconds: list[float] = field(default_factory=list)  # duration of each attempt
+    retry_after_s: list[float] = field(default_factory=list)  # one value for each refusal
     error: str = ""
-    done_s: float = 0.0  # after the beginning
+    done_s: float = 0.0  # time since the start of the run
 
 
 def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list[str]:
-    """Different prompts of about `tokens` tokens, of the words of a folder of prompts."""
+    """Return distinct prompts of about `tokens` tokens, made of words from a folder of prompts."""
     from transformers import AutoTokenizer
 
     words = " ".join(prompt.text for prompt in read_prompts([folder])).split()
@@ -88,7 +88,7 @@ async def _until_answered(
 async def send_all(
     url: str, prompts: list[str], timeout_s: float, seconds: float | None = None
 ) -> list[_Request]:
-    """Send all prompts at once, and again as they are told, for at most so many seconds."""
+    """Send all prompts at once and retry refused ones, up to a time limit, s."""
     found = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
         began_s = time.perf_counter()
@@ -104,7 +104,7 @@ async def send_all(
 
 
 def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
-    """The figures of a run; `before` and `after` are the router's counters."""
+    """Return the figures of a run; `before` and `after` are the router's counters."""
     refused = [s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200]
     answered = [r for r in requests if r.statuses and r.statuses[-1] == 200]
     first = [r for r in answered if len(r.statuses) == 1]
@@ -144,7 +144,7 @@ def backlog(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Send more prompts at once than can be prefilled soon."""
+    """Send more prompts at once than engines can prefill within the bound."""
     unwind_on_sigterm()
     allow_open_files(8192)
     sent = texts(prompts, warm_up + requests, tokens, seed, model)
@@ -161,7 +161,7 @@ def backlog(
         status = Client(url, _KEY).status
         if warm_up:
             asyncio.run(send_all(url, sent[:warm_up], timeout_s))
-            time.sleep(2.0)  # counters come once a second
+            time.sleep(2.0)  # counters are reported once a second
         before = status()["counters"]
         found = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
         time.sleep(2.0)

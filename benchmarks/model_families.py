@@ -241,7 +241,7 @@ def model_families(
 
 
 def with_published(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the published rows with these in place of theirs, and those of new families behind."""
+    """Return the published rows with the given ones replaced, and rows of new families appended."""
     new = {(one["family"], one["runner"]): one for one in found}
     rows = [new.pop((one["family"], one["runner"]), one) for one in read_rows("model_families")]
     return rows + list(new.values())

@@ -69,16 +69,16 @@ class Client:
         return self._ask("PUT", "/eldr/table", content=table)
 
     def table(self) -> bytes:
-        """GET /eldr/table: the live routing table as a RoutingTable file; ServiceError if there is none."""
+        """Return the live routing table as a RoutingTable file; raise ServiceError if there is none."""
         return self._answer("GET", "/eldr/table").content
 
     def refit(self) -> dict[str, Any]:
-        """Have a table made of recent traffic and swapped in; returns what the status shows of it."""
+        """Fit a table to recent traffic and swap it in; return its entry in the status."""
         found: dict[str, Any] = self._ask("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
         return found
 
     def trace(self) -> bytes:
-        """GET /eldr/trace: a CalibrationTrace file of recent traffic."""
+        """Return recent traffic as a CalibrationTrace file."""
         return self._answer("GET", "/eldr/trace", timeout=_SWAP_S).content
 
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
@@ -107,13 +107,13 @@ class Client:
             time.sleep(0.2)
 
     def decode_totals(self, status: dict[str, Any] | None = None) -> dict[str, float] | None:
-        """Sums over all decode steps that engines have reported; None while the router does not know them.
+        """Return sums over all decode steps that engines have reported; None while there are no reports.
 
         `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`; `waited`, seconds times
         requests.
 
         Args:
-            status: a status to read them from; None: the present one.
+            status: a status to read them from; by default the current one.
         """
         totals = (self.status() if status is None else status).get("decode_totals")
         return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}

@@ -340,18 +340,8 @@ def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
-    names = (
-        "model",
-        "router",
-        "policy",
-        "table",
-        "predictor",
-        "leases",
-        "decode_queue",
-        "step_cost",
-        "decode_totals",
-    )
-    for name in names:
+    names = ("model", "router", "policy", "table", "predictor", "leases", "decode_queue", "step_cost")
+    for name in (*names, "decode_totals"):
         if found.get(name) is not None:
             grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
     if found.get("signatures"):

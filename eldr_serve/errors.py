@@ -16,11 +16,11 @@ class SwapRefused(ValueError):  # noqa: N818 - it is an answer, not a fault of o
 
 
 class Refused(RuntimeError):  # noqa: N818
-    """A request that is not served, and the HTTP status that says why.
+    """A request that is refused, with an HTTP status.
 
     Attributes:
-        kind: `type` of the error in the answer; none: by the status.
-        param: `param` of the error, the field of the request that is at fault; none: no single one.
+        kind: `type` of the error in the answer; derived from the status by default.
+        param: `param` of the error, the field of the request that is at fault; None if no single field is.
     """
 
     kind: str | None = None
@@ -69,7 +69,7 @@ def sentence(error: BaseException) -> str:
 
 
 def error_body(message: str, status: int, kind: str | None = None, param: str | None = None) -> bytes:
-    """Return an OpenAI-like error as JSON; `kind` is its `type`, by default the status's."""
+    """Return an OpenAI-like error as JSON; `kind` is its `type`, derived from the status by default."""
     kinds = {429: "overloaded", 503: "overloaded", 500: "internal_error"}
     kind = kind or kinds.get(status, "invalid_request_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}}).encode()

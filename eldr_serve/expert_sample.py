@@ -14,11 +14,11 @@ class ExpertSample:
 
     Attributes:
         request_id: unique in the application.
-        domain: label that the client sent; empty where it sent none.
-        token_ids: uint32[n], the prompt.
+        domain: label that the client sent; empty if there is none.
+        token_ids: uint32[n], token ids of the prompt.
         prefill_counts: unsigned[L,E], how often the prompt's tokens chose each expert of each MoE layer.
-        decode_counts: unsigned[L,E], the same of the generated tokens that passed the gates in decode steps.
-        decode_steps: decode steps that `decode_counts` sums.
+        decode_counts: unsigned[L,E], the same for generated tokens that were routed in decode steps.
+        decode_steps: number of decode steps in `decode_counts`.
     """
 
     request_id: str

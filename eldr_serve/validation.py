@@ -1,4 +1,4 @@
-"""Sentences about wrong input: which field, which value, what would do."""
+"""Error sentences for wrong input: field, value and remedy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-_MANY = 20  # names; more are not listed
-_LONGEST = 80  # characters of a value that are shown
+_MANY = 20  # maximum number of names to list
+_LONGEST = 80  # maximum number of characters to show of a value
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$", re.IGNORECASE)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _MUST_BE = {
@@ -39,7 +39,7 @@ _MUST_BE = {
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return "did you mean 'x'?" for a misspelt word, else the known ones if they are few, else nothing."""
+    """Return "did you mean 'x'?" for a misspelt word; else list the known words, if they are few."""
     names = sorted(set(known))
     near = difflib.get_close_matches(str(word), names, n=1)
     if near:
@@ -48,7 +48,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def shown(value: Any, name: object = "") -> str:
-    """Return a value as a sentence shows it: in YAML's words, short, and nothing of a secret."""
+    """Format a value for a sentence: in YAML's notation, shortened, with secrets hidden."""
     if _SECRET.search(str(name)):
         return ""
     if value is None or isinstance(value, bool):
@@ -62,20 +62,20 @@ def shown(value: Any, name: object = "") -> str:
 
 
 def unknown_name(where: str, name: object, known: Iterable[str], what: str = "key") -> str:
-    """Return the sentence that refuses an unknown name of a mapping."""
+    """Return an error sentence for an unknown name in a mapping."""
     hint = did_you_mean(name, known)
     said = f"unknown {what} {name!r}" + (f": {hint}" if hint else "")
     return f"{where}: {said}" if where else said
 
 
 def problem(error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None) -> str:
-    """Return one sentence about the first thing that a pydantic error reports.
+    """Return one sentence about the first problem in a pydantic error.
 
     Args:
-        error: what pydantic raised.
-        given: what was validated; with it, the parts of a location that are no names of it are left out.
-        where: name of what was validated, before the fields' names.
-        model: the class that it was validated by, which knows the names of its fields.
+        error: the pydantic error.
+        given: the validated input. If given, parts of a location that are not names in it are left out.
+        where: location of the input, a prefix of the fields' names.
+        model: the class that validated the input; it provides the known names.
     """
     found = error.errors(include_url=False)
     first = next((e for e in found if e["type"] in _UNKNOWN), found[0])
@@ -90,11 +90,11 @@ def problem(error: ValidationError, given: Any = None, *, where: str = "", model
     if first["type"] in ("missing", "missing_argument"):
         return f"{_joined(where, [*_path(loc[:-1], given), loc[-1]])} is missing: it must be given"
     names, value, text = _path(loc, given), first["input"], _must_be(first)
-    if hasattr(value, "kwargs"):  # pydantic's ArgsKwargs, of a dataclass
+    if hasattr(value, "kwargs"):  # a dataclass gives pydantic's ArgsKwargs
         value = value.kwargs or {}
     if isinstance(value, Mapping):
         name = first["ctx"]["discriminator"].strip("'") if first["type"] == "union_tag_invalid" else ""
-        name = name or text.partition(" must ")[0]  # of a validator of the whole that blames one part
+        name = name or text.partition(" must ")[0]  # a validator of the whole input that names one part
         if name in value:
             names, value, text = [*names, name], value[name], text.removeprefix(f"{name} ")
     path = _joined(where, names)
@@ -123,14 +123,14 @@ def _must_be(found: Any) -> str:
 
 
 def _cause(found: Any) -> ValidationError | None:
-    """Return the pydantic error that a validator has met and told less of; errors of ours say enough."""
+    """Return the pydantic error behind a validator's error; None if the validator's own text suffices."""
     raised = (found.get("ctx") or {}).get("error")
     cause = raised.__cause__ if type(raised) is ValueError else raised
     return cause if isinstance(cause, ValidationError) else None
 
 
 def _path(loc: Sequence[Any], given: Any) -> list[Any]:
-    """Return the parts of a location that name something, without pydantic's names of union members."""
+    """Return the parts of a location, without pydantic's names of union members."""
     if given is None:
         return list(loc)
     path, here = [], given

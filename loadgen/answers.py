@@ -1,4 +1,4 @@
-"""The answers of a comparison in sentences: first what placement causes, then what clients saw."""
+"""Results of a comparison as sentences: the effects of placement, then the clients' figures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _CLIENT = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": 
 
 
 def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> list[str]:
-    """Return one sentence for each policy with a baseline: its experts and its time a decode step.
+    """Return one sentence for each policy that has a baseline, on its experts and time a decode step.
 
-    Changes are against the baseline, the best policy by load alone in that figure, with 95 % intervals over
-    paired rounds.
+    Changes are relative to the baseline, the best policy by load alone in that figure, with 95 % intervals
+    over paired rounds.
 
     Args:
-        rows: of loadgen.figures.
-        clock: the time that engines report: "CPU time" on CPUs, else "engine time".
+        rows: rows of loadgen.figures.
+        clock: name of the time that engines report: "CPU time" on CPUs, else "engine time".
     """
     figures = (
         ("active_experts", "reads", ("fewer experts", "more experts"), "a step"),
@@ -29,7 +29,7 @@ def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> l
         clauses, named = [], ""
         for key, verb, words, per in figures:
             if row.get(f"{key}_change_pct") is None:
-                continue  # not measured, or the baseline's own
+                continue  # not measured, or the baseline itself
             than = "" if row[f"{key}_baseline"] == named else f" than {row[f'{key}_baseline']}"
             named = row[f"{key}_baseline"]
             change = row[f"{key}_change_pct"]
@@ -41,7 +41,7 @@ def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> l
 
 
 def _certainty(row: dict[str, Any], key: str) -> str:
-    """Return the interval of a change as positive numbers in the change's direction."""
+    """Return the interval of a change as positive numbers in the direction of the change."""
     change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
     if low is None or high is None:
         return "(one round, so no interval)"
@@ -51,14 +51,14 @@ def _certainty(row: dict[str, Any], key: str) -> str:
 
 
 def client_answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
-    """Return one sentence for each policy that is not the baseline of all figures; then a caution, if any.
+    """Return one sentence for each policy that is not the baseline of all figures, and a warning, if any.
 
-    Changes are in % of the baseline, the best policy by load alone in that very figure, with their 95 %
-    interval; below 0 is faster.
+    Changes are in % of the baseline, the best policy by load alone in the same figure, with 95 % intervals.
+    Below 0 is faster.
 
     Args:
-        rows: of loadgen.figures.
-        rounds: trials of each policy.
+        rows: rows of loadgen.figures.
+        rounds: number of trials of each policy.
     """
     found = []
     for row in rows:

@@ -37,17 +37,17 @@ def start(
     tell: Callable[[str], None],
     before_deploy: Callable[[], None] = lambda: None,
 ) -> tuple[Client, str]:
-    """Start a cluster and the application in it; returns once its engines are warm.
+    """Start a cluster and the application in it; return once the engines are warm.
 
     Args:
-        arguments: of a deployment YAML's application; its ingress listens at `port`.
-        port: of the ingress; Serve's proxy takes the next one.
+        arguments: arguments of the application in a deployment YAML.
+        port: port of the ingress; Serve's proxy uses the next one.
         key: admin key.
-        tell: told now and then how far it is.
-        before_deploy: called when the cluster runs; what the application needs is there when it returns.
+        tell: progress callback.
+        before_deploy: called when the cluster runs; it returns when the application's files exist.
 
     Returns:
-        A client of it, and the address of Ray's dashboard.
+        A client of the application, and the address of Ray's dashboard.
 
     Raises:
         BadInput: the application does not start.

@@ -43,7 +43,7 @@ from tools.journal import Journal
 from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
-_SCHEMA = "eldr-compare/7"  # of trials in the journal
+_SCHEMA = "eldr-compare/7"  # version of the journal's format
 _A_WORKER = 8  # requests in flight, where no loop is asked for
 
 

@@ -24,17 +24,17 @@ from tools.stats import (
 BASELINES = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")  # by load alone
 TIMES = ("ttft", "tpot", "itl", "end", "handover")
 QUANTILES = (0.5, 0.99)
-# What placement causes in the decode steps: name -> (numerator, denominator, factor) of the engines' totals.
+# Figures of decode steps: name -> (numerator, denominator, factor); the first two are engine totals.
 STEPS = {
     "active_experts": ("active", "steps", 1),
-    "experts_per_token": ("active", "batch", 1),  # a request of a step gets a token
+    "experts_per_token": ("active", "batch", 1),  # each request of a step gets a token
     "engine_ms_per_token": ("seconds", "batch", 1000),
     "step_ms_per_token": ("waited", "batch", 1000),
 }
 
 
 def method(rounds: int) -> str:
-    """Return in words where the intervals come from."""
+    """Describe how the intervals are computed."""
     steps = "intervals of step figures: 95 %, Student's t over the paired rounds; "
     if rounds >= ROUNDS_TO_RESAMPLE:
         return f"{steps}of the client's figures: 95 %, cluster bootstrap over {rounds} rounds"
@@ -47,12 +47,12 @@ def method(rounds: int) -> str:
 def policy_rows(
     policies: list[str], trials: list[Trial], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
 ) -> list[dict[str, Any]]:
-    """One row a policy, in the order of `policies`; None where there is no figure.
+    """Return one row a policy, in the order of `policies`; missing figures are None.
 
-    The changes of STEPS are means over rounds, a policy's trial paired with the baseline's of that round.
-    The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
-    several equivalent ones is biased low; `*_pooled_change_pct` is against the requests of all of
-    them together, where there are several.
+    Changes of STEPS are means over rounds; the trial of a policy is paired with the baseline's trial in that
+    round. The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
+    several equivalent baselines is biased low; `*_pooled_change_pct` is relative to the requests of all
+    baselines together, if there are several.
     """
     records = {
         p: [(b.round, r) for b in trials if b.policy == p for r in b.measured(warm_up_s, seconds)]
@@ -117,7 +117,7 @@ def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[in
 
 
 def changes_by_round(policy: str, baseline: str, trials: list[Trial], name: str) -> list[float]:
-    """Return the change of one of STEPS against the baseline in %, one value for each common round."""
+    """Return the changes of one of STEPS against the baseline, %, one for each common round."""
     mine, its = (step_figure_by_round(p, trials, name) for p in (policy, baseline))
     return [100 * (mine[round_] / its[round_] - 1) for round_ in sorted(mine.keys() & its.keys())]
 

@@ -1,4 +1,4 @@
-"""Greedy answers of a running service, compared between policies."""
+"""Compare the greedy answers of a running service between policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.cli import BadInput
 
 
 def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
-    """Return the answers at temperature 0, asked one at a time: engines are not batch-invariant."""
+    """Return answers at temperature 0, one request at a time, since engines are not batch-invariant."""
     with httpx.Client(base_url=service.url, timeout=120) as http:
         return [_answer(http, model, prompt, max_tokens) for prompt in prompts]
 
@@ -21,9 +21,9 @@ def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_t
 def differing_answers(
     service: Client, model: str, policies: Sequence[str], prompts: Sequence[Prompt], *, max_tokens: int = 24
 ) -> dict[str, list[str]]:
-    """Return the ids of the prompts that a policy answers otherwise than the first policy, by policy.
+    """Return, by policy, the ids of prompts whose answers differ from those under the first policy.
 
-    The last of the policies stays set.
+    The last policy remains set.
     """
     found: dict[str, list[str]] = {}
     first: list[str] = []
@@ -36,7 +36,7 @@ def differing_answers(
 
 
 def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
-    """Return what differing_answers found in a sentence."""
+    """Return a sentence on the result of differing_answers."""
     wrong = {policy: ids for policy, ids in differing.items() if ids}
     if not wrong:
         every = f"all {len(differing)} policies"

@@ -290,8 +290,8 @@ class StreamingUser(HttpUser):
         for name in _STREAM_STATS:
             seconds = line.get(f"{name}_s")
             if seconds is not None:
-                ms: Any = 1000 * seconds  # locust's annotation says int, and it keeps fractions
-                # Not as a request event: locust's "Aggregated" row would count it as one more request.
+                ms: Any = 1000 * seconds  # locust's annotation says int, but fractions are kept
+                # Do not fire a request event: locust's "Aggregated" row would count an additional request.
                 self.environment.stats.get(name, "STREAM").log(ms, line.get("tokens") or 0)
 
     def _end_if_last(self, load: Load) -> None:

@@ -45,11 +45,11 @@ _COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "best_worker_sh
 
 
 def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return one line a figure, one column a policy: value, interval, change against the baseline.
+    """Return one row a figure and one column a policy: value, interval, change against the baseline.
 
     Args:
-        rows: of loadgen.figures.
-        keys: the figures, in this order; none: all.
+        rows: rows of loadgen.figures.
+        keys: the figures, in this order; all by default.
     """
     known: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
         **{key: (name, _step_cell) for key, name in _STEPS.items()},
@@ -63,11 +63,12 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
 
 
 def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: str = "engine time") -> Figure:
-    """Return a figure of what placement causes: the changes of experts and of time a step, by policy.
+    """Return a plot of the effects of placement: changes of experts and of time a step, by policy.
 
     Args:
-        rows: of loadgen.figures.
-        clock: the time that engines report: "CPU time" on CPUs, else "engine time".
+        rows: rows of loadgen.figures.
+        trials: trials of the comparison.
+        clock: name of the time that engines report: "CPU time" on CPUs, else "engine time".
     """
     panels = []
     for key, title in (
@@ -100,14 +101,14 @@ def page(
     verdict: str = "",
     bad: bool = False,
 ) -> str:
-    """Return a self-contained HTML page that fetches nothing.
+    """Return a self-contained HTML page without external resources.
 
     Args:
-        rows: the table; the keys of the first are its columns.
-        answers: the first sentences.
-        lead: the picture after them, with its description.
-        remarks: sentences between the picture and the table.
-        verdict: after the remarks; before everything else, and red, if `bad`.
+        rows: rows of the table; the keys of the first row are the columns.
+        answers: sentences at the top.
+        lead: picture after the answers, with its description.
+        remarks: sentences between picture and table.
+        verdict: sentence after the remarks; if `bad`, it is shown first and in red.
     """
     return _PAGES.get_template("report.html").render(
         style=style(), title=title, answers=answers, lead=lead and (lead[0], _png(lead[1])),
@@ -133,8 +134,8 @@ def html_report(
     """Return the page of a comparison.
 
     Args:
-        rows: of loadgen.figures.
-        answers, remarks: step_answers and client_answers of loadgen.answers.
+        rows: rows of loadgen.figures.
+        answers, remarks: results of step_answers and client_answers of loadgen.answers.
         verdict: whether the run can be trusted.
     """
     policies = [row["policy"] for row in rows]

@@ -39,7 +39,7 @@ class Shape:
     max_tokens: int
     temperature: float
     min_tokens: int = 0  # from these to max_tokens, drawn for each request; 0: all have max_tokens
-    abandon: bool = False  # do not wait for the answers that are incomplete at the end
+    abandon: bool = False  # do not wait for incomplete answers at the end
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
@@ -154,7 +154,7 @@ def drive(
 
 @dataclass(frozen=True)
 class Sample:
-    """What the status said at a time."""
+    """Values from the service's status at one time."""
 
     unix_s: float
     in_flight: list[int]  # by worker
@@ -162,10 +162,10 @@ class Sample:
 
 
 def increase(seen: list[Sample], from_s: float, until_s: float) -> dict[str, float] | None:
-    """Return the increase of the totals from the first sample of a time to its last one.
+    """Return the increase of the totals between the first and the last sample of a period.
 
-    Decode engines report once a second, so the steps of up to a second before are in it, and as many of the
-    end are not. None if no step was reported in that time, or the router lost its totals.
+    Decode engines report once a second, so the result includes up to a second of steps before the period, and
+    lacks up to a second at its end. Return None if no step was reported or the router lost its totals.
     """
     known = [s.totals for s in seen if from_s <= s.unix_s <= until_s and s.totals]
     if not known or known[-1]["steps"] <= known[0]["steps"]:

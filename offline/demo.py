@@ -1,14 +1,14 @@
-"""Serve the demo model on one small machine, compare three policies on it, and report.
+"""Serve the demo model on a small machine, compare three policies, and write a report.
 
     eldr demo            (or: make demo)
 
-It starts a Ray cluster and the application of its own, and stops both at the end, also when interrupted.
-With --keep the service goes on after the report, until Ctrl-C.
+The demo starts its own Ray cluster and application, and stops both at the end or when interrupted. With
+--keep the service continues after the report until Ctrl-C.
 
-The load is a closed loop, so that decode batches are large enough for placement to matter, and the experts
-are wide enough to be read from memory. Policies take turns in many short rounds. The first figures are those
-that placement causes, whatever else shares the cores: experts read a decode step, and the CPU time of the
-engines' own threads.
+The load is a closed loop, so that decode batches are large enough for placement to matter, and experts are
+so wide that they must be read from memory. Policies alternate in many short rounds. The first figures show
+the direct effects of placement, which other load on the cores does not change: the experts that a decode
+step reads, and the CPU time of the engines' own threads.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
-_KV_BYTES = 256 << 20  # of an engine, for some 50 requests of the demo model
-_WARM_UP_S = 8  # of load before the first round, s; then as much again until it is enough for a table
+_KV_BYTES = 256 << 20  # KV cache of an engine, enough for about 50 requests of the demo model
+_WARM_UP_S = 8  # load before the first round, s; repeated until there are enough samples for a table
 _STRETCHES = 6
-_NO_REFIT_S = 86400.0  # while policies are compared, all of them have the same table
-_TABLE_S = 60.0  # from enough requests until a routing table is live
-_CLOCKS = {"cpu": "CPU time"}  # what engines report of a step, by kind of accelerator; else "engine time"
+_NO_REFIT_S = 86400.0  # no refit during the comparison, so that all policies use the same table
+_TABLE_S = 60.0  # time limit for the routing table once there are enough samples
+_CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
     "active_experts", "experts_per_token", "engine_ms_per_token", "batch_size", "tpot_p50_ms", "tpot_p99_ms",
     "ttft_p50_ms", "ttft_p99_ms", "requests", "failures", "best_worker_share",
@@ -63,9 +63,9 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that a run depends on."""
+    """The settings of a run."""
 
-    arguments: dict[str, Any]  # of the deployment's application
+    arguments: dict[str, Any]  # arguments of the deployment's application
     shape: Shape
     rounds: int
     greedy: int
@@ -74,18 +74,18 @@ class _Plan:
 
     @property
     def clock(self) -> str:
-        """What the time of a decode step is, in words."""
+        """Return the name of the time that engines report for a decode step."""
         kind = self.arguments["decode_config"].get("accelerator_config", {}).get("kind")
         return _CLOCKS.get(kind, "engine time")
 
     @property
     def model(self) -> str:
-        """Name of the model's folder."""
+        """Return the name of the model's folder."""
         return Path(self.arguments["decode_config"]["model_loading_config"]["model_source"]).name
 
     @property
     def engines(self) -> tuple[int, int]:
-        """Prefill and decode engines."""
+        """Return the numbers of prefill and decode engines."""
         configs = (self.arguments[role]["deployment_config"] for role in ("prefill_config", "decode_config"))
         prefill, decode = (int(config["num_replicas"]) for config in configs)
         return prefill, decode
@@ -93,9 +93,9 @@ class _Plan:
 
 @contextmanager
 def _step(what: str) -> Iterator[Callable[[str], None]]:
-    """Show that a step runs and, through the yielded function, how far it is; then how long it took.
+    """Show a running step, its progress through the yielded function, and finally its duration.
 
-    Without a terminal a line every `_LINE_S` seconds replaces the spinner.
+    Without a terminal, print a line every `_LINE_S` seconds instead of a spinner.
     """
     start = last = time.perf_counter()
     with console.status(f"{what} ...") as status:
@@ -113,9 +113,9 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
-    """Start one of our commands and return what waits for its end.
+    """Start one of the project's commands and return a function that waits for its end.
 
-    That raises BadInput with the last line that the command wrote, if it fails.
+    The function raises BadInput with the last line of the log if the command fails.
     """
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -133,7 +133,7 @@ def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
 
 
 def _command(module: str, *arguments: object, log: Path) -> None:
-    """Run one of our commands, its progress on the terminal."""
+    """Run one of the project's commands, with its progress on the terminal."""
     _begin(module, *arguments, log=log)()
 
 
@@ -157,13 +157,14 @@ def _application(
 
 
 def _arguments(deployment: Path, model: Path, decode: int, first_table: int) -> dict[str, Any]:
-    """Return the application's arguments of a deployment file, for the demo's model.
+    """Return the application arguments of a deployment file, adapted to the demo's model.
 
     Args:
         deployment: YAML file.
         model: folder of the weights.
-        decode: decode engines, with a small KV cache each so that they fit in memory; 0: all as deployed.
-        first_table: requests from which the routing table is made, which then stays.
+        decode: number of decode engines, each with a small KV cache so that they fit in memory; 0: all as
+            deployed.
+        first_table: number of requests for the routing table, which is not refitted later.
     """
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     signatures = {"first_table": first_table, "every_s": _NO_REFIT_S}
@@ -173,7 +174,7 @@ def _arguments(deployment: Path, model: Path, decode: int, first_table: int) -> 
         config["model_loading_config"]["model_source"] = str(model)
         if decode:
             config["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
-            # Answers come in chunks: on shared cores each message to a client delays the engines.
+            # Send several tokens at a time: on shared cores each message to a client delays the engines.
             config["engine_kwargs"] |= {"kv_cache_memory_bytes": _KV_BYTES, "stream_interval": 8}
     if decode:
         arguments["decode_config"]["deployment_config"]["num_replicas"] = decode
@@ -181,7 +182,7 @@ def _arguments(deployment: Path, model: Path, decode: int, first_table: int) -> 
 
 
 def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
-    """Begin to widen the demo model's experts; return the folder, and what waits until it is written."""
+    """Start widening the demo model's experts; return the folder and a function that waits for the end."""
     if intermediate <= 32:
         return ROOT / "demo_model/weights", lambda: None
     wide = (out / f"model_{intermediate}").resolve()
@@ -203,12 +204,12 @@ def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int
 
 
 def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
-    """Warm the engines up with load by queue length until the service has made a routing table of it.
+    """Warm up the engines, placing by queue length, until the service has fitted a routing table.
 
     Returns:
         The files of the calibration trace and of the table.
     """
-    shape = plan.shape  # with shorter answers more requests end in the same time
+    shape = plan.shape  # shorter answers, so that more requests end in the same time
     tokens = {"max_tokens": max(1, shape.max_tokens // 2), "min_tokens": max(1, shape.min_tokens // 2)}
     stretch = replace(shape, seconds=_WARM_UP_S, warm_up_s=0, **tokens)
     what = "load, of which the service makes its routing table"
@@ -232,7 +233,7 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
 
 
 def _rounds(service: Client, plan: _Plan) -> list[Trial]:
-    """Measure every policy once a round, in an order drawn for each round."""
+    """Measure every policy once in each round, in random order."""
     trials = []
     for step in order(POLICIES, plan.rounds, plan.seed):
         trial = Trial(step.policy, step.round)

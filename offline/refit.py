@@ -1,10 +1,10 @@
-"""Fit a table for the decode replicas that serve now, and swap it in under load.
+"""Fit a table for the live decode replicas, and swap it in under load.
 
     eldr refit                                               # to recent traffic, by the signature pool
     python -m offline.refit --trace trace.safetensors --swap # to a calibration trace
 
-In a Ray job the service is found on the Ray cluster, elsewhere at --url. With --trace and without --swap the
-table is only written. The router takes a table whole or not at all; requests in flight keep their workers.
+In a Ray job the service is found on the Ray cluster, otherwise at --url. With --trace but without --swap the
+table is only written. The router swaps a table atomically; requests in flight keep their workers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def refit(
 
 
 def _of_recent_traffic(application: str, url: str | None, admin_key: str | None) -> dict[str, Any]:
-    if url is not None or "RAY_ADDRESS" not in os.environ:  # Ray sets it for its jobs
+    if url is not None or "RAY_ADDRESS" not in os.environ:  # Ray sets this variable in jobs
         return Client(url or _URL, admin_key).refit()
     _join_cluster()
     try:

@@ -1,7 +1,7 @@
-"""CPU features by which vLLM and torch choose kernels: those of this machine, and how to hide some.
+"""Detect and hide the CPU features by which vLLM and torch choose kernels.
 
-`ELDR_CPU=avx2 make test-families` runs as on a CPU that has AVX2 and no AVX-512; the values are the keys of
-`FEATURES`. Features that the machine lacks cannot be added.
+`ELDR_CPU=avx2 make test-families` runs as on a CPU with AVX2 but without AVX-512. Valid values are the keys
+of `FEATURES`. Features that the machine lacks cannot be added.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 
 VARIABLE = "ELDR_CPU"
 MASK = Path(__file__).with_name("masked_cpu")
-FEATURES = {  # name -> flags of /proc/cpuinfo that it takes, lowest first
+FEATURES = {  # name -> required flags of /proc/cpuinfo, lowest first
     "avx2": {"avx2"},
     "avx512": {"avx512f", "avx512vl", "avx512bw", "avx512dq"},
     "avx512_bf16": {"avx512_bf16"},
     "amx": {"amx_tile", "amx_bf16"},
 }
-# What hides the same from the kernels of torch and oneDNN, which do not ask torch.cpu.
+# Variables that hide the features from torch's kernels and oneDNN, which do not use torch.cpu.
 _LIBRARIES = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
@@ -30,7 +30,7 @@ _LIBRARIES = {
 
 
 def limited_to(best: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables, beside `environment`, of a process that sees no feature above `best`."""
+    """Return the variables to add to `environment` so that a process sees no feature above `best`."""
     if best not in _LIBRARIES:
         raise pytest.UsageError(f"{VARIABLE} is {best!r}, it must be one of {', '.join(_LIBRARIES)}")
     path = os.pathsep.join(filter(None, [str(MASK), environment.get("PYTHONPATH")]))
@@ -53,6 +53,6 @@ def description() -> str:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return what Linux says of the last CPU."""
+    """Return the entry of the last CPU in /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -197,11 +197,11 @@ async def a_sampled_request_gives_a_sample_once(subject: Subject) -> None:
             engine.generate(request("not sampled", tokens=5, stream=stream), Sent()),
         )
         (sample,) = engine.take_samples()
-        assert b"eldr_" not in sent.payload, sent.payload  # clients see no counts
+        assert b"eldr_" not in sent.payload, sent.payload  # counts are not sent to clients
         assert (sample.request_id, sample.domain) == (name, "poems")
         assert sample.token_ids.dtype == np.uint32
         assert sample.token_ids.tolist() == subject.ids, sample.token_ids
-        assert sample.decode_steps == 4, sample.decode_steps  # the last token passes no gate
+        assert sample.decode_steps == 4, sample.decode_steps  # the last token is not routed
         for counts, tokens in ((sample.prefill_counts, len(subject.ids)), (sample.decode_counts, 4)):
             assert counts.shape == subject.shape, counts.shape
             assert counts.dtype.kind == "u", counts.dtype

@@ -1,4 +1,4 @@
-"""Run all parts of the suite, also after one has failed, and end with what failed. `make test` calls it.
+"""Run all parts of the suite, even if one fails, and list the failures. `make test` calls it.
 
 The end-to-end tests often wait, so the unit tests run beside them, at a lower priority since the others have
 limits of time. The engine tests come after both: engines of two parts would not fit into the memory.
@@ -25,7 +25,7 @@ NICENESS = {"unit": 10}
 
 @dataclass
 class Part:
-    """A run of pytest in a process of its own."""
+    """A run of pytest in its own process."""
 
     name: str
     arguments: list[str]
@@ -37,14 +37,14 @@ class Part:
         return self.folder / f"{self.name}.txt"
 
     def start(self) -> None:
-        """Start it, with its output in a file."""
+        """Start the process, with its output in a file."""
         nice = ["nice", "-n", str(NICENESS.get(self.name, 0))]
         command = [*nice, sys.executable, "-m", "pytest", *self.arguments]
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
     def follow(self) -> None:
-        """Print the output as it comes, until the process has ended."""
+        """Print the output live until the process ends."""
         print(f"\n##### {self.name}: pytest {' '.join(self.arguments)}", flush=True)
         with self.output.open("rb") as file:
             ended = False
@@ -57,11 +57,11 @@ class Part:
                     time.sleep(0.2)
 
     def lines(self) -> list[str]:
-        """Return what pytest has printed."""
+        """Return pytest's output."""
         return self.output.read_text(errors="replace").strip().splitlines()
 
     def failed(self) -> list[str]:
-        """Return pytest's lines on tests that failed, or how it ended if it names none although it failed."""
+        """Return pytest's lines on failed tests, or the exit status if it failed without naming any."""
         if self.process.returncode == 0:
             return []
         lines = self.lines()

@@ -12,7 +12,7 @@ TALK = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "much?"}]}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
-# Fields of /tokenize that are answered.
+# Valid requests to /tokenize.
 TOKENIZED: list[dict[str, Any]] = [
     {"prompt": "Once upon a time, in Zürich … 🙂"},
     {"prompt": ""},
@@ -33,7 +33,7 @@ TOKENIZED: list[dict[str, Any]] = [
     {"messages": [USER], "prompt": "x"},
 ]
 
-# Paths and fields that are refused where nothing is generated.
+# Refused requests to endpoints that generate nothing.
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (TOKENIZE, {}),
     (TOKENIZE, {"prompt": 5}),
@@ -51,7 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (DETOKENIZE, {"tokens": [1], "model": "unknown"}),
 ]
 
-# The same, where text would be generated.
+# Refused requests to endpoints that generate text.
 REFUSED_GENERATION: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {}),
     (COMPLETIONS, {"prompt": "x", "model": "unknown"}),

@@ -21,7 +21,7 @@ _GREY = "0.65"
 
 
 class Change(NamedTuple):
-    """The change of a figure under a policy, %: with its interval, and of each round."""
+    """The change of a figure under a policy, %: mean with interval, and each round."""
 
     policy: str
     value: float
@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
 
 def policy_colour(policy: str) -> str:
-    """Return the colour that a policy has in every plot; load balancers are grey."""
+    """Return the colour of a policy in all plots; load balancers are grey."""
     return POLICY_COLOURS.get(policy.partition(":")[0], _GREY)
 
 
@@ -109,10 +109,10 @@ def lines(
 
 
 def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
-    """Return a figure with one panel a figure: a dot and an interval a policy, a tick a round, 0 as a line.
+    """Return a plot with one panel a figure: a dot and interval a policy, a tick a round, a line at 0.
 
     Args:
-        panels: title, label of the axis, and the changes.
+        panels: title, axis label and changes of each panel.
     """
     most = max((len(found) for _, _, found in panels), default=1)
     figure = Figure(figsize=(11, 1.4 + 0.6 * most), layout="constrained")

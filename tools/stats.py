@@ -70,8 +70,8 @@ def paired_change_percent(
 def paired_ratio_percent(values: Sequence[float], base: Sequence[float]) -> Interval:
     """Return the mean change of paired values in %, with Student's t interval over the pairs.
 
-    The mean and the interval are those of the logarithms of the ratios, so that swapping the two sides
-    inverts the result. Fewer than two pairs have no interval: its ends are NaN.
+    Mean and interval are computed on the logarithms of the ratios, so that swapping the two sides inverts the
+    result. With fewer than two pairs the ends of the interval are NaN.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.asarray(values, float) / np.asarray(base, float))

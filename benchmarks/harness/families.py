@@ -61,14 +61,14 @@ class Family:
     """A tiny model of one architecture.
 
     Attributes:
-        model: its prefix among the classes of transformers.
-        config: what differs from the common sizes.
-        config_class: of transformers, if it has not the model's prefix.
-        architecture: by which vLLM knows the model, if not by the class's name in transformers.
-        exact: whether vLLM's CPU engine chooses as Hugging Face's model does, token by token.
+        model: prefix of its classes in transformers.
+        config: settings that differ from the common sizes.
+        config_class: configuration class in transformers, if it does not have the model's prefix.
+        architecture: name of the architecture in vLLM, if it differs from the class name in transformers.
+        exact: whether vLLM's CPU engine generates the same tokens as the Hugging Face model.
         engine: engine arguments; few KV blocks, so that requests are preempted.
-        torchvision: vLLM imports it, for pictures that a text model does not see.
-        mla_for_amx: served by vLLM's MLA backend for AMX; it takes AMX, or AVX-512 with bfloat16.
+        torchvision: whether vLLM imports torchvision for this model, although only text is used.
+        mla_for_amx: whether to use vLLM's MLA backend for AMX, which needs AMX, or AVX-512 with bfloat16.
     """
 
     model: str
@@ -82,7 +82,7 @@ class Family:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what the checkpoint's configuration is made of."""
+        """Return the settings of the checkpoint's configuration."""
         return _COMMON | self.config
 
     def make(self, folder: Path, seed: int = 0) -> Path:
@@ -114,7 +114,7 @@ def _is_gate(name: str) -> bool:
 
 _EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
-# Without a name, vLLM takes its backend for AMX where the CPU has that, which cannot serve float32.
+# By default vLLM chooses its AMX backend on CPUs with AMX, which does not support float32.
 _MLA_ENGINE = _engine(17, attention_backend="CPU_MLA")
 _RECURRENT = _engine(
     24, dtype="bfloat16", max_model_len=1536

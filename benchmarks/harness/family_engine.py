@@ -129,10 +129,10 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose_mla_for_amx() -> None:
-    """Make vLLM choose its MLA backend for AMX, whose matrix products are oneDNN's and run without AMX too.
+    """Make vLLM choose its MLA backend for AMX. It uses oneDNN, which also runs without AMX.
 
     Raises:
-        RuntimeError: the CPU has neither AMX nor what oneDNN needs instead.
+        RuntimeError: the CPU has neither AMX nor AVX-512 with bfloat16.
     """
     import torch
     from vllm.platforms import cpu
@@ -142,7 +142,7 @@ def choose_mla_for_amx() -> None:
         raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
 
     class WithAmx:
-        """torch, as the module that chooses backends sees it; the kernels of other layers do not change."""
+        """Replaces torch in the module that chooses backends; the kernels of other layers do not change."""
 
         cpu = SimpleNamespace(**seen | {"_is_amx_tile_supported": lambda: True})
 
@@ -164,11 +164,11 @@ def _serve(job: dict[str, Any], report: Path) -> None:
 
 
 def main(jobs: Path) -> None:
-    """Serve each of a JSON file's jobs by name; the report is NAME.json beside the file.
+    """Run the jobs of a JSON file, by name; each report is NAME.json in the folder of the file.
 
-    A job is {"arguments": the engine's, "mla_for_amx": see Family}.
+    A job is {"arguments": engine arguments, "mla_for_amx": see Family}.
 
-    That of an engine that does not start is {"error": the reason}.
+    If an engine does not start, the report is {"error": the reason}.
     """
     from vllm import LLM  # noqa: F401 - once, not in every fork
 

@@ -69,7 +69,7 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
 def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
     """The application with these `args`, ready at `port`; Serve's proxy is at the next one."""
     arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": KEY, "ingress": {"port": port}}
-    arguments.setdefault("signatures", {"actors": 0})  # a benchmark swaps its tables in itself
+    arguments.setdefault("signatures", {"actors": 0})  # benchmarks swap their own tables in
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 

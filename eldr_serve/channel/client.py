@@ -58,11 +58,11 @@ class Chunk:
 
 
 class Call:
-    """One call, and what has come of its answer.
+    """One call and the answer received so far.
 
     Attributes:
-        about: what the engine has said of its part with the answer's end.
-        begun_at: by the clock of the event loop, s.
+        about: the engine's report on its part of the call, received with the end of the answer.
+        begun_at: start time on the event loop's clock, s.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -102,13 +102,13 @@ class Call:
         return chunk
 
     def expect(self, first_s: float, gap_s: float, since: Callable[[], float] | None = None) -> None:
-        """Give the call up if nothing comes for `first_s`, or nothing more for `gap_s` after that.
+        """Fail the call if no part arrives for `first_s`, or no further part for `gap_s`.
 
-        The time is looked at now and then, not with each part of the answer.
+        The limits are checked periodically, not with each part of the answer.
 
         Args:
-            since: returns from when `first_s` counts, on the loop's clock, later each time it is asked if
-                the engine has others to answer first; by default from now on.
+            since: returns the time, on the loop's clock, from which `first_s` counts. It moves forward
+                while the engine answers other calls first. By default `first_s` counts from now.
         """
         now = self._loop.time()
         self._timer = self._loop.call_later(
@@ -173,7 +173,7 @@ class Channel(Peer):
     """A connection to one engine replica. Made by `connect`.
 
     Attributes:
-        on_report: called with each report that the engine sends on itself.
+        on_report: callback for each status report of the engine.
     """
 
     def __init__(self, secret: str, changed: Callable[[], None]) -> None:

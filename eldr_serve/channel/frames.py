@@ -3,12 +3,12 @@
     ingress -> engine   HELLO (version and secret), CALL, CANCEL, PING
     engine -> ingress   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING
 
-A TOKENS is a DATA whose payload begins with the ids of its `tokens` tokens, u32 each, little-endian: what an
-ingress needs to have another engine go on with the answer.
+A TOKENS is a DATA whose payload begins with the ids of its `tokens` tokens, u32 each, little-endian. An
+ingress needs these ids to continue the answer on another engine.
 
-A call's frames end with one END or FAIL, also after a CANCEL: then nobody works for the call any more.
-A PING's payload, from an engine, is its report on itself, msgpack, or empty.
-An END's payload is what the engine says of its own part in the call, msgpack, or empty.
+A call's frames end with one END or FAIL, also after a CANCEL; the engine does no further work on the call.
+A PING from an engine carries its status report as payload (msgpack, may be empty).
+An END carries the engine's report on its part of the call as payload (msgpack, may be empty).
 """
 
 from __future__ import annotations

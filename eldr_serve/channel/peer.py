@@ -44,11 +44,11 @@ class Peer(asyncio.Protocol, ABC):
         """The connection is over."""
 
     def ping(self) -> bytes:
-        """Return the frame that tells the other end that this one lives."""
+        """Return a keepalive frame."""
         return _PING
 
     def pinged(self, payload: bytes) -> None:
-        """Take what the other end says of itself with a ping."""
+        """Process the payload of a ping from the other end."""
 
     def say(self, *parts: bytes) -> None:
         """Send these bytes with whatever else is said in this turn of the loop."""

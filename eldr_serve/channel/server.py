@@ -66,19 +66,19 @@ Describe = Callable[[Exception], tuple[int, bytes]]
 class ChannelServer:
     """Listens for ingress replicas and runs their calls.
 
-    A connection that breaks, that is silent for long, or that does not take what it is sent, has its calls
-    cancelled.
+    The calls of a connection are cancelled if it breaks, is silent for too long, or does not read its data.
 
     Args:
-        secret: what a peer must know to be listened to.
+        secret: shared secret that a peer must present.
         handler: answers calls.
-        describe: an exception's status, as of HTTP, and the body that tells it.
-        limit: calls in flight; one more fails with an error that `full` makes.
-        on_lost: told of each connection that has ended, see Answer.peer.
-        report: returns what each ping says of this engine, of what msgpack can carry; by default nothing.
+        describe: returns the HTTP status and the response body of an exception.
+        limit: maximum calls in flight; a further call fails with the error that `full` returns.
+        on_lost: callback for each connection that has ended, see Answer.peer.
+        report: returns this engine's status report for a ping, in types that msgpack can encode; empty by
+            default.
 
     Attributes:
-        suspended: it takes no connection now.
+        suspended: whether new connections are refused at present.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ChannelServer:
             connection.close("the engine stops")
 
     def ping(self) -> bytes:
-        """Return a ping with this engine's report."""
+        """Return a keepalive frame with this engine's status report."""
         report = self._report()
         return frame(Kind.PING, payload=msgspec.msgpack.encode(report) if report else b"")
 

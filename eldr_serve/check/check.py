@@ -45,11 +45,11 @@ class Checked:
 
 
 def check(paths: Sequence[Path], cluster: Cluster, model: Path | None = None) -> list[Checked]:
-    """Check deployments, each as if it had the cluster to itself; nothing is started.
+    """Check deployments, each as if it had the cluster to itself. Nothing is started.
 
     Args:
-        paths: their YAMLs.
-        cluster: the pools of nodes, by the file and by what its engines run on.
+        paths: deployment YAML files.
+        cluster: returns the pools of nodes for a file and the hardware that its engines run on.
         model: see build_deployment.
 
     Raises:

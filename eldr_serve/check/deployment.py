@@ -43,12 +43,12 @@ class EngineDeployment:
 
     @property
     def config(self) -> str:
-        """Name of their configuration in the file."""
+        """Return the name of the engines' configuration in the file."""
         return "prefill_config" if self.role == "prefill" else "decode_config"
 
     @property
     def where(self) -> str:
-        """Name of their engines' arguments in the file."""
+        """Return the name of the engine arguments in the file."""
         return f"{self.config}.engine_kwargs"
 
     @property
@@ -59,15 +59,15 @@ class EngineDeployment:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a deployment YAML says.
+    """The content of a deployment YAML.
 
     Attributes:
-        args: of our application.
-        engines: of both roles, or whole ones.
-        ingress: its replicas.
+        args: arguments of the eldr-serve application.
+        engines: the prefill and decode deployments, or one of whole engines.
+        ingress: replicas of the ingress.
         proxy: host and port of Serve's own HTTP proxy; None where there is none.
-        document: the file, as `serve deploy` reads it.
-        ignored: one sentence for each part of the file that Serve, or the check, ignores.
+        document: the content of the file, as `serve deploy` reads it.
+        ignored: one sentence for each part of the file that Serve or the check ignores.
     """
 
     args: EldrArgs
@@ -79,22 +79,22 @@ class Deployment:
 
 
 def read_deployment(path: Path, model: Path | None = None) -> Deployment:
-    """Read a deployment YAML, and build its application without deploying it.
+    """Read a deployment YAML and build its application without deploying it.
 
     Args:
         path: the file.
-        model: a config.json, or the folder that holds one; none: the model's own folder, or the published
-            one beside the deployment.
+        model: a config.json, or the folder that holds one. By default the one in the model's own folder, or
+            the published one beside the deployment.
 
     Raises:
-        ValueError: it is none of ours, or asks for what cannot be built.
+        ValueError: the file holds no eldr-serve application, or one that cannot be built.
         OSError: a file cannot be read.
     """
     return build_deployment(path, read_document(path), model)
 
 
 def build_deployment(path: Path, document: Document, model: Path | None = None) -> Deployment:
-    """Build what a file says, without deploying it; see read_deployment."""
+    """Build the application of a file without deploying it; see read_deployment."""
     from eldr_serve.serving.app import build  # it imports vLLM
 
     built = build(document.application.get("args") or {})
@@ -123,7 +123,7 @@ def _engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None)
 
 
 def _replicas(options: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the least, the first and the largest number of a deployment's replicas."""
+    """Return the minimum, initial and maximum number of replicas of a deployment."""
     if not options.get("autoscaling_config"):
         fixed = int(options.get("num_replicas", 1))
         return fixed, fixed, fixed

@@ -1,4 +1,4 @@
-"""The file that `serve run` takes, read and checked as Serve does, without an import of an engine's code."""
+"""Read and validate a Serve file as `serve run` does, without importing engine code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ APPLICATION = "eldr_serve.serving.app:build_app"
 
 @dataclass(frozen=True)
 class Document:
-    """A Serve file with one application of ours.
+    """A Serve file with one eldr-serve application.
 
     Attributes:
-        content: the file, as `serve deploy` reads it.
-        application: our application in it.
-        where: the application's name in it, as `applications.0`.
-        args: its `args`, checked as far as names and simple values go.
+        content: the content of the file, as `serve deploy` reads it.
+        application: the eldr-serve application in the file.
+        where: the location of the application in the file, for example `applications.0`.
+        args: the application's `args`; only names and simple values have been checked.
         ignored: one sentence for each key that Serve ignores.
     """
 
@@ -40,7 +40,7 @@ class Document:
 
     @property
     def proxy(self) -> tuple[str, int] | None:
-        """Host and port of Serve's own HTTP proxy; None where there is none."""
+        """Return host and port of Serve's own HTTP proxy; None if there is none."""
         if self.content.get("proxy_location") in (ProxyLocation.Disabled.value, ProxyLocation.Disabled):
             return None
         options = HTTPOptionsSchema.model_validate(self.content.get("http_options") or {})
@@ -51,7 +51,7 @@ def read_document(path: Path) -> Document:
     """Read a Serve file.
 
     Raises:
-        ConfigurationError: one sentence on what `serve run`, or our application in it, would refuse.
+        ConfigurationError: `serve run` or the application would refuse the file; one sentence.
         OSError: the file cannot be read.
     """
     content = _loaded(path)
@@ -89,7 +89,10 @@ def _loaded(path: Path) -> Any:
 
 
 def _ours(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """Return our application, whose import path is written with a colon, and its name in the file."""
+    """Return the eldr-serve application and its location in the file.
+
+    The import path is normalised to the form with a colon.
+    """
     for application in applications:
         if application["import_path"] == APPLICATION.replace(":", "."):
             application["import_path"] = APPLICATION
@@ -109,7 +112,7 @@ def _ignored(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key that Serve ignores.
 
     Raises:
-        ConfigurationError: for one that looks misspelt.
+        ConfigurationError: a key looks misspelt.
     """
     yield from _unknown("", content, ServeDeploySchema)
     yield from _unknown("http_options", content.get("http_options"), HTTPOptionsSchema)
@@ -129,10 +132,10 @@ def _unknown(where: str, given: Any, model: type[BaseModel]) -> Iterator[str]:
 
 
 def check_overrides(document: Document, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield a sentence for each deployment whose options the file overrides, which the check leaves out.
+    """Yield a sentence for each deployment whose options the file overrides; the check ignores overrides.
 
     Raises:
-        ConfigurationError: our application has no deployment of such a name.
+        ConfigurationError: the application has no deployment of that name.
     """
     for number, given in enumerate(document.application.get("deployments") or ()):
         where = f"{document.where}.deployments.{number}"

@@ -17,14 +17,14 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Engine:
-    """What is asked: an engine.
+    """An engine that vLLM is asked about.
 
     Attributes:
-        where: the arguments' name in the file.
+        where: the location of the engine arguments in the file.
         config: the model's config.json.
         arguments: see EngineSpec.arguments.
-        memory_gib: of its GPU; on a CPU the KV cache's size.
-        capability: its GPU's; none on a CPU.
+        memory_gib: memory of its GPU; on a CPU the size of the KV cache.
+        capability: compute capability of its GPU; None on a CPU.
     """
 
     where: str
@@ -36,17 +36,17 @@ class Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """What vLLM said; bytes are those of one rank.
+    """The answer of vLLM; bytes are those of one rank.
 
     Attributes:
-        refusal: why it would not start, one sentence; the rest may be zero then.
+        refusal: why the engine would not start, one sentence; the other fields may then be zero.
         agreed: see Described.agreed.
-        weights: bytes of the parameters.
-        reserve: bytes of all else but the KV cache, estimated.
-        kv: bytes left for the KV cache.
-        kv_tokens: how many tokens those hold.
-        sequences: of max_model_len, at the same time.
-        max_model_len: tokens.
+        weights: size of the parameters, bytes.
+        reserve: estimated size of everything else except the KV cache, bytes.
+        kv: size of the KV cache, bytes.
+        kv_tokens: number of tokens that the KV cache holds.
+        sequences: number of sequences of max_model_len tokens that it holds at the same time.
+        max_model_len: maximum length of a sequence, tokens.
         kernels: MoE kernels, and whether each hides the experts that it chooses.
     """
 

@@ -118,7 +118,7 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterat
 
 
 def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, Answer]]) -> Iterator[Finding]:
-    """Fields that prefill and decode must have equal and that vLLM resolves to two values."""
+    """Yield the fields that prefill and decode must share but that vLLM resolves to different values."""
     answers = {deployment.role: answer for deployment, _, answer in engines}
     if "prefill" in answers and not any(answer.refusal for answer in answers.values()):
         for sentence in ENGINES.differences(answers["prefill"].agreed, answers["decode"].agreed):
@@ -172,7 +172,7 @@ def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
 
 
 def this_machine(deployment: Deployment) -> Iterator[Finding]:
-    """Ports of this machine that somebody else listens at."""
+    """Yield the ports of this machine at which another process listens."""
     ingress = deployment.args.ingress
     own = (ingress.host, ingress.port) if ingress.port else None
     for where, address in (("ingress", own), ("http_options", deployment.proxy)):
@@ -199,7 +199,7 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
 
 
 def keys_file(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
-    """A file of keys that the ingress could not read, as far as that can be seen from here."""
+    """Yield the key file if the ingress could not read it, as far as this machine can tell."""
     path = deployment.args.ingress.keys_file
     if path is None:
         return

@@ -44,15 +44,15 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Pool:
-    """Nodes that are alike.
+    """A group of identical nodes.
 
     Attributes:
-        name: the node type's.
-        nodes: how many there can be.
-        resources: Ray's, of one node, by name.
-        gpu: the kind of its GPUs; none on a node without.
-        memory_gib: memory of a node without GPUs, GiB; 0 where nobody said.
-        here: whether it is this machine, whose ports and files can be looked at.
+        name: name of the node type.
+        nodes: maximum number of nodes.
+        resources: Ray resources of one node, by name.
+        gpu: kind of the GPUs; None on nodes without GPUs.
+        memory_gib: memory of a node without GPUs, GiB; 0 if unknown.
+        here: whether the node is this machine, so that its ports and files can be checked.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Ports of this machine that other processes listen at."""
+"""Find out whether a port of this machine is in use."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import errno
 import socket
 from typing import Literal
 
-# taken: nobody may listen there; shared: an ingress or a Serve proxy of this user does, and lets others.
+# taken: no process can listen there; shared: an ingress or Serve proxy of this user shares the port.
 State = Literal["free", "shared", "taken"]
 
 
 def state(host: str, port: int) -> State:
-    """Return whether a process of this user could listen at a port.
+    """Return whether a process of this user could listen on a port.
 
     Raises:
-        OSError: the host is no address of this machine, or the port is not for this user.
+        OSError: the host is not an address of this machine, or this user may not use the port.
     """
     tries: tuple[tuple[bool, State], ...] = ((False, "free"), (True, "shared"))
     for shared, found in tries:

@@ -86,11 +86,11 @@ class EngineSpec(Protocol):
 
     @property
     def host_kv_variable(self) -> str:
-        """The environment variable that sets the size of a KV cache on a CPU."""
+        """Return the environment variable that sets the size of a KV cache on a CPU."""
 
     @property
     def deployment_name(self) -> str:
-        """Name of the Ray Serve deployment, without the prefix."""
+        """Return the name of the Ray Serve deployment, without the prefix."""
 
     def ports(self, replicas: int) -> list[int]:
         """NIXL's side channel of each replica, by its rank; one port an engine."""
@@ -102,12 +102,12 @@ class EngineSpec(Protocol):
         """Of one engine, for `Backend.describe`; JSON types."""
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
-        """The Ray Serve deployment of these engines; needs no running Ray.
+        """Build the Ray Serve deployment of these engines. Ray need not be running.
 
         Args:
-            server: the replica's class; started with `llm_config`, what `Backend.start` takes.
-            name_prefix: of the deployment, before the model's name.
-            arguments: further ones of the class.
+            server: class of a replica; it is called with `llm_config`, the argument of `Backend.start`.
+            name_prefix: prefix of the deployment's name, before the model's name.
+            arguments: further arguments of the class.
         """
 
 
@@ -116,7 +116,7 @@ class Described(Protocol):
 
     max_model_len: int  # tokens of a prompt and its answer, at most
     memory_utilization: float  # share of a GPU's memory that the engine may take
-    agreed: Mapping[str, Any]  # resolved arguments that prefill and decode must have equal; JSON types
+    agreed: Mapping[str, Any]  # resolved arguments that prefill and decode must share; JSON types
 
     def weight_bytes(self) -> int:
         """Of the parameters."""
@@ -150,41 +150,41 @@ class Backend(Protocol):
         """Raise RuntimeError, one sentence, if what is installed is not what it was made for."""
 
     def version(self) -> str:
-        """Return the version of what the engines run."""
+        """Return the version of the engine software."""
 
     def requests(self) -> Mapping[str, Any]:
         """Types of clients' requests, by method (see EngineRequest)."""
 
     def check_config(self, where: str, config: Mapping[str, Any]) -> None:
-        """Check names and simple values of a role's configuration, without an import of the engine's code.
+        """Check names and simple values of a role's configuration without importing engine code.
 
         Args:
-            where: the configuration's name in the file.
-            config: is not changed.
+            where: name of the configuration in the file.
+            config: the configuration; it is not modified.
 
         Raises:
-            ConfigurationError: one sentence.
+            ConfigurationError: a name or value is wrong; one sentence.
         """
 
     def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
-        """Raise ConfigurationError unless both roles say the same where they must be alike."""
+        """Raise ConfigurationError unless both roles agree on the fields that must be equal."""
 
     def differences(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[str]:
-        """Return one sentence for each field that must be equal and is not.
+        """Return one sentence for each field that must be equal but differs.
 
         Args:
             prefill, decode: see Described.agreed.
         """
 
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> EngineSpec:
-        """Engines as a deployment describes them, with all filled in that expert counts need.
+        """Return the specification of the engines, with the settings added that expert counts need.
 
         Args:
-            config: is changed.
+            config: the role's configuration; it is modified.
             kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
 
         Raises:
-            ValueError, TypeError: the configuration cannot be used; a ValidationError says where.
+            ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.
         """
 
     async def start(self, config: Any) -> Engine:

@@ -31,10 +31,10 @@ class FakeConfig:
     """See protocol.EngineConfig.
 
     Attributes:
-        signatures: uint32[L,E] each; prompts have them in turn.
-        prompt_tokens: of every prompt.
-        prefill_s: time of a prefill, s.
-        step_s: time of a decode step, s; all streams' tokens of a step are sent together.
+        signatures: uint32[L,E] each; they are assigned to prompts in turn.
+        prompt_tokens: number of tokens of every prompt.
+        prefill_s: duration of a prefill, s.
+        step_s: duration of a decode step, s; the tokens that all streams get in a step are sent together.
         prefix_cache: tokens of a block, and of the KV cache.
         top_k: experts a token; a decode step uses the first k of each layer.
     """
@@ -211,7 +211,7 @@ class FakeTracer:
     """See protocol.Tracer.
 
     Args:
-        config: prompts have its signatures in turn.
+        config: its signatures are assigned to prompts in turn.
         max_model_len: tokens of a prompt and its answer, at most.
     """
 

@@ -2,8 +2,8 @@
 
 SIGNATURE = "eldr_signature"  # on a prefill's answer: packed expert counts of the prompt
 REQUEST = "eldr_request"  # the caller's name for a prompt, to abandon its blocks or hear its signature by
-CREATED = "eldr_created_cache_tokens"  # on a prefill's answer: prompt tokens written to its prefix cache
-CALIBRATE = "eldr_calibrate"  # asks for the counts of decode, and of prefill where the engine prefills
+CREATED = "eldr_created_cache_tokens"  # in a prefill answer: prompt tokens written to the prefix cache
+CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
 ROUTES = "eldr_routes"  # with CALIBRATE: asks for the routes too
 
 # Headers by which a client would tell an engine what only serving may say.

@@ -17,7 +17,7 @@ from eldr_serve.expert_placement import ExpertPlacement
 from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.routing.cost import StepSums
 
-MAX_SAMPLES = 256  # that an engine keeps until `take_samples`
+MAX_SAMPLES = 256  # maximum that an engine keeps until `take_samples`
 
 
 class Send(Protocol):
@@ -38,20 +38,20 @@ class EngineRequest:
     Attributes:
         method: "chat", "completions", or an endpoint that generates nothing ("embeddings", ...).
         body: JSON, as the client sent it; the engine validates it.
-        id: the caller's name for this call.
-        headers: the client's.
-        kv: what `prefill` returned, where the prompt's KV blocks are to be read from another engine.
-        token_ids: the prompt's, uint32 bytes, where prefill has made them already.
-        cache_salt: prompts share prefixes with those of the same salt alone, and the client's priority does
-            not count; "": both as the client says.
-        generated: ids that an engine which was lost has sent of the answer, uint32 bytes; they follow the
-            prompt, and what is sent now follows what was sent with them.
-        prompt_tokens: the caller's estimate of the tokens to compute; 0: it makes none.
-        created: the time in the events that were sent with them, s since 1970.
-        sampled: make an ExpertSample of the request, which `take_samples` returns.
-        domain: the client's label for the kind of request, for its sample.
-        signature: the prompt's packed expert counts from the engine that prefilled it, for the sample; ""
-            where this engine prefills.
+        id: identifier that the caller assigned to this call.
+        headers: HTTP headers of the client's request.
+        kv: result of `prefill`, if the prompt's KV blocks are to be read from another engine.
+        token_ids: token ids of the prompt, uint32 bytes, if prefill has already computed them.
+        cache_salt: prompts share cached prefixes only with prompts of the same salt, and the client's
+            priority is ignored. If empty, the client's own salt and priority apply.
+        generated: token ids that a lost engine has already sent, uint32 bytes. The engine appends them to
+            the prompt and continues the answer after them.
+        prompt_tokens: the caller's estimate of the tokens to compute; 0 if there is none.
+        created: timestamp in the events that were sent with `generated`, s since 1970.
+        sampled: record an ExpertSample of the request, which `take_samples` returns.
+        domain: the client's label for the kind of request, copied to the sample.
+        signature: packed expert counts of the prompt, from the engine that prefilled it, for the sample.
+            Empty if this engine prefills.
     """
 
     method: str
@@ -84,13 +84,13 @@ class Prefilled:
 
 
 class DescribesErrors(Protocol):
-    """Describes what the methods of an engine raise."""
+    """Describes the errors that the methods of an engine raise."""
 
     def status_of(self, error: Exception) -> int:
-        """HTTP status of what a method raised: below 500 if the request is at fault."""
+        """Return the HTTP status of an error that a method raised: below 500 if the request is at fault."""
 
     def parameter_of(self, error: Exception) -> str | None:
-        """Return the field of the request that is at fault; None if no single one is."""
+        """Return the field of the request that is at fault; None if no single field is."""
 
 
 class Engine(DescribesErrors, Protocol):
@@ -170,7 +170,7 @@ class Engine(DescribesErrors, Protocol):
         """Tokens of a block of the prefix cache, and tokens that the KV cache holds; (0, 0) without one."""
 
     def seats(self) -> int:
-        """Requests that one step can work for; further ones wait. 0: not known."""
+        """Return how many requests one step can serve; further requests wait. 0 if unknown."""
 
     def take_steps(self) -> StepSums:
         """Sums over the steps since the last call."""
@@ -178,8 +178,8 @@ class Engine(DescribesErrors, Protocol):
     def take_samples(self) -> list[ExpertSample]:
         """Return samples of the sampled requests that ended since the last call, the oldest first.
 
-        Only an answer that ended in the engine itself, by its length or a stop token, after at least one
-        decode step gives a sample. The engine keeps at most MAX_SAMPLES and drops the oldest.
+        A sample exists only for an answer that the engine itself ended, by its length or a stop token,
+        after at least one decode step. The engine keeps at most MAX_SAMPLES and drops the oldest.
         """
 
     async def ping(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples that an engine keeps until they are taken."""
+"""Buffer for the samples of an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampleBuffer:
     """Keeps the newest samples of an engine.
 
     Args:
-        size: samples kept; with one more the oldest is dropped.
+        size: maximum number of samples; when the buffer is full, a new sample replaces the oldest.
 
     Attributes:
         dropped: samples dropped since the start.
@@ -32,11 +32,11 @@ class SampleBuffer:
     def put(
         self, request: EngineRequest, token_ids: NDArray[np.uint32], prefill: str, decode: str, steps: int
     ) -> None:
-        """Add the sample of a request that has ended; nothing without decode steps or prefill counts.
+        """Add the sample of a finished request. Ignore a request without decode steps or prefill counts.
 
         Args:
-            prefill, decode: packed counts. Those of another shape than the decode counts, or malformed,
-                are not the engine's own: they make no sample.
+            prefill, decode: packed counts. If they are malformed or their shapes differ, they come from
+                another model, and no sample is added.
         """
         if not steps or not prefill:
             return
@@ -57,7 +57,7 @@ class SampleBuffer:
         )
 
     def take(self) -> list[ExpertSample]:
-        """Return all that is kept, the oldest first, and keep it no longer."""
+        """Remove and return all samples, oldest first."""
         taken = list(self._kept)
         self._kept.clear()
         return taken

@@ -1,4 +1,4 @@
-"""Check on held-out requests that a table groups requests better than placement by load would."""
+"""Check on held-out requests that a table groups requests better than random placement."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from eldr_serve.artifacts import RoutingTable
 from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.fitting.clustering import balanced_assignment
 
-BATCH = 8  # requests of the decode batches that are compared
-RANDOM_GROUPINGS = 39  # the table must beat them all: it does so by luck once in forty times
+BATCH = 8  # size of the decode batches that are compared
+RANDOM_GROUPINGS = 39  # the table must beat all of them; by chance that happens once in forty times
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Distinct experts of a decode batch, mean over layers, when held-out requests are grouped.
+    """Mean number of distinct experts in a decode batch, for different groupings of held-out requests.
 
     Attributes:
-        requests: held-out requests.
-        by_table: groups of equal sizes that follow the centroids.
+        requests: number of held-out requests.
+        by_table: value for groups of equal size that follow the centroids.
         by_load: mean over random groupings of the same sizes.
-        best_by_load: lowest of those.
+        best_by_load: lowest value of these random groupings.
     """
 
     requests: int
@@ -33,7 +33,7 @@ class Verdict:
 
     @property
     def better(self) -> bool:
-        """Whether the table activates fewer experts than every random grouping."""
+        """Return whether the table activates fewer experts than every random grouping."""
         return self.by_table < self.best_by_load
 
     def __str__(self) -> str:
@@ -45,13 +45,13 @@ class Verdict:
 
 
 def judge(table: RoutingTable, held_out: CalibrationTrace, *, seed: int = 0) -> Verdict:
-    """Compare groups by the table with random groups of the same sizes.
+    """Compare the groups that the table makes with random groups of the same sizes.
 
-    Batches are drawn from a group with replacement, so an expert that a group's requests choose in a share p
-    of their decode steps is idle in a batch with probability (1 - p)^BATCH.
+    Batches are drawn from a group with replacement. If the requests of a group choose an expert in a share p
+    of their decode steps, the expert is idle in a batch with probability (1 - p)^BATCH.
 
     Raises:
-        ValueError: counts of another shape than the table's.
+        ValueError: the counts do not have the table's shape.
     """
     workers = len(table.centroids)
     similarity = table.spec.encode(held_out.prefill_counts) @ table.centroids.T

@@ -12,17 +12,18 @@ from eldr_serve.artifacts import RoutingTable
 from eldr_serve.fitting.clustering import balanced_kmeans
 from eldr_serve.signature import Counts
 
-MIN_REQUESTS_PER_WORKER = 8  # fewer make a cluster meaningless
+MIN_REQUESTS_PER_WORKER = 8  # with fewer, a cluster is meaningless
 
 
 def reason(
     table: RoutingTable, counts: Counts, workers: int, before: int | None, min_gain: float, *, seed: int = 0
 ) -> str | None:
-    """Return why the table should be refitted to these prompts' counts, or None.
+    """Return the reason to refit the table to these counts, or None.
 
     Args:
-        counts: unsigned[N,L,E].
-        workers, before: decode replicas now and at the last look; nothing is due while they change.
+        counts: unsigned[N,L,E], counts of prompts.
+        workers, before: number of decode replicas now and at the last check; no refit is due while it
+            changes.
     """
     if workers != before or len(counts) < MIN_REQUESTS_PER_WORKER * max(workers, len(table.centroids)):
         return None
@@ -33,16 +34,16 @@ def reason(
 
 
 def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: int = 0) -> RoutingTable:
-    """Return the table with the same signature and new clusters.
+    """Return the table with new centroids and the same signature.
 
-    Each new centroid takes the slot of an old one such that the total similarity is greatest, so workers keep
-    what they serve. Additional centroids follow after the old ones.
+    New centroids are assigned to the slots of old ones so that the total similarity is greatest; workers thus
+    keep the kind of request they serve. Additional centroids are appended.
 
     Args:
-        counts: unsigned[N,L,E], of prompts.
+        counts: unsigned[N,L,E], counts of prompts.
 
     Raises:
-        ValueError: fewer requests than workers, or counts of another shape than the table's.
+        ValueError: there are fewer requests than workers, or the counts do not have the table's shape.
     """
     clusters = balanced_kmeans(table.spec.encode(counts), workers, seed=seed)
     alike = clusters.centroids @ table.centroids.T
@@ -60,9 +61,9 @@ def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: 
 
 
 def keep_slots(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> RoutingTable:
-    """Return a table of another signature with its centroids in the slots of the live ones they replace.
+    """Return the fitted table, with another signature, in the slot order of the live one.
 
-    A centroid replaces the one that is the nearest for the same requests.
+    A new centroid takes the slot of the live centroid that is nearest for the same requests.
     """
     new, old = ((t.spec.encode(counts) @ t.centroids.T).argmax(axis=1) for t in (fitted, live))
     shared = np.zeros((len(fitted.centroids), len(live.centroids)))
@@ -78,15 +79,15 @@ def keep_slots(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> Rout
 
 
 def halves(requests: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return a random half of the requests to fit to, and the others to judge on; both ascending."""
+    """Split requests at random into half for fitting and half for evaluation; return ascending indices."""
     shuffled = np.random.default_rng(seed).permutation(requests)
     return np.sort(shuffled[: (requests + 1) // 2]), np.sort(shuffled[(requests + 1) // 2 :])
 
 
 def gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
-    """Return by how much a refit would raise the mean cosine of a request and its nearest centroid.
+    """Return how much a refit would raise the mean cosine between a request and its nearest centroid.
 
-    The refit is fitted to one half of the requests and compared with the table on the other.
+    The new centroids are fitted to one half of the requests and compared with the table on the other half.
     """
     seen, unseen = halves(len(counts), seed)
     fitted = refit_centroids(table, counts[seen], len(table.centroids), seed=seed)
@@ -95,10 +96,10 @@ def gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
 
 
 def _slots(alike: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Return new clusters in the order of the old ones that they are most like; the others follow.
+    """Return the order of the new clusters that best matches the old ones; extra clusters come last.
 
     Args:
-        alike: float[new, old].
+        alike: float[new, old], similarities.
     """
     new, old = linear_sum_assignment(alike, maximize=True)
     kept = new[np.argsort(old)]

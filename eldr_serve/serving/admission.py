@@ -147,18 +147,19 @@ class Gate:
 
 
 class Admission:
-    """ASGI middleware around all endpoints: nothing of a refused request gets beyond it.
+    """ASGI middleware around all endpoints. Refused requests do not reach the endpoints.
 
-    Whatever is posted may reach an engine and takes a place until its answer has ended, however it ends.
-    What changes the service (/eldr) needs the admin key, which is looked at before the body is read; it
-    takes no place, so that a full service can still be operated, and is written to the audit log. All else
-    needs a tenant's key, where there are any, and counts among its requests; everybody may read the OpenAPI
-    document, health, version and the process's metrics, and of /eldr what that shows without the admin key.
+    Every POST may reach an engine; it counts towards the concurrency limit until its answer has ended.
+    Requests that change the service (/eldr) need the admin key, which is checked before the body is read.
+    They do not count towards the limit, so that a full service can still be operated, and they are written to
+    the audit log. All other requests need a tenant's key, if keys are configured, and count towards the
+    tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
+    process, and the parts of /eldr that do not need the admin key.
 
-    What comes through has its `tenant` in the request's state, and its `visit`, which the endpoint fills.
+    The state of an admitted request has its `tenant` and its `visit`, which the endpoint fills in.
 
     Args:
-        gate: finds the gate of the running ingress replica.
+        gate: returns the gate of the running ingress replica.
     """
 
     def __init__(self, app: ASGIApp, gate: Callable[[], Gate]) -> None:
@@ -226,8 +227,8 @@ async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float
     """Return the whole body, decompressed.
 
     Raises:
-        Refused: it is larger than `limit` bytes, as soon as that is known, too slow, or compressed otherwise
-            than by gzip.
+        Refused: the body is larger than `limit` bytes (raised as soon as that is known), arrives too slowly,
+            or has a compression other than gzip.
     """
     encoding = headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "gzip", "x-gzip"):
@@ -255,7 +256,7 @@ async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float
 
 
 def _gunzipped(body: bytes, limit: int) -> bytearray:
-    """Return what is compressed in `body`, but no more than one byte above `limit`."""
+    """Return the decompressed body, but stop one byte above `limit`."""
     found = bytearray()
     try:
         while body and len(found) <= limit:

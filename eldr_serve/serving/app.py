@@ -33,13 +33,13 @@ _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "dec
 
 @dataclass(frozen=True)
 class Built:
-    """An application that could be deployed.
+    """An application that is ready to be deployed.
 
     Attributes:
-        args: what the file says.
-        specs: its engines, in the order in which requests come to them.
-        application: the graph; nothing of it runs.
-        names: of its deployments.
+        args: the validated arguments of the file.
+        specs: its engines, in the order in which requests reach them.
+        application: the Serve application graph, not started.
+        names: names of its deployments.
     """
 
     args: EldrArgs
@@ -49,19 +49,19 @@ class Built:
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """Build the Ray Serve application: ingress -> prefill deployment, if there is one, and decode deployment.
+    """Build the Ray Serve application: ingress, decode deployment, and prefill deployment if there is one.
 
     Args:
         args: see EldrArgs.
 
     Raises:
-        ConfigurationError: one sentence on what is wrong with `args`.
+        ConfigurationError: `args` are wrong; one sentence.
     """
     return build(args).application
 
 
 def build(args: dict[str, Any]) -> Built:
-    """Build the application, as build_app does, and return what it was built of; needs no running Ray.
+    """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
         ConfigurationError: one sentence on what is wrong with `args`.
@@ -110,7 +110,7 @@ def build(args: dict[str, Any]) -> Built:
 
 
 def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
-    """Return the start arguments of the DecodeRouter actor, with what no YAML says under `router`."""
+    """Return the start arguments of the DecodeRouter actor, also those that are not in the YAML."""
     router_name = actor_name(parsed.name)
     pool = PoolSettings(parsed.name, router_name, model_id, parsed.signatures)
     return parsed.router.model_copy(
@@ -120,7 +120,7 @@ def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
 
 @contextmanager
 def _refusing(where: str) -> Iterator[None]:
-    """Turn what Serve or an engine refuses into a ConfigurationError that names the part of the file."""
+    """Turn errors of Serve or an engine into a ConfigurationError that names the part of the file."""
     try:
         yield
     except ConfigurationError:

@@ -1,4 +1,4 @@
-"""Which prefill replicas have room in their KV caches, from the reports that they send once a second."""
+"""Choose prefill replicas with room in their KV caches, by the reports that they send every second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KV_USAGE = "eldr_kv_usage"  # in a replica's report: share of KV blocks in use, 0 to 1
+KV_USAGE = "eldr_kv_usage"  # field of a replica's report: share of KV blocks in use, 0 to 1
 SAMPLE = "eldr_sample"  # number of that sample; the same number again is no news
 _STALE_S = 10.0
 
@@ -38,7 +38,7 @@ class PrefillBudget:
         self._lock = threading.Lock()  # Serve's thread writes, the ingress reads
 
     def take(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the newest reports of all live replicas, by name."""
+        """Process the newest reports of all live replicas, by name."""
         now = self._clock()
         with self._lock:
             before, self._samples = self._samples, {}

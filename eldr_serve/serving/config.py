@@ -61,7 +61,7 @@ class EldrArgs(BaseModel):
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
     router: RouterSettings = Field(default_factory=RouterSettings)
     signatures: SignatureOptions = Field(
-        default_factory=SignatureOptions, description="sampled traffic and the routing tables made from it"
+        default_factory=SignatureOptions, description="sampling of live traffic and routing tables"
     )
     prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
     path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")
@@ -91,10 +91,10 @@ class EldrArgs(BaseModel):
 
 
 def parse(args: Any) -> EldrArgs:
-    """Return the `args` of an application, checked as far as that needs no import of the engines' code.
+    """Validate the `args` of an application as far as possible without importing engine code.
 
     Raises:
-        ConfigurationError: one sentence on the first name or value that is wrong.
+        ConfigurationError: a name or value is wrong; one sentence on the first.
     """
     try:
         parsed = EldrArgs.model_validate(args)

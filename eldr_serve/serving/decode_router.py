@@ -177,13 +177,13 @@ class DecodeRouter:
         return list(self._state.recent)
 
     async def pool_looks(self, status: dict[str, Any]) -> RouterView:
-        """Take the signature pool's status; return what it needs to know of this router."""
+        """Store the signature pool's status; return the router's state for the pool."""
         return self._pool.look(self._state, status)
 
     async def take_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
-        """Swap in a table that the pool has made instead of this version; return the new version.
+        """Swap in a table of the pool if this version is still live; return the new version.
 
-        None: another table has become live meanwhile, and stays.
+        Return None if another table has become live in the meantime; that table is kept.
 
         Raises:
             SwapRefused: the table does not fit.

@@ -1,4 +1,4 @@
-"""When a decode replica can be expected to work for a call: it begins as many calls as it has seats."""
+"""Estimate when a decode replica starts to work on a call: it works on as many calls as it has seats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.prefill_queue import Report
 from eldr_serve.serving.turns import Turn, Turns
 
-SEATS = "eldr_seats"  # in a replica's metadata, see protocol.Engine.seats
+SEATS = "eldr_seats"  # field of a replica's metadata, see protocol.Engine.seats
 
 
 class DecodeTurns:
-    """The calls of one ingress that have no token yet."""
+    """Tracks the calls of one ingress that have not received a token yet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -20,7 +20,7 @@ class DecodeTurns:
         self.enter, self.leave = self._turns.enter, self._turns.leave
 
     def since_s(self, turn: Turn) -> float:
-        """Return from when a call without a token counts as one that its replica works for."""
+        """Return the time since when the replica is assumed to work on a call that has no token yet."""
         if self._is_full(turn.replica):
             turn.since_s = _now()
         return turn.since_s

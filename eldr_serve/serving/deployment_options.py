@@ -1,4 +1,4 @@
-"""Options of a Ray Serve deployment, checked by Serve's own schema before anything is built."""
+"""Check the options of a Ray Serve deployment with Serve's own schema before anything is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eldr_serve.validation import problem, shown, unknown_name
 
 _NOT_OURS = {"_func_or_class", "version"}
 _ENGINES_OWN = {"placement_group_bundles", "placement_group_strategy"}
-# What Serve ignores unknown names of.
+# Options in which Serve ignores unknown names.
 _PARTS: dict[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
     "ray_actor_options": RayActorOptionsSchema,
@@ -25,12 +25,12 @@ _PARTS: dict[str, type[BaseModel]] = {
 
 
 def check_options(where: str, options: Mapping[str, Any], *, engines: bool) -> None:
-    """Raise ConfigurationError, one sentence, unless Serve takes these options of a deployment.
+    """Raise ConfigurationError, with one sentence, unless Serve accepts these options of a deployment.
 
     Args:
-        where: their name in the file.
-        options: what the file says.
-        engines: whether the deployment is one of engines, which have their placement group elsewhere.
+        where: location of the options in the file.
+        options: the options in the file.
+        engines: whether this is an engine deployment, whose placement group is configured elsewhere.
     """
     known = set(inspect.signature(serve.deployment).parameters) - _NOT_OURS
     for name in _ENGINES_OWN & options.keys() if engines else ():

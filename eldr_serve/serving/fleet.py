@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 METADATA = "eldr_channel"  # in a replica's metadata: where its channel is
 _RETRY_S = 0.5
-_GATHER_S = 0.05  # reports that come within it are taken together
+_GATHER_S = 0.05  # reports that arrive within this time are processed together
 
 
 class Fleet:
@@ -65,7 +65,7 @@ class Fleet:
 
     @property
     def oldest_s(self) -> dict[str, float]:
-        """Return the age of this process's oldest open call on each live replica, s."""
+        """Return the age of this process's oldest open call to each live replica, s."""
         return {name: round(self._channels[name].oldest_s, 1) for name in self._live}
 
     def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:

@@ -107,7 +107,7 @@ class _Connection(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """End a body of unknown length with its connection: HTTP/1.0 has no chunked encoding."""
+    """Close the connection after a body of unknown length, since HTTP/1.0 has no chunked encoding."""
     send, sized = cycle.send, False
 
     async def sending(message: Any) -> None:
@@ -143,10 +143,10 @@ class _Named:
 
 
 class HttpServer:
-    """Listens at a port: the kernel spreads connections over the replicas that share it.
+    """Listens on a port. The kernel spreads connections over the replicas that share it.
 
     Args:
-        port: bound; by default that of `options`.
+        port: a bound port; by default one is bound by `options`.
     """
 
     def __init__(self, app: ASGIApp, options: IngressOptions, port: Port | None = None) -> None:
@@ -166,7 +166,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """Return the number of its port."""
+        """Return the port number."""
         return self._port.number
 
     async def drain(self) -> None:

@@ -99,17 +99,17 @@ class EldrIngress:
     """Runs chat and text completions over prefill, placement and decode; other endpoints on a decode engine.
 
     Args:
-        prefill, decode: the deployments; called for their health alone, and to learn their replicas. Without
-            `prefill` the decode engines are whole.
-        tokenizer: where the model's is, a folder or a name on the hub.
-        model_card: what `GET /v1/models` says of the model.
+        prefill, decode: handles of the deployments, used only for their health and to discover their
+            replicas. Without `prefill`, decode engines prefill as well.
+        tokenizer: location of the model's tokenizer, a folder or a name on the hub.
+        model_card: description of the model in `GET /v1/models`.
         openapi: the OpenAPI document.
-        application: names the DecodeRouter actor.
-        router: what that actor is started with.
-        max_load_ratio: a prefill replica above this times the mean load is passed over.
-        max_kv_usage: a prefill replica with more than this share of its KV blocks in use takes no prompt.
-        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; None refuses them all.
-        engine_version: what `GET /version` says.
+        application: name of the application, part of the name of the DecodeRouter actor.
+        router: start arguments of that actor.
+        max_load_ratio: a prefill replica whose load exceeds the mean by this factor is skipped.
+        max_kv_usage: a prefill replica with more than this share of its KV blocks in use gets no prompts.
+        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; if None, all of these are refused.
+        engine_version: version that `GET /version` returns.
 
     Raises:
         PortTaken: another application or program has the port of `options`.
@@ -159,9 +159,9 @@ class EldrIngress:
             self._port = Port(options.host, options.port, owner_of_port(application))
 
     async def check_health(self) -> None:
-        """Called by Serve from the start on; the first call starts the background work.
+        """Serve's health check. The first call starts the background work.
 
-        Raises whatever has ended that work.
+        Raise the exception that ended the background work, if any.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
@@ -355,16 +355,16 @@ class EldrIngress:
         return JSONResponse({"ready": True})
 
     async def health(self, request: Request) -> Response:
-        """As vLLM's: 200 and nothing more once requests may come, else 503."""
+        """Return 200 and an empty body once the service is ready for requests, else 503, like vLLM."""
         await self.ready(request)
         return Response()
 
     async def version(self, request: Request) -> Response:
-        """The version of vLLM that the engines run, as vLLM says it."""
+        """Return the version of vLLM that the engines run, in vLLM's format."""
         return JSONResponse({"version": self.engine_version})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics of the process that answers, and where all others are."""
+        """Return Prometheus metrics of this process, and the location of all other metrics."""
         return Response(_METRICS_ABOUT + generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     async def live(self, request: Request) -> Response:
@@ -453,14 +453,14 @@ class EldrIngress:
         return await self._administer("swap_predictor", await request.body(), self._client.tokenizer)
 
     async def refit(self, request: Request) -> Response:
-        """Make a routing table of recent traffic now, and swap it in; the body is ignored."""
+        """Fit a routing table to recent traffic and swap it in. The body is ignored."""
         try:
             return JSONResponse({"table": await self._pool.refit()})
         except SwapRefused as error:
             raise BadRequest(str(error)) from error
 
     async def trace(self, request: Request) -> Response:
-        """The signature pool's samples as a CalibrationTrace file; it holds the prompts' token ids."""
+        """Return the signature pool's samples as a CalibrationTrace file, which holds prompts' token ids."""
         self.gate.check_key(request.headers)
         try:
             tokenizer, vocabulary = await self._tokens.fingerprint(), await self._tokens.size()

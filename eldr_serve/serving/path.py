@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
 _LOST = error_event("engine_lost", "the decode engine was lost while it generated; send the request again")
-_NOTICE_S = 5.0  # for a decode engine to tell the prefill engine that it reads a prompt's blocks no longer
+_NOTICE_S = 5.0  # time for a decode engine to notify the prefill engine that its read is over
 
 
 class _DecodeFailed(Exception):  # noqa: N818
@@ -178,7 +178,7 @@ class RequestPath:
     async def _answer(
         self, run: Run, lease: Placement, prefilled: Prefilled | None, ticket: Ticket | None, placing: Stage
     ) -> AsyncGenerator[bytes, None]:
-        """Yield what the leased engine answers, and give the lease back."""
+        """Yield the answer of the leased engine, then release the lease."""
         resumed = run.tokens > 0
         run.record.lease = lease
         run.placed(lease)
@@ -346,7 +346,7 @@ class RequestPath:
                 self._release_kv(unread.request_id, unread.replica, reader=call)
 
     def _computed(self, run: Run, ticket: Ticket | None) -> None:
-        """A whole engine has computed the prompt."""
+        """Record that a whole engine has computed the prompt."""
         if ticket is not None:
             known = None if run.token_ids is None else len(run.token_ids)
             self.prefill.computed(ticket, round(ticket.tokens) if known is None else known)
@@ -359,12 +359,12 @@ class RequestPath:
         )
 
     def _release_kv(self, request_id: str, replica: str, *, reader: Call | None = None) -> None:
-        """Free a prompt's blocks without waiting: this also runs while a request is being cancelled.
+        """Free a prompt's blocks in the background, since this also runs while a request is being cancelled.
 
         Args:
-            reader: the decode call that may still read them. Its engine tells the prefill engine, which frees
-                them, when the read is over, though the call may end before that; only an engine that has
-                not got the request tells nothing.
+            reader: the decode call that may still read the blocks. When the read is over, its engine
+                notifies the prefill engine, which frees them; the call may end earlier. The release is sent
+                in any case, because an engine that never got the request sends no notice.
         """
         task = asyncio.get_running_loop().create_task(self._send_release(request_id, replica, reader))
         self._background.add(task)

@@ -1,74 +1,74 @@
-"""How often the steps of a request are tried, and what they may wait for."""
+"""Limits on attempts and waiting times for the steps of a request."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, Field, model_validator
 
-_LEASE_SHARE = 0.8  # of a KV lease that a wait for a worker may use up; the rest is for the pull
+_LEASE_SHARE = 0.8  # share of a KV lease that a wait for a worker may use; the rest is for the transfer
 
 
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
-    """How often a step is tried, and how long a prompt's KV blocks stand."""
+    """Limits on attempts and waiting times, and the lifetime of a prompt's KV blocks."""
 
     prefill_wait_s: float = Field(
         default=2.0,
         ge=0,
-        description="how long a request waits while every prefill replica's KV cache is full, or no decode "
-        "replica can be reached, before it gets 503, s",
+        description="maximum wait while every prefill replica's KV cache is full, or no decode replica can "
+        "be reached, before a request gets 503, s",
     )
     prefill_queue_s: float = Field(
         default=30.0,
         gt=0,
-        description="prompts that may wait in a replica for their prefill, in predicted time, s; a request "
-        "for which no replica has room gets 503 at once, with the time when there is room as Retry-After",
+        description="maximum predicted wait for prefill in a replica, s; a request for which no replica has "
+        "room gets 503 at once, with the predicted time until there is room as Retry-After",
     )
     prefill_tries: int = Field(
-        default=3, ge=1, description="prefill calls of one request that may fail, in all, before it gets 503"
+        default=3, ge=1, description="failed prefill calls of one request after which it gets 503"
     )
     decode_tries: int = Field(
         default=3,
         ge=1,
-        description="decode calls of one request before its first token; each is of a prefill of its own",
+        description="maximum decode calls of one request before its first token; each has its own prefill",
     )
     retries_at_once: int = Field(
         default=64,
         ge=1,
-        description="requests that one ingress has prefilled and placed again at once, after an engine has "
-        "failed them or was lost; more wait",
+        description="maximum requests of one ingress that are retried at the same time, after their engine "
+        "failed or was lost; more wait",
     )
     retry_wait_s: float = Field(
-        default=10.0, ge=0, description="how long such a request waits for its turn before it is given up, s"
+        default=10.0, ge=0, description="maximum wait of a request for its turn to be retried, s"
     )
     prefill_limit_s: float = Field(
         default=60.0,
         gt=0,
-        description="a prefill call that takes longer, after its predicted end and after the replica has "
-        "answered those before it, has failed, s",
+        description="time limit of a prefill call, counted from its predicted end and the replica's last "
+        "answer to an earlier call, s",
     )
     first_token_limit_s: float = Field(
         default=60.0,
         gt=0,
-        description="so has a decode call without a token for longer; the time in which calls before it "
-        "begin, or the replica has more calls than seats and answers them, does not count, s",
+        description="time limit for the first token of a decode call, s; the time in which earlier calls "
+        "begin, or in which the replica has more calls than seats, does not count",
     )
     gap_limit_s: float = Field(
-        default=15.0, gt=0, description="so has one without a further token for longer, s"
+        default=15.0, gt=0, description="time limit for each further token of a decode call, s"
     )
     stall_limit_s: float = Field(
         default=10.0,
         gt=0,
-        description="an engine whose core finishes no step for longer, though it has calls, is taken as lost "
-        "until it does, s; more than the longest step takes, a compilation in it included. Before its first "
-        "answer to a client there is no limit",
+        description="an engine with calls that finishes no step for longer than this counts as lost until it "
+        "does, s; must exceed the longest step, including a compilation. There is no limit before its first "
+        "answer to a client",
     )
     whole_per_s: float = Field(
         default=8.0,
         ge=0,
-        description="requests a second that one ingress sends whole to decode engines while it reaches no "
-        "prefill replica; more wait as for a full KV cache",
+        description="requests/s that one ingress sends to decode engines without prefill while no prefill "
+        "replica can be reached; more wait as for a full KV cache",
     )
     retry_backoff_s: float = Field(
-        default=0.05, ge=0, description="mean wait before the first retry, s; then doubled"
+        default=0.05, ge=0, description="mean backoff before the first retry, s; doubled for each further one"
     )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
@@ -76,8 +76,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     queue_ttl_s: float = Field(
         default=10.0,
         gt=0,
-        description="how long a prefilled request may wait for a worker in the decode queue before "
-        "it gets 503, s; less than 0.8 of kv_lease_s",
+        description="maximum wait of a prefilled request for a worker in the decode queue before it gets "
+        "503, s; less than 0.8 of kv_lease_s",
     )
 
     @model_validator(mode="after")

@@ -22,17 +22,17 @@ _CALL_LIMIT_S = 10.0
 class PoolClient:
     """Sends samples to the actors of an application's signature pool.
 
-    Samples for an actor that is away are dropped: new requests bring new samples.
+    Samples for an unreachable actor are dropped, since new requests provide new samples.
 
     Args:
-        application: its name is part of the actors' names.
-        num_actors: actors of the pool, at least 1; a sample's request id decides which one gets it.
-        find: returns the handle of a named actor or raises ValueError; a thread calls it, since Ray's look-up
-            blocks while GCS is away.
+        application: name of the application, part of the actors' names.
+        num_actors: number of actors in the pool, at least 1. The request id of a sample determines its actor.
+        find: returns the handle of a named actor or raises ValueError. It is called in a thread, because
+            Ray's look-up blocks while GCS is unavailable.
 
     Attributes:
-        sent: samples that the pool has taken.
-        dropped: samples that it has not.
+        sent: number of samples that the pool has accepted.
+        dropped: number of samples that could not be delivered.
     """
 
     def __init__(self, application: str, num_actors: int, find: Callable[[str], Any] = find_actor) -> None:
@@ -40,13 +40,13 @@ class PoolClient:
         self._names = [pool_actor_name(application, index) for index in range(num_actors)]
         self._find = find
         self._handles: dict[int, Any] = {}
-        self._shares = [1.0] * num_actors  # by each actor's last answer
+        self._shares = [1.0] * num_actors  # from each actor's last answer
         self._away: set[int] = set()
 
     async def add(self, samples: list[ExpertSample]) -> float:
-        """Send samples; return the share of requests to sample next, the mean of what the actors ask for.
+        """Send samples; return the share of requests to sample next, the mean over the actors.
 
-        Without samples all actors are asked for their share. An actor that is away keeps its last one.
+        Without samples, ask all actors for their share. An unreachable actor counts with its last share.
         """
         parts: dict[int, list[ExpertSample]] = {} if samples else {i: [] for i in range(len(self._names))}
         for sample in samples:
@@ -63,7 +63,7 @@ class PoolClient:
                 self._shares[index] = float(await self._handles[index].add.remote(list(samples)))
         except (ValueError, RayError, TimeoutError) as error:
             self.dropped += len(samples)
-            if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
+            if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                 self._handles.pop(index, None)
             if index not in self._away:
                 self._away.add(index)

@@ -1,4 +1,4 @@
-"""The port of an ingress replica, which replicas of one application share and no other application may."""
+"""The port of an ingress replica, shared by the replicas of one application and by no others."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class PortTaken(OSError):  # noqa: N818
 
 
 class Port:
-    """A bound socket, which does not listen yet.
+    """A socket that is bound to a port but does not listen yet.
 
-    SO_REUSEPORT lets replicas of one application on one node share the port, and would let any other process
-    of the same user join them. So every replica holds a shared lock on a file of the port, which says whose
-    the port is. The kernel releases the lock when the process ends, however it ends.
+    With SO_REUSEPORT the replicas of one application share the port of a node, but any other process of the
+    same user could join them. Therefore every replica holds a shared lock on a file that names the owner of
+    the port. The kernel releases the lock when the process ends, however it ends.
 
     Args:
-        owner: the application; replicas with the same owner share the port.
+        owner: name of the application. Replicas with the same owner share the port.
 
     Raises:
-        PortTaken: another owner, or another program, has the port.
+        PortTaken: another owner or another program uses the port.
     """
 
     def __init__(self, host: str, port: int, owner: str) -> None:
@@ -46,19 +46,19 @@ class Port:
 
     @property
     def number(self) -> int:
-        """Return the port's number."""
+        """Return the port number."""
         number: int = self.socket.getsockname()[1]
         return number
 
     def release(self) -> None:
-        """Give the port to whoever asks next; the server closes the socket."""
+        """Release the lock, so that another owner can take the port. The server closes the socket."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def owner_of_port(application: str) -> str:
-    """Return the name of an application that no application of another Ray cluster has."""
+    """Return a name for an application that is unique across Ray clusters."""
     cluster = ray.get_runtime_context().gcs_address if ray.is_initialized() else "none"
     return f"application {application!r} of the Ray cluster {cluster}"
 
@@ -67,12 +67,12 @@ def _locked(port: int, owner: str) -> int:
     path = Path(tempfile.gettempdir()) / f"eldr-serve-{os.getuid()}-port-{port}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if nobody holds the port
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if no process holds the port
         os.ftruncate(file, 0)
         os.pwrite(file, owner.encode(), 0)
     except BlockingIOError:
         pass
-    # Whoever writes last before all hold the shared lock has the port, and all read its name.
+    # If several processes write their name, the last one before they get the shared lock owns the port.
     fcntl.flock(file, fcntl.LOCK_SH)
     found = os.pread(file, 4096, 0).decode()
     if found != owner:

@@ -1,7 +1,7 @@
-"""The prompts that wait in engines for their prefill, in predicted seconds.
+"""Queues of prompts that wait for prefill in engines, with predicted waiting times.
 
-An engine computes prompts first come first. Each ingress knows its own prompts; each replica measures how
-many tokens a second it computes and tells the ingresses so, with how many tokens it has in all.
+An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each replica measures its
+throughput in tokens/s and reports it to the ingresses, with the number of tokens in its queue.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 from eldr_serve.serving.retry_times import MOST_S, RetryTimes
 from eldr_serve.serving.turns import Turn, Turns
 
-QUEUE = "eldr_prefill_queue"  # in a replica's report, see Meter.report
-DEFAULT_RATE = 1000.0  # tokens/s of a replica that nobody has measured yet
-_BUSY_TOKENS = 512  # fewer do not fill an engine, and show nothing of its rate
-_WINDOW_S = 30.0  # of busy time, over which the rate is averaged
-_PRIOR_S = 0.1  # weight of the default rate
-_STALE_S = 10.0  # a report without a successor for longer is not believed
-_RETRY_ROOM = 0.8  # of the bound; retries come when no more is taken, since predictions may be off
-_OVERDRAFT = 1.25  # of the bound, for a request that comes again when it was told to
-_FORESEEN_S, _FORESEEN = 30.0, 20.0  # a rate measured for t seconds predicts the next 30 + 20 t
-_CHARACTERS_A_TOKEN = 4.0  # until prompts have shown it
+QUEUE = "eldr_prefill_queue"  # field of a replica's report, see Meter.report
+DEFAULT_RATE = 1000.0  # assumed throughput until it has been measured, tokens/s
+_BUSY_TOKENS = 512  # with fewer queued tokens an engine counts as idle, and its rate is not measured
+_WINDOW_S = 30.0  # averaging window for the rate, s of busy time
+_PRIOR_S = 0.1  # weight of the default rate, s of busy time
+_STALE_S = 10.0  # a report older than this is ignored
+_RETRY_ROOM = 0.8  # retries are scheduled for when the queue is down to this share of the bound
+_OVERDRAFT = 1.25  # a retry that comes at its promised time may exceed the bound by this factor
+_FORESEEN_S, _FORESEEN = 30.0, 20.0  # a rate measured over t seconds is trusted for the next 30 + 20 t
+_CHARACTERS_A_TOKEN = 4.0  # initial estimate, updated from prompts
 
 
 class Throughput:
-    """Measures the tokens a second that an engine computes while it has enough to do.
+    """Measures the throughput of an engine in tokens/s while it is busy.
 
     Args:
         clock: returns the time, s.
 
     Attributes:
-        outstanding: tokens that have entered and not left.
+        outstanding: number of tokens that have entered and not left.
     """
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
@@ -44,34 +44,34 @@ class Throughput:
 
     @property
     def measured_s(self) -> float:
-        """Busy time that the rate is of, at most about 30 s."""
+        """Return the busy time over which the rate was measured, at most about 30 s."""
         return self._seconds
 
     @property
     def rate(self) -> float | None:
-        """Tokens/s; None if no prompt of a busy engine has been computed."""
+        """Return the throughput, tokens/s; None until a busy engine has computed a prompt."""
         if not self._tokens:
             return None
         return (self._tokens + _PRIOR_S * DEFAULT_RATE) / (self._seconds + _PRIOR_S)
 
     def enter(self, tokens: float) -> None:
-        """Count a prompt that has come."""
+        """Count a prompt that has arrived."""
         self._advance()
         self.outstanding += tokens
 
     def leave(self, tokens: float, computed: float) -> None:
-        """Count a prompt that has gone.
+        """Count a prompt that has left.
 
         Args:
-            tokens: as it entered.
-            computed: its tokens, as its engine has counted them; 0: it was not computed.
+            tokens: the same number as for `enter`.
+            computed: number of tokens that the engine has computed; 0 if the prompt was not computed.
         """
         if self._advance():
             self._tokens += computed
         self.outstanding = max(0.0, self.outstanding - tokens)
 
     def _advance(self) -> bool:
-        """Count the time since the last event; return whether the engine was busy in it."""
+        """Account for the time since the last event; return whether the engine was busy."""
         now = self._clock()
         passed_s, self._at_s = now - self._at_s, now
         if self.outstanding < _BUSY_TOKENS:
@@ -83,7 +83,7 @@ class Throughput:
 
 
 class Meter:
-    """Measures the prompts of all ingresses, in the replica that computes them."""
+    """Measures, in a replica, the prompts that all ingresses have sent to it."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._throughput = Throughput(clock=clock)
@@ -98,14 +98,14 @@ class Meter:
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica has measured.
+    """A replica's measurements of its queue.
 
     Attributes:
-        number: of this report; the same number again is no news.
-        tokens: of prompts that it has and has not computed, over all ingresses.
-        rate: tokens/s; 0: not known yet.
-        callers: ingresses that have a channel to it.
-        calls: open calls of all ingresses.
+        number: sequence number of the report.
+        tokens: number of tokens of all ingresses' prompts that the replica has not computed yet.
+        rate: throughput, tokens/s; 0 if not known yet.
+        callers: number of ingresses that have a channel to the replica.
+        calls: number of open calls of all ingresses.
     """
 
     number: int = -1
@@ -116,32 +116,32 @@ class Report:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Report:
-        """Read a replica's report; a replica with other code may send other fields."""
+        """Parse a replica's report. Ignore unknown fields, which a replica of another version may send."""
         return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
 
 
 class PromptSizes:
-    """Estimates how many tokens a prompt has before it is tokenised."""
+    """Estimates the number of tokens of a prompt before it is tokenised."""
 
     def __init__(self) -> None:
         self._characters, self._tokens = 1000 * _CHARACTERS_A_TOKEN, 1000.0
 
     def estimate(self, prompt: Any, messages: Any) -> float:
-        """Return the tokens of a completion's prompt or of a chat's messages; at least 1."""
+        """Estimate the number of tokens of a completion's prompt or a chat's messages; at least 1."""
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return float(len(prompt))
         characters = _characters(prompt if messages is None else messages)
         return max(1.0, characters * self._tokens / self._characters)
 
     def learn(self, estimated: float, computed: int) -> None:
-        """Take the number of tokens that an estimate has turned out to be."""
+        """Update the estimator with the true number of tokens of an estimated prompt."""
         characters = estimated * self._characters / self._tokens
         self._characters = 0.99 * self._characters + characters
         self._tokens = 0.99 * self._tokens + computed
 
 
 def _characters(value: Any) -> int:
-    """Return the length of all texts within."""
+    """Return the total length of all strings in a nested value."""
     pending, total = [value], 0
     while pending:
         found = pending.pop()
@@ -156,10 +156,10 @@ def _characters(value: Any) -> int:
 
 @dataclass(eq=False)
 class Ticket:
-    """One prompt on its way to a replica, or in it.
+    """One prompt in the queue of a replica, or on its way there.
 
     Attributes:
-        turn: see Turns; None: no replica has been chosen for it.
+        turn: see Turns; None until a replica has been chosen.
     """
 
     tokens: float
@@ -169,13 +169,13 @@ class Ticket:
 
 @dataclass(eq=False)
 class _Queue:
-    """The queue of one replica, as this ingress knows it."""
+    """The queue of one replica, as far as this ingress knows it."""
 
     own: Throughput
     report: Report = field(default_factory=Report)
     reported_s: float = -math.inf
-    own_then: float = 0.0  # own tokens when the report came
-    own_before: float = 0.0  # the same of the report before it
+    own_then: float = 0.0  # own tokens when the last report arrived
+    own_before: float = 0.0  # own tokens when the report before it arrived
     others: float = 0.0  # tokens of other ingresses
 
     @property
@@ -193,13 +193,13 @@ class _Queue:
     def takes(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
-        Ingresses hear of each other's prompts once a second. Until then each takes its share of what was
-        free, so that together they do not go beyond the bound. A report may be older than the newest
-        prompts of this ingress, so the share is of two reports.
+        Ingresses learn of each other's prompts once a second. Between two reports each ingress uses only
+        its share of the free room, so that together they do not exceed the bound. A report may not include
+        the newest prompts of this ingress, so tokens are counted since the last two reports.
         """
         most = bound_s * self.known_rate
         if self.tokens + more > most:
-            return not self.tokens + more  # then it is idle
+            return not self.tokens + more  # an idle replica accepts any prompt
         if self.report.callers <= 1:
             return True
         free = max(0.0, most - self.own_then - self.others)
@@ -207,11 +207,11 @@ class _Queue:
 
 
 class PrefillQueues:
-    """The queues of all replicas that prefill, as one ingress knows them.
+    """The queues of all replicas that prefill, as far as one ingress knows them.
 
     Args:
-        bound_s: a prompt that would wait for longer is refused, s.
-        reports: returns the newest report of each replica that has sent one, see Report.
+        bound_s: maximum predicted wait, s; a prompt that would wait longer is refused.
+        reports: returns the newest report of each replica, if there is one, see Report.
         clock: returns the time, s.
     """
 
@@ -228,27 +228,27 @@ class PrefillQueues:
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)
         self._turns = Turns(clock=clock)
-        self._unplaced = 0.0  # tokens of prompts whose replica is not chosen yet
+        self._unplaced = 0.0  # tokens of prompts for which no replica has been chosen yet
         self.sizes = PromptSizes()
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- predictions -------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
-        """Tokens of this ingress that replicas have not computed, over all of them."""
+        """Return the number of tokens of this ingress that all replicas have yet to compute."""
         return round(self._unplaced + sum(queue.own.outstanding for queue in self._queues.values()))
 
     def is_measured(self, replicas: Iterable[str]) -> bool:
-        """Return whether the rate of some of them is known."""
+        """Return whether the rate of any of these replicas is known."""
         return any(self._queue(name).rate for name in replicas)
 
     def wait_s(self, replica: str) -> float:
-        """Predict how long a prompt that comes now would wait for its prefill, s."""
+        """Predict how long a prompt that arrives now would wait for its prefill, s."""
         queue = self._queue(replica)
         return queue.tokens / queue.known_rate
 
     def left_s(self, ticket: Ticket | None) -> float:
-        """Return the predicted time until a prompt is computed, s; 0 without a ticket."""
+        """Predict the time until a prompt has been computed, s; 0 without a ticket."""
         return 0.0 if ticket is None or ticket.turn is None else ticket.turn.since_s - self._clock()
 
     def _queue(self, replica: str) -> _Queue:
@@ -272,7 +272,7 @@ class PrefillQueues:
         """Return those of `replicas` whose predicted wait is within the bound.
 
         Args:
-            key: names the request, so that one that was refused before and comes again is known.
+            key: identifies the request, to recognise the retry of a refused request.
         """
         returns = self._retries.is_due(key)
         held = self._unplaced + (0.0 if returns else self._retries.due_tokens)
@@ -280,11 +280,11 @@ class PrefillQueues:
         return [name for name in replicas if self._queue(name).takes(held / len(replicas), bound_s)]
 
     def retry_s(self, replicas: Iterable[str], tokens: float, key: int) -> int:
-        """Reserve room for a request that is refused now, and return in how many seconds it is there.
+        """Reserve room for a request that is refused now; return after how many seconds it may retry.
 
-        What other ingresses have taken since the last report is not known; until it is, they are taken to
-        have as much as this one. A rate that was measured for a moment promises nothing for minutes: who
-        would come so late is told to ask again sooner.
+        The prompts that other ingresses have accepted since the last report are unknown, so each is assumed
+        to have as many tokens as this one. A rate that was measured for a short time cannot predict minutes:
+        if the retry time would be later than the rate is trusted, the client is asked to retry earlier.
         """
         queues = [self._queue(name) for name in replicas]
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
@@ -299,7 +299,7 @@ class PrefillQueues:
         return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, most_s)))
 
     def enter(self, replica: str | None, tokens: float, key: int) -> Ticket:
-        """Count a prompt that is taken; without a replica until `place` says which."""
+        """Count an accepted prompt. The replica may be None until `place` is called."""
         self._retries.claim(key)
         ticket = Ticket(tokens)
         if replica is None:
@@ -309,7 +309,7 @@ class PrefillQueues:
         return ticket
 
     def place(self, ticket: Ticket, replica: str) -> None:
-        """Count a prompt in the queue of its replica."""
+        """Add a prompt that had no replica to the queue of this one."""
         self._unplaced -= ticket.tokens
         self._begin(ticket, replica)
 
@@ -320,10 +320,10 @@ class PrefillQueues:
         ticket.turn = self._turns.enter(replica, expected_s)
 
     def leave(self, ticket: Ticket, computed: int | None = None) -> None:
-        """Count a prompt that has gone; again: nothing happens.
+        """Remove a prompt from its queue. Further calls have no effect.
 
         Args:
-            computed: its tokens, if it was computed; None: it was not.
+            computed: number of tokens of the prompt; None if it was not computed.
         """
         if ticket.gone:
             return
@@ -337,6 +337,6 @@ class PrefillQueues:
             self.sizes.learn(ticket.tokens, computed)
 
     def keep(self, replicas: Iterable[str]) -> None:
-        """Forget the replicas that are not among these and have nothing left to answer."""
+        """Discard the queues of other replicas, once they are empty."""
         names = set(replicas)
         self._queues = {n: q for n, q in self._queues.items() if n in names or q.own.outstanding}

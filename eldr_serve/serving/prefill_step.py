@@ -1,4 +1,4 @@
-"""The first step of a request: its prefill, and the bound on what waits for one."""
+"""The first step of a request: prefill, with a bound on the queues for it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from eldr_serve.serving.wire import needs_whole_engine, prefill_header, prompt_h
 logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
-_MEASURE_S = 1.0  # that a request may wait for the first measurement before it is refused
+_MEASURE_S = 1.0  # maximum wait for the first measurement before a request is refused
 
 
 async def prefill_answer(call: Call) -> Any:
-    """What a prefill call says of the prompt (see PrefillServer.answer); ChannelLost if it says nothing."""
+    """Return the answer to a prefill call (see PrefillServer.answer); raise ChannelLost if it is empty."""
     chunk = await call.read()
     if chunk is None:
         raise ChannelLost("it answered nothing")
@@ -38,11 +38,11 @@ async def prefill_answer(call: Call) -> Any:
 
 
 class PrefillFailed(Exception):  # noqa: N818
-    """A prefill call has failed, and the request is not at fault."""
+    """A prefill call has failed through no fault of the request."""
 
 
 class Health:
-    """Judges the calls to the replicas of one fleet, and sets replicas aside that fail again and again."""
+    """Outlier ejection for the replicas of one fleet: replicas that fail repeatedly are set aside."""
 
     def __init__(self, fleet: Fleet, client: RouterClient) -> None:
         self._fleet = fleet
@@ -52,11 +52,11 @@ class Health:
 
     @property
     def usable(self) -> list[str]:
-        """Live replicas that are not set aside."""
+        """Return the live replicas that are not set aside."""
         return self._outliers.usable(self._fleet.live)
 
     def failed(self, replica: str, error: Exception) -> None:
-        """Count a failed call; a replica that only says that it is full is well."""
+        """Count a failed call, unless the replica was merely full."""
         full = isinstance(error, CallFailed) and error.status == 503
         if not full and self._outliers.failed(replica):
             logger.warning("replica %s fails again and again and is set aside for a while", replica)
@@ -64,10 +64,10 @@ class Health:
 
 
 class PrefillStep:
-    """Prefills prompts over the prefill deployment, or admits them where decode engines are whole.
+    """Prefills prompts on the prefill deployment, or admits them if decode engines prefill themselves.
 
     Args:
-        release: frees the blocks of a prompt, by its name, on a replica.
+        release: frees the blocks of a prompt; called with its request id and the replica.
     """
 
     def __init__(
@@ -97,14 +97,17 @@ class PrefillStep:
 
     @property
     def waits_s(self) -> dict[str, float]:
-        """The predicted wait of a prompt that comes now, of each live replica that prefills, s."""
+        """Return the predicted wait for prefill at each live replica, s."""
         self.queues.keep(self._fleet.live)
         return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live}
 
     # -- prefill engines ---------------------------------------------------------------------------
 
     async def prefilled(self, run: Run) -> Prefilled | None:
-        """As `prefill`; an answer that has begun goes on whole where prefill does not take it again."""
+        """Like `prefill`, but return None if prefill fails for an answer that has already begun.
+
+        Such an answer continues on a decode engine that also prefills.
+        """
         try:
             return await self.prefill(run)
         except (Overloaded, CallFailed, PrefillFailed) as error:
@@ -115,12 +118,12 @@ class PrefillStep:
             raise
 
     async def prefill(self, run: Run) -> Prefilled | None:
-        """Return the prompt's blocks; None if a decode engine is to compute it.
+        """Prefill the prompt; return None if a decode engine is to compute it.
 
         Raises:
             Overloaded: no engine has room, or none can be reached.
             PrefillFailed: the engine is at fault.
-            CallFailed: the request is.
+            CallFailed: the request is at fault.
         """
         tokens = self._tokens(run)
         replicas = await self._replicas(run, tokens)
@@ -182,10 +185,10 @@ class PrefillStep:
     # -- whole engines -----------------------------------------------------------------------------
 
     async def admit_whole(self, run: Run) -> Ticket:
-        """Return the ticket of a prompt that a whole engine prefills; Overloaded if none has room.
+        """Return the ticket of a prompt that a decode engine prefills; raise Overloaded if none has room.
 
-        The answers that no token of comes before their end do not show when their prompt is computed, so
-        they have no share in the queue.
+        If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
+        prompts are not counted in the queue.
         """
         asked = run.request.asked
         if not asked.stream and needs_whole_engine(run.request.method, asked) is not None:
@@ -196,7 +199,7 @@ class PrefillStep:
         return self.queues.enter(None, tokens, run.key)
 
     def computed(self, ticket: Ticket, tokens: int) -> None:
-        """Count a prompt whose prefill has ended."""
+        """Record that the prefill of a prompt has ended."""
         self.queues.leave(ticket, tokens)
         if not self._measured.is_set() and self.queues.is_measured(self._fleet.live):
             self._measured.set()
@@ -204,7 +207,7 @@ class PrefillStep:
     # -- room --------------------------------------------------------------------------------------
 
     def _tokens(self, run: Run) -> float:
-        """Estimate the tokens to compute: the prompt's and those that were generated."""
+        """Estimate the number of tokens to compute: the prompt and the tokens generated so far."""
         if run.token_ids is not None:
             prompt = float(len(run.token_ids))
         else:
@@ -213,11 +216,11 @@ class PrefillStep:
 
     @staticmethod
     def _is_retry(run: Run) -> bool:
-        """Return whether the request was let in before; then it is not refused for the queue's length."""
+        """Return whether the request was admitted before; a retry is not refused because of the queue."""
         return bool(run.tokens or run.failed or run.failed_prefills)
 
     async def _replicas(self, run: Run, tokens: float) -> list[str]:
-        """Return the prefill replicas that may take the prompt; none if it is to go without."""
+        """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
         while await self._room(run, tokens):
             if self._is_retry(run):
                 return self._with_room()
@@ -226,11 +229,13 @@ class PrefillStep:
         return []
 
     async def _join(self, run: Run, tokens: float, replicas: Callable[[], list[str]]) -> list[str]:
-        """Return those of `replicas` whose queue the prompt may join; Overloaded if there are replicas and
-        none of their queues is short enough.
+        """Return the replicas whose queue the prompt may join.
 
-        While no replica was measured, a prompt waits for that a moment: else it would be told a time that
-        nobody knows.
+        Before the first measurement the prompt waits for it briefly, since no retry time can be predicted
+        until then.
+
+        Raises:
+            Overloaded: there are replicas, but none of their queues is short enough.
         """
         names = replicas()
         found = self.queues.with_room(names, run.key)
@@ -253,9 +258,9 @@ class PrefillStep:
         return Overloaded(why, retry_after_s=self.queues.retry_s(replicas, tokens, key))
 
     async def _room(self, run: Run, tokens: float) -> bool:
-        """Wait until some prefill replica has room; False if none can be reached and it goes without.
+        """Wait until some prefill replica has room; return False if none is reachable and it goes without.
 
-        Those who go without do so in the order in which they came.
+        Requests without prefill proceed in order of arrival, at a limited rate.
         """
         until_s, turn_s = time.monotonic() + self._options.prefill_wait_s, None
         try:
@@ -265,10 +270,10 @@ class PrefillStep:
                     after_s = self._without_prefill.reserve(max(0.0, until_s - now_s))
                     turn_s = None if after_s is None else now_s + after_s
                 if turn_s is not None and now_s >= turn_s and not reached:
-                    turn_s = None  # it is taken
+                    turn_s = None  # the reservation is used
                     return False
                 if now_s >= until_s:
-                    if not run.tokens:  # else it goes on whole
+                    if not run.tokens:  # otherwise it continues on a decode engine
                         self._client.count("refused_prefill_full")
                     if not reached:
                         raise Overloaded("no prefill replica can be reached")

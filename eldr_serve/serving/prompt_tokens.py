@@ -46,7 +46,7 @@ class PromptTokens:
         return await asyncio.to_thread(tokenizer_fingerprint, self._tokenizer.get_vocab())
 
     async def size(self) -> int:
-        """Return the number that all token ids are below; loads the tokenizer as `fingerprint` does."""
+        """Return the vocabulary size: all token ids are below it. Load the tokenizer like `fingerprint`."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load)
         return 1 + max(self._tokenizer.get_vocab().values())

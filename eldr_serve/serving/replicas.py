@@ -14,7 +14,7 @@ from eldr_serve.serving.budget import PrefillBudget
 from eldr_serve.serving.prefill_queue import QUEUE
 
 BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
-EXPERTS = "eldr_experts"  # in a replica's report, see protocol.Engine.experts
+EXPERTS = "eldr_experts"  # field of a replica's report, see protocol.Engine.experts
 
 
 class Replicas(Protocol):
@@ -33,7 +33,7 @@ class ReplicaDirectory:
         self._live: tuple[str, ...] = ()
         self._changed: Callable[[], None] = lambda: None
         self.budget = PrefillBudget()  # the prefill fleet sets its bound
-        self.reports: Mapping[str, Mapping[str, Any]] = {}  # of their queues, see prefill_queue.Report
+        self.reports: Mapping[str, Mapping[str, Any]] = {}  # on their queues, see prefill_queue.Report
         self.experts: Mapping[str, Mapping[str, Any]] = {}  # of replicas whose experts can be moved
 
     @property
@@ -52,7 +52,7 @@ class ReplicaDirectory:
         return max((found.get(BLOCK_TOKENS, 0) for found in self._metadata.values()), default=0)
 
     def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the newest reports of all live replicas, by name."""
+        """Process the newest reports of all live replicas, by name."""
         self.budget.take(stats)
         self.reports = {name: found[QUEUE] for name, found in stats.items() if QUEUE in found}
         self.experts = {name: found[EXPERTS] for name, found in stats.items() if EXPERTS in found}

@@ -1,4 +1,4 @@
-"""The engines of an application, and one request on its way through them."""
+"""The engines of an application, and the state of one request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from eldr_serve.serving.wire import Generation, created_at, is_end
 
 @dataclass(frozen=True)
 class Engines:
-    """The two deployments of an application; where decode engines are whole, `prefill` has no replicas."""
+    """The two deployments of an application; `prefill` has no replicas if decode engines prefill."""
 
     prefill: Fleet
     decode: Fleet
-    max_load_ratio: float = 1.25  # a prefill replica above this times the mean load is passed over
+    max_load_ratio: float = 1.25  # a prefill replica whose load exceeds the mean by this factor is skipped
     whole: bool = False  # decode engines prefill too
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV blocks wait on a prefill replica, for one decode call."""
+    """A prompt whose KV blocks are held by a prefill replica for one decode call."""
 
     request_id: str
     replica: str
@@ -38,29 +38,29 @@ class Prefilled:
 
 @dataclass
 class Run:
-    """One request on its way, what has come of it, and what has failed it so far."""
+    """The state of one request: its answer so far and its failures."""
 
     request: Generation
     record: RequestRecord
     placed: Callable[[Placement], None]
     cut_off: Callable[[], None]
-    prefills: int = 0  # calls, whatever came of them
+    prefills: int = 0  # prefill calls, including failed ones
     failed_prefills: int = 0
-    passed_over: int = 0  # prefill replicas, from the first in the prefix's rank
-    failed: list[str] = field(default_factory=list)  # decode replicas
-    lost: int = 0  # engines whose channel was lost while they had it
-    key: int = 0  # names the request, to know it again when it comes a second time
-    cuts: int = 0  # of them after the client had got some of the answer
-    prompt: bytes = b""  # uint32 ids, once a prefill engine has told them
-    foreseen: NDArray[np.uint32] | None = None  # the prompt's ids where no prefill engine tells them
-    tokens: int = 0  # generated
-    ids: bytearray = field(default_factory=bytearray)  # uint32, of those tokens whose engine told them
-    sent: bool = False  # the client has got some of the answer
-    ended: bool = False  # it has got all of it
-    created: int | None = None  # the time in its chunks, s since 1970
+    passed_over: int = 0  # number of prefill replicas skipped, in the prefix's order of preference
+    failed: list[str] = field(default_factory=list)  # decode replicas that failed it
+    lost: int = 0  # number of engines whose channel was lost during a call
+    key: int = 0  # identifies the request, to recognise a client's retry
+    cuts: int = 0  # failed decode calls after the client had received part of the answer
+    prompt: bytes = b""  # token ids, uint32 bytes, set by the prefill engine's answer
+    foreseen: NDArray[np.uint32] | None = None  # token ids computed here if no prefill engine returns them
+    tokens: int = 0  # number of generated tokens
+    ids: bytearray = field(default_factory=bytearray)  # ids of generated tokens, uint32, if known
+    sent: bool = False  # the client has received part of the answer
+    ended: bool = False  # the client has received the whole answer
+    created: int | None = None  # timestamp in the answer's chunks, s since 1970
 
     def took(self, chunk: Chunk) -> None:
-        """The next part of the answer has come."""
+        """Append the next part of the answer."""
         self.tokens += chunk.tokens
         self.ids += chunk.ids
         if not chunk.payload:
@@ -76,14 +76,14 @@ class Run:
 
     @property
     def can_go_on(self) -> bool:
-        """Another engine can go on after the last token."""
+        """Return whether another engine can continue after the last token."""
         return 0 < 4 * self.tokens == len(self.ids)
 
     @property
     def token_ids(self) -> NDArray[np.uint32] | None:
-        """uint32[n] of the prompt, as far as they are known before it is decoded."""
+        """Return the prompt's token ids, uint32[n], if they are known before decode."""
         return np.frombuffer(self.prompt, np.uint32) if self.prompt else self.foreseen
 
     def start_again(self) -> None:
-        """Nothing that has come is of any use."""
+        """Discard the partial answer."""
         self.tokens, self.ids = 0, bytearray()

@@ -1,4 +1,4 @@
-"""Retry times for refused requests: a virtual queue, so that clients come back one after the other."""
+"""Retry times for refused requests: a virtual queue, so that clients return one after the other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-MOST_S = 600.0  # the longest time that a client is told
-_EARLY_S = 1.5  # before its time, a client that comes again is still taken for the one that was refused
-_GRACE_S = 5.0  # after its time a reservation is forgotten
-_MOST = 10_000  # reservations; beyond these the next client is told the time of the last one
+MOST_S = 600.0  # maximum Retry-After
+_EARLY_S = 1.5  # a retry may come this much early
+_GRACE_S = 5.0  # a reservation expires this long after its time
+_MOST = 10_000  # maximum number of reservations; further clients get the time of the last one
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,30 @@ class RetryTimes:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queue: list[_Reservation] = []  # by due_s
+        self._queue: list[_Reservation] = []  # sorted by due_s
         self._tokens = 0.0
 
     @property
     def tokens(self) -> float:
-        """Tokens of all reservations."""
+        """Return the number of tokens of all reservations."""
         self._forget()
         return self._tokens
 
     @property
     def due_tokens(self) -> float:
-        """Tokens of those that may come now; others do not get the room that these were promised."""
+        """Return the tokens of reservations that are due; their room is not given to other requests."""
         self._forget()
         return sum(found.tokens for found in self._queue[: self._due()])
 
     def reserve(self, key: int, tokens: float, after_s: float, most_s: float = MOST_S) -> float:
-        """Promise room for `tokens` after so many seconds, and return the seconds to tell the client.
+        """Reserve room for `tokens` after `after_s`; return the Retry-After for the client, s.
 
         Args:
-            key: names the request, to know it again.
-            most_s: beyond it nothing is promised, and the time that is told is drawn from its second half, s.
+            key: identifies the request, to recognise its retry.
+            tokens: estimated number of tokens of the request.
+            after_s: predicted time until there is room, s.
+            most_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
+                is drawn at random from the upper half of the range up to `most_s`.
         """
         self._forget()
         now = self._clock()
@@ -63,12 +66,12 @@ class RetryTimes:
         return after_s
 
     def is_due(self, key: int) -> bool:
-        """Return whether this is a refused request that comes again at its time."""
+        """Return whether this is a refused request that retries at its reserved time."""
         self._forget()
         return any(found.key == key for found in self._queue[: self._due()])
 
     def claim(self, key: int) -> None:
-        """Remove the reservation of a request that has been taken, if it is due."""
+        """Remove the reservation of an accepted request, if it is due."""
         for index, found in enumerate(self._queue[: self._due()]):
             if found.key == key:
                 self._tokens -= found.tokens

@@ -1,4 +1,4 @@
-"""Requests that are tried again: a few at once, so that a lost engine does not flood the others."""
+"""Concurrency limit for retries, so that the requests of a lost engine do not flood the others."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from eldr_serve.errors import Overloaded
 from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.request_run import Run
 
-_KEPT = 0.9  # of the mean time of a turn, at each turn
+_KEPT = 0.9  # smoothing factor for the mean duration of a turn
 
 
 class RetryTurns:
-    """Bounds the requests of one ingress that are prefilled and placed again at the same time."""
+    """Limits how many requests of one ingress are prefilled and placed again at the same time."""
 
     def __init__(self, options: PathOptions) -> None:
         self._options = options
         self._turns = asyncio.Semaphore(options.retries_at_once)
         self._waiting = 0
-        self._mean_s = 0.0  # of a turn
+        self._mean_s = 0.0  # mean duration of a turn
 
     @asynccontextmanager
     async def turn(self, run: Run) -> AsyncIterator[None]:
-        """Wait for a turn if the request has failed before; Overloaded if there is none in time."""
+        """Wait for a turn if the request has failed before; raise Overloaded on timeout."""
         failures = len(run.failed) + run.failed_prefills
         if not failures:
             yield
             return
-        # Not in step with the others that failed at the same time.
+        # Add jitter, since other requests failed at the same time.
         await asyncio.sleep(self._options.retry_backoff_s * 2 ** (failures - 1) * random.uniform(0.5, 1.5))
         self._waiting += 1
         try:

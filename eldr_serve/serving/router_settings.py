@@ -69,7 +69,7 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal settings; the pool's change nothing that operators have set."""
+        """Return a fingerprint that is equal for equal settings; the pool's settings are not part of it."""
         found = hashlib.sha256()
         for name, value in self:
             if name == "pool":

@@ -398,12 +398,12 @@ class RouterState:
 
     @property
     def model_id(self) -> str:
-        """The model served."""
+        """Return the id of the served model."""
         return self._model_id
 
     @property
     def num_clients(self) -> int:
-        """Ingresses that place by this router."""
+        """Return the number of connected ingresses."""
         return len(self._last_seen)
 
     @property

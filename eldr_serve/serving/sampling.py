@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from eldr_serve.engine.protocol import Engine
 from eldr_serve.serving.pool_client import PoolClient
 
-MAX_SAMPLED = 16  # requests of one engine at once
-_PERIOD_S = 1.0  # between two calls of the pool
-_REFRESH_PERIODS = 10  # after which the share is asked for again, if nothing was sampled
+MAX_SAMPLED = 16  # maximum number of sampled requests in one engine at a time
+_PERIOD_S = 1.0  # interval between calls to the pool
+_REFRESH_PERIODS = 10  # after this many periods without samples the pool is asked for the share again
 
 
 class Sampler:
     """Decides which requests are sampled.
 
-    A request is chosen by the hash of its id, so that a retry is decided alike, and only while fewer than
-    MAX_SAMPLED sampled requests run.
+    The hash of the request id decides, so that a retry gets the same decision. At most MAX_SAMPLED sampled
+    requests run at a time.
 
     Attributes:
-        share: of the requests to sample, 0 to 1; the pool sets it.
-        running: sampled requests.
+        share: share of requests to sample, 0 to 1; set by the pool.
+        running: number of sampled requests in progress.
     """
 
     def __init__(self, share: float = 1.0) -> None:
@@ -32,7 +32,7 @@ class Sampler:
 
     @contextmanager
     def admit(self, request_id: str) -> Iterator[bool]:
-        """Yield whether the request is sampled; it runs until the context ends."""
+        """Yield whether the request is sampled. It counts as running until the context ends."""
         sampled = self.running < MAX_SAMPLED and _fraction(request_id) < self.share
         self.running += sampled
         try:
@@ -42,13 +42,13 @@ class Sampler:
 
 
 def _fraction(request_id: str) -> float:
-    """Return a number in [0, 1) that depends on the id alone."""
+    """Return a number in [0, 1) that depends only on the id."""
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8, person=b"sample")
     return int.from_bytes(digest.digest()) / 2**64
 
 
 async def send_samples(engine: Engine, sampler: Sampler, pool: PoolClient) -> None:
-    """Send the engine's samples to the pool, and take the share that the pool returns, until cancelled."""
+    """Send the engine's samples to the pool and apply the share that it returns, until cancelled."""
     idle = 0  # periods since the last call
     while True:
         await asyncio.sleep(_PERIOD_S)

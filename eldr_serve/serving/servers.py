@@ -58,8 +58,8 @@ class EngineServer:
         engine: Callable[[Any], Awaitable[Engine]],
         stall_limit_s: float,
     ) -> None:
-        # Serve awaits it before it ends the replica. As a method of the class, Python would call it once more
-        # when it frees the object, and nobody would await that coroutine.
+        # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
+        # again when it frees the object, and that coroutine would never be awaited.
         self.__del__ = self.shut_down
         self._samples = itertools.count()
         self._meter = Meter(clock=asyncio.get_running_loop().time)
@@ -98,11 +98,10 @@ class EngineServer:
         return {METADATA: asdict(self._address)}
 
     def report(self) -> dict[str, Any]:
-        """Return what pings tell the ingresses: how full the KV cache is, what waits for prefill, and what
-        expert-parallel ranks hold.
+        """Return the status report for pings: KV cache usage, prefill queue, and experts of parallel ranks.
 
-        Serve's routing stats could carry it. But its controller asks a replica that has died for them every
-        period until its next health check, and logs a traceback of each failure.
+        Serve's routing stats are not used: the controller would poll a dead replica every period until the
+        next health check and log a traceback for each failure.
         """
         number = next(self._samples)
         callers, calls = len(self._channel.connections), self._channel.in_flight
@@ -122,7 +121,7 @@ class EngineServer:
             raise RuntimeError(f"the engine is lost: {self._life.lost}")
 
     async def shut_down(self) -> None:
-        """End the streams, then the engine."""
+        """Drain the streams, then stop the engine."""
         channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
         if channel is not None:
             await channel.drain()
@@ -165,7 +164,7 @@ class PrefillServer(EngineServer):
             await super().answer(method, header, body, answer)
 
     async def _prefill(self, request: EngineRequest) -> Prefilled:
-        """Compute a prompt, and measure how long that takes."""
+        """Compute a prompt and measure its throughput."""
         tokens, computed = request.prompt_tokens, 0
         self._meter.enter(tokens)
         try:
@@ -177,11 +176,14 @@ class PrefillServer(EngineServer):
 
 
 class DecodeServer(EngineServer):
-    """A decode engine, or a whole one, that reports its steps' costs and cache to the router, and samples of
-    its requests to the signature pool.
+    """A decode engine, or one that also prefills.
+
+    It reports the costs of its steps and its cache to the router, and samples of its requests to the
+    signature pool.
 
     Args:
-        application, num_pool_actors: name the pool's actors (see PoolClient); with none nothing is sampled.
+        application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
+            actors nothing is sampled.
     """
 
     _role = "decode"
@@ -206,8 +208,7 @@ class DecodeServer(EngineServer):
             self._sending = loop.create_task(send_samples(self._engine, self._sampler, self._pool))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """As an EngineServer, the size of a prefix block, since ingress replicas cut prompts alike, and the
-        seats."""
+        """Return the metadata of an EngineServer, and the prefix block size and seats for ingresses."""
         own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SEATS: self._engine.seats()}
         return await super().record_replica_metadata() | own
 
@@ -224,7 +225,7 @@ class DecodeServer(EngineServer):
             await super().answer(method, header, body, answer)
 
     async def _generate(self, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer a request; measure its prompt where this engine prefills it, and sample some."""
+        """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
             if tokens := header.get("prompt_tokens", 0.0):
                 stack.enter_context(self._measured(tokens, answer))
@@ -234,7 +235,7 @@ class DecodeServer(EngineServer):
 
     @contextmanager
     def _measured(self, tokens: float, answer: Answer) -> Iterator[None]:
-        """Measure how long a prompt takes, which is computed at the first token of its answer."""
+        """Measure the throughput of a prompt, which has been computed when the first token is sent."""
         send, computing = answer.send, True
 
         def over(computed: float) -> None:
@@ -282,15 +283,15 @@ class DecodeServer(EngineServer):
 
 
 def _may_be_sampled(header: dict[str, Any]) -> bool:
-    """Return whether a generate call is a client's, and from the first token of its answer on."""
+    """Return whether a generate call comes from a client and starts at the first token of its answer."""
     return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
 
 
 def describe(error: Exception, engine: DescribesErrors) -> tuple[int, bytes]:
-    """An exception's status, as of HTTP, and the body that tells it to the client.
+    """Return the HTTP status and the response body for an exception.
 
     Args:
-        engine: describes what serving does not raise itself.
+        engine: describes the errors that the engine raises.
     """
     if isinstance(error, CallFailed):
         return error.status, error.body

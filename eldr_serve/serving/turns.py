@@ -1,4 +1,4 @@
-"""Since when a replica can be expected to work for a call: time limits do not count the wait before it."""
+"""Estimate when a replica starts to work on a call, so that time limits exclude the wait before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Turn:
     """One call in the queue of a replica.
 
     Attributes:
-        since_s: from when the replica can be expected to work for the call alone, on the queue's clock.
+        since_s: time from which the replica is expected to work on this call, on the queue's clock.
     """
 
     replica: str
@@ -20,11 +20,10 @@ class Turn:
 
 
 class Turns:
-    """The calls of this process that replicas have not answered yet; each replica serves first come first.
+    """The calls of this process that replicas have not answered yet; replicas serve in order of arrival.
 
-    A call's turn has come when the predicted wait is over and no call before it has been answered for a
-    while: each answer to an earlier call shows that the replica makes progress, and moves the turns of
-    those behind it.
+    A call's turn starts after its predicted wait. Each answer to an earlier call shows that the replica makes
+    progress, and postpones the turns of later calls to that moment at least.
     """
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
@@ -33,14 +32,14 @@ class Turns:
         self._waiting: dict[str, dict[int, Turn]] = {}
 
     def enter(self, replica: str, expected_s: float = 0.0) -> Turn:
-        """Add a call that the replica is expected to take `expected_s` to come to."""
+        """Add a call that the replica is expected to start after `expected_s` seconds."""
         self._number += 1
         turn = Turn(replica, self._number, self._clock() + expected_s)
         self._waiting.setdefault(replica, {})[turn.number] = turn
         return turn
 
     def leave(self, turn: Turn, *, answered: bool) -> None:
-        """Remove a call; `answered` if the replica has worked for it. Again: nothing happens."""
+        """Remove a call; `answered` tells whether the replica worked on it. Further calls have no effect."""
         waiting = self._waiting.get(turn.replica, {})
         if waiting.pop(turn.number, None) is None:
             return

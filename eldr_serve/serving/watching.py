@@ -65,10 +65,10 @@ class RouterMetrics:
                 self._made["eldr_tpot_seconds"].observe(stream.tpot_s, tags)
 
     def export(self, state: RouterState, signatures: Mapping[str, Any] | None = None) -> None:
-        """Export what the status shows now.
+        """Export the current status as metrics.
 
         Args:
-            signatures: that part of the status.
+            signatures: the `signatures` entry of the status.
         """
         status, policy = state.status(), state.settings.policy
         self._count(status["counters"], policy)

@@ -147,11 +147,12 @@ def decode_header(
     created: int | None = None,
     domain: str | None = None,
 ) -> dict[str, Any]:
-    """Of the call that generates; `params` and `token_ids` as prefill returned them.
+    """Return the header of a generate call.
 
-    The signature is not among the parameters that the engine's core gets; a sample of the request needs it.
+    `params` and `token_ids` are those that prefill returned. The signature is sent apart from `params`, which
+    the engine's core gets; it is needed for a sample of the request.
 
-    The answer goes on after `generated` (uint32 ids); chunks with the time `created` were sent before.
+    The answer continues after `generated` (uint32 ids); `created` is the timestamp of chunks already sent.
     """
     passed = {key: value for key, value in (params or {}).items() if key != SIGNATURE}
     return {

@@ -33,7 +33,7 @@ class LastWorker(Policy):
         room = workers[loads.in_flight[workers] < self.parameters.at_most]
         return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
 """
-os.environ |= {"RAY_worker_niceness": "0"}  # else the suite's other part would come before the engines
+os.environ |= {"RAY_worker_niceness": "0"}  # else unit tests would preempt the engines
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -72,12 +72,12 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Demo]:
-    """The demo with some seconds of load under each policy, from its first moment."""
+    """Start the demo with a few seconds of load under each policy."""
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
     arguments = document["applications"][0]["args"]
     arguments["path"] = {"queue_ttl_s": POOL_TTL_S, "prefill_queue_s": 8.0}
-    arguments["signatures"] = {"min_gain": 2}  # the tables that tests swap in stay
+    arguments["signatures"] = {"min_gain": 2}  # never refit: keep the tables that tests swap in
     for role in ("prefill_config", "decode_config"):
         arguments[role]["deployment_config"] |= {
             "health_check_period_s": 1,  # Serve replaces a dead replica when it next asks for its health
@@ -123,7 +123,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
 
 @pytest.fixture(scope="session")
 def single_engine_run(starting_demo: Demo, prompts: list[str]) -> Iterator[Background]:
-    """A plain engine beside the demo's first load."""
+    """Run a plain engine during the demo's first load."""
     starting_demo.wait_for_line("makes its routing table")
     answers = starting_demo.out / "answers.json"
     model = starting_demo.out / "model_64"

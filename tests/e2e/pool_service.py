@@ -1,7 +1,7 @@
-"""The application of deployments/cpu_demo_eldr.yaml, until its input ends. Run as a script: port, admin key.
+"""Run the application of deployments/cpu_demo_eldr.yaml until stdin closes. Arguments: port, admin key.
 
-Its tables are refitted within seconds, and many requests at once start a third decode engine. Each line of
-its input ends the actor of the signature pool, which Ray starts again.
+Tables are refitted within seconds, and many concurrent requests start a third decode engine. Each line on
+stdin kills the actor of the signature pool, which Ray then restarts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from service import ROOT, with_small_caches
 
 from loadgen import application
 
-# Above 20 requests in flight there are three engines soon, and they stay.
+# With more than 20 requests in flight it scales up to three engines, and does not scale down.
 _SCALING = {
     "min_replicas": 2, "initial_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 10,
     "upscale_delay_s": 1, "downscale_delay_s": 600, "look_back_period_s": 2, "metrics_interval_s": 0.5,
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     deployment = ROOT / "deployments" / "cpu_demo_eldr.yaml"
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role, base in (("prefill_config", 27000), ("decode_config", 28000)):
-        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}  # beside the suite's
+        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}  # not the suite's
     with_small_caches(arguments)
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     try:
         application.start(arguments, port, key, dashboard=False, tell=lambda line: print(line, flush=True))
         print("ready", flush=True)
-        import ray  # after `start` has set its environment
+        import ray  # only after `start` has set Ray's environment
 
         from eldr_serve.serving.signatures.pool import find_pool
 

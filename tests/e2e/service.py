@@ -141,7 +141,7 @@ def session_logs() -> Path:
 
 
 def controller_log() -> str:
-    """Return what Serve's controllers have logged."""
+    """Return the logs of Serve's controllers."""
     files = sorted(session_logs().glob("serve/controller*.log"))
     return "".join(file.read_text(errors="replace") for file in files)
 

@@ -1,4 +1,4 @@
-"""Clients that leave while a decode engine reads their prompt's blocks disturb nobody."""
+"""Clients that disconnect while a decode engine reads their prompt's blocks do not affect others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complaints() -> int:
 
 
 async def leave_early(url: str, number: int, rng: random.Random) -> None:
-    """Send a request of several blocks and go at a random moment of its way, before its end."""
+    """Send a request of several blocks and disconnect at a random moment before its end."""
     body: dict[str, Any] = {
         "model": "eldr-demo", "prompt": f"{number} " * 120, "max_tokens": 64, "ignore_eos": True,
         "stream": bool(number % 2),

@@ -1,4 +1,4 @@
-"""More prompts at once than the demo's prefill engine computes within its bound."""
+"""Send more prompts at once than the demo's prefill engine can compute within its bound."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_the_demo_says_what_it_waits_for_and_where_its_results_are(demo: Demo) -
     assert "Decode 0 of 2" in said
     for written in ("report.html", "demo.json"):
         assert str(demo.out / written) in said
-    # The answer comes before what clients saw and before the table.
+    # The effects of placement come before the clients' figures and the table.
     answer = FIRST.search(said)
     assert answer is not None, said
     assert "are equal under all 3 policies" in said

@@ -1,4 +1,4 @@
-"""What plain vLLM's server answers is what the ingress answers: tokens, usage, fields at fault, health."""
+"""The ingress answers like a plain vLLM server: tokens, usage, fields at fault, health."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.harness.replay_engine import free_port
 
 @pytest.fixture(scope="module")
 def plain(demo: Demo, service: Service) -> Iterator[str]:
-    """A plain vLLM server of the demo's model: no connector, no router."""
+    """Run a plain vLLM server with the demo's model, without connector and router."""
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
@@ -86,7 +86,7 @@ def test_usage_of_a_chat_is_vllms(service: Service, plain: str, stream: bool) ->
             "temperature": 0, "stream": stream}  # fmt: skip
     if stream:
         body["stream_options"] = {"include_usage": True}
-    for _ in range(2):  # the second time much of it is cached
+    for _ in range(2):  # the second time much of the prompt is cached
         ours, theirs = (_usage(answer) for answer in both(service, plain, "POST", CHAT, body))
         assert ours == theirs
 

@@ -43,7 +43,7 @@ def test_engines_run_in_one_process_each_on_all_cores(
     service: Service, trace_file: Path, single_engine: dict[str, list[str]]
 ) -> None:
     """With those of the two fixtures gone, which have engines of their own."""
-    started = psutil.Process().children(recursive=True)  # the suite's other parts have engines, too
+    started = psutil.Process().children(recursive=True)  # other parts of the suite also run engines
     mine = [p for p in started if p.name().startswith("VLLM::")]
     assert len(mine) == 3
     assert {p.name() for p in mine} == {"VLLM::EngineCore"}

@@ -1,4 +1,4 @@
-"""ELDR as it is shipped: requests follow a table that the service makes of its own traffic."""
+"""The shipped ELDR deployment: requests follow a table that the service fits to its own traffic."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from eldr_serve.fitting.table import fit_table
 PORT = 8261
 MODEL = ROOT / "demo_model" / "weights"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
-AT_ONCE, CROWD = 8, 30  # requests; the second starts another decode engine
+AT_ONCE, CROWD = 8, 30  # concurrent requests; the second number starts another decode engine
 TOKENS = 8
 
 
 @dataclass
 class Pool:
-    """The running application, and what it is sent."""
+    """The running application and its load."""
 
     service: Service
     process: subprocess.Popen[str]
@@ -47,7 +47,7 @@ class Pool:
         self.process.stdin.flush()
 
     def send(self, domains: tuple[str, ...], requests: int, at_once: int = AT_ONCE) -> None:
-        """Prompts of the domains in turn; all are answered."""
+        """Send prompts of the domains in turn, and check that all are answered."""
         with ThreadPoolExecutor(at_once) as threads:
             list(threads.map(self._ask, itertools.islice(self._prompts(domains), requests)))
 
@@ -79,7 +79,7 @@ class Pool:
         return found
 
     def placed(self) -> tuple[int, int]:
-        """Requests placed, and of these on the most similar worker."""
+        """Return the number of placed requests, and how many went to the most similar worker."""
         counters = self.service.status()["counters"]
         return counters["placed"], counters["best_worker"]
 
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, prompts: list[str]) -> list[str]:
-    """What one plain engine answers, before the service has the cores."""
+    """Return the answers of one plain engine, which runs before the service starts."""
     out = folder / "answers.json"
     job = {"model": str(MODEL), "prompts": prompts, "max_tokens": 16, "out": str(out)}
     command = [sys.executable, str(Path(__file__).with_name("single_engine.py")), json.dumps(job)]
@@ -120,7 +120,7 @@ def pool(folder: Path, reference: list[str]) -> Iterator[Pool]:
         process.stdin.close()
         try:
             process.wait(60)
-        except subprocess.TimeoutExpired:  # it has not started yet
+        except subprocess.TimeoutExpired:  # the service has not started yet
             process.kill()
             raise
 
@@ -142,7 +142,7 @@ def test_requests_follow_its_centroids(pool: Pool) -> None:
     pool.send(FIRST, 100)
     placed, best = (after - earlier for after, earlier in zip(pool.placed(), before, strict=True))
     assert placed == 100
-    assert best / placed > 0.6  # chance: 0.5
+    assert best / placed > 0.6  # random placement gives 0.5
 
 
 def test_greedy_answers_are_those_of_a_single_engine(

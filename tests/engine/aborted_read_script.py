@@ -1,6 +1,6 @@
-"""A prefill and a decode engine, whose requests are aborted so many steps after the decode engine got them.
+"""Abort requests a number of steps after the decode engine received them.
 
-Before the read the prefill engine frees the blocks, and computes other prompts into them; or it does not.
+Optionally the prefill engine frees the blocks before the read and computes other prompts into them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from transfer_script import PATIENCE_S, engine, run
 
 ROUNDS, LENGTH, OUTPUT = 12, 200, 6
-BLOCKS = 24  # of the prefill engine; a prompt has 7
+BLOCKS = 24  # KV blocks of the prefill engine; a prompt has 7
 
 
 class Heard(logging.Handler):
-    """How often NIXL's worker has said that blocks may be invalid."""
+    """Counts how often NIXL's worker has logged that blocks may be invalid."""
 
     count = 0
 
@@ -32,7 +32,7 @@ class Heard(logging.Handler):
 
 
 def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
-    """Answer [what, argument]; step on meanwhile."""
+    """Answer commands [name, argument] from the pipe, and run engine steps in between."""
     from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group
 
     heard = Heard()
@@ -51,7 +51,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
             params = {"do_remote_decode": True, "eldr_request": argument["name"]}
             output = run(core, f"p{number}", {"prompt_token_ids": argument["prompt"]}, 1, params)
             pipe.send(output.kv_transfer_params)
-        elif what == "fill":  # other prompts than any that is asked for again
+        elif what == "fill":  # prompts that are not requested again
             for prompt in argument:
                 number += 1
                 run(core, f"f{number}", {"prompt_token_ids": prompt}, 1)
@@ -82,7 +82,7 @@ def main(model: str, out: str, steps: int, frees: bool) -> None:
         prompt, *others = rng.integers(1, 257, (4, LENGTH)).tolist()
         params = ask("prompt", {"name": f"n{number}", "prompt": prompt})
         begin(decoder, f"a{number}", prompt, params)
-        if frees:  # so what is read is of other prompts
+        if frees:  # so the decode engine reads blocks of other prompts
             ask("abandon", f"n{number}")
             ask("fill", others)
         for _ in range(steps):
@@ -103,7 +103,7 @@ def main(model: str, out: str, steps: int, frees: bool) -> None:
 
 
 def begin(decoder: Any, name: str, prompt: list[int], params: Any) -> None:
-    """Add a request whose prompt's blocks are to be read."""
+    """Add a request that reads its prompt's blocks from the prefill engine."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -113,15 +113,15 @@ def begin(decoder: Any, name: str, prompt: list[int], params: Any) -> None:
 
 
 def settle(decoder: Any, ask: Any) -> tuple[int, int]:
-    """Step until neither engine holds blocks: how often NIXL has complained, and prompts that are held."""
+    """Run steps until no engine holds blocks; return NIXL's warnings and the number of held prompts."""
     end = time.monotonic() + PATIENCE_S / 4
     core = decoder.engine_core.engine_core
     while True:
         decoder.step()
-        core.step_fn()  # of an engine without requests, which serves on in a replica
+        core.step_fn()  # an idle engine, which keeps stepping in a replica
         said, held = ask("said")
         if (not held and not core.scheduler.kv_cache_manager.usage) or time.monotonic() > end:
-            for _ in range(20):  # a notice that is on its way
+            for _ in range(20):  # wait for a notice in transit
                 decoder.step()
                 core.step_fn()
                 said, held = ask("said")

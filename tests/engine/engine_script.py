@@ -58,7 +58,7 @@ def noted(on_host: bool) -> Operators:
 
 
 def kernels() -> list[str]:
-    """Return the names of vLLM's libraries of kernels in this process."""
+    """Return the names of vLLM's kernel libraries that this process has loaded."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.rpartition("/")[2] for line in mapped if "/vllm/_C" in line})
 

@@ -1,4 +1,4 @@
-"""One in-process engine whose model's forward raises, at once or after a prompt that it has computed."""
+"""One in-process engine whose forward pass raises, in the first step or after a computed prompt."""
 
 from __future__ import annotations
 

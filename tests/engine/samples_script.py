@@ -1,4 +1,4 @@
-"""Samples of requests that an engine serves under pressure, and a calibration's counts of the same prompts.
+"""Collect samples of requests served under pressure, and calibration counts of the same prompts.
 
     python samples_script.py MODEL OUT decode|whole PROMPTS
 
@@ -26,14 +26,15 @@ from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.signature import pack_counts
 
 CHUNK = 48  # tokens a step: longer prompts are prefilled in pieces
-BLOCKS = 24  # of 32 tokens: fewer than the requests that run together need, so that some are preempted
+BLOCKS = 24  # of 32 tokens: too few for the concurrent requests, so that some are preempted
 AT_ONCE = 8
-TOKENS = 40  # of an answer
-LEFT_AFTER = 3  # tokens of an answer whose client goes
+TOKENS = 40  # length of an answer
+LEFT_AFTER = 3  # tokens after which a client disconnects
 
 
 def prompts(many: int) -> list[list[int]]:
-    """Token ids of various lengths; every third prompt begins as an earlier one, every seventh equals one."""
+    """Return prompts of various lengths; every third shares a prefix with an earlier one, every seventh
+    equals one."""
     rng, found = np.random.default_rng(39), []
     for number in range(many):
         own = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
@@ -46,11 +47,11 @@ def prompts(many: int) -> list[list[int]]:
 
 
 class Client:
-    """Sends requests as serving does, a completion of token ids each."""
+    """Sends completion requests with token ids, like the serving code."""
 
     def __init__(self, engine: Any, prefills: Any) -> None:
         self._engine, self._prefills = engine, prefills
-        self._one_prefill = asyncio.Lock()  # the pipe has one call at a time
+        self._one_prefill = asyncio.Lock()  # the pipe handles one call at a time
         self.generated: dict[str, list[int]] = {}
 
     def _request(self, name: str, prompt: list[int], **more: Any) -> EngineRequest:
@@ -59,7 +60,7 @@ class Client:
         return EngineRequest("completions", json.dumps(body).encode(), name, domain="d", **more)
 
     async def send(self, name: str, prompt: list[int], *, sampled: bool, leaves: bool = False) -> None:
-        """Generate; the client leaves early if it says so."""
+        """Generate an answer; if `leaves`, disconnect early."""
         more: dict[str, Any] = {"sampled": sampled}
         if self._prefills is not None:
             async with self._one_prefill:
@@ -120,7 +121,7 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
 
 
 def calibrate(model: str, pipe: Connection) -> None:
-    """Count each [prompt, answer's length] in a calibrating engine."""
+    """Count the experts of each [prompt, answer length] in a calibrating engine."""
     settings, environment = ENGINES.tracing(model, "cpu", dict(contract_script.KWARGS))
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     tracer = ENGINES.tracer(settings, nixl())

@@ -29,14 +29,14 @@ _FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # imported once, 
 
 
 def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", **env: str) -> None:
-    """Run a script beside the tests; fail with the end of its output.
+    """Run a script of this folder; on failure, raise an error with the end of its output.
 
     Args:
-        name: the script's file.
+        name: file name of the script.
         arguments: its arguments.
-        v2: whether it runs under Model Runner V2.
-        cpu: the best CPU feature that it sees (`cpu_features.limited_to`); default all that there are.
-        env: its environment variables, beside those of this process.
+        v2: whether to use Model Runner V2.
+        cpu: best CPU feature that the script sees (`cpu_features.limited_to`); all features by default.
+        env: additional environment variables.
     """
     script = [str(Path(__file__).with_name(name)), *map(str, arguments)]
     if v2:
@@ -44,7 +44,7 @@ def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", *
         env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     if cpu:
         env |= limited_to(cpu, os.environ | env)
-    if v2 or cpu:  # the fork server has imported vLLM for neither
+    if v2 or cpu:  # the fork server has imported vLLM without these settings
         done = subprocess.run(
             [sys.executable, *script],
             capture_output=True, text=True, timeout=400, check=False, env=os.environ | ENGINE_ENV | env,

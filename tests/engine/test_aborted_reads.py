@@ -1,4 +1,4 @@
-"""Requests that are aborted while a decode engine waits for a prompt's blocks: who frees these, and when."""
+"""Requests that are aborted while a decode engine waits for a prompt's blocks: release of the blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from scripts import run_script
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["before the read", "during the read"])
 def test_the_engines_free_the_blocks_between_themselves(model: Path, tmp_path: Path, steps: int) -> None:
-    """So whoever aborts need not, and must not before the read is over: NIXL calls that blocks which may be
-    invalid."""
+    """The caller must not free the blocks before the read is over, or NIXL reports invalid blocks."""
     out = tmp_path / "found.json"
     run_script("aborted_read_script.py", model, out, steps, "leaves them")
     assert json.loads(out.read_text()) == {"said": 0, "held": 0, "decode usage": 0.0, "wrong": 0}
@@ -21,7 +20,7 @@ def test_the_engines_free_the_blocks_between_themselves(model: Path, tmp_path: P
 def test_blocks_that_are_freed_and_written_again_before_a_read_make_no_wrong_text(
     model: Path, tmp_path: Path
 ) -> None:
-    """What an aborted request has read is in no prefix cache."""
+    """Blocks that an aborted request has read do not enter a prefix cache."""
     out = tmp_path / "found.json"
     run_script("aborted_read_script.py", model, out, 1, "frees them")
     found = json.loads(out.read_text())

@@ -18,8 +18,8 @@ from scripts import run_script
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.signature import unpack_counts
 
-# Name -> scheduler, batches, where is counted, port of NIXL; v2 is Model Runner V2, avx2 has the kernels of a
-# CPU without AVX-512.
+# Name -> scheduler, batches, place of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
+# a CPU without AVX-512.
 RUNS = {
     "async": ("async", "all", "host", "21871"),
     "sync": ("sync", "all", "device", "21872"),
@@ -125,7 +125,7 @@ def test_every_step_record_equals_the_cold_recomputation(
 def test_answers_and_counts_are_those_of_the_default(
     run: Callable[[str], dict[str, Any]], other: str
 ) -> None:
-    """Model Runner V2 answers and counts as V1, and the kernels for AVX2 as those that vLLM chose."""
+    """Answers and counts are equal for Model Runners V1 and V2, and for AVX2 and the default kernels."""
     default, short = run("async"), run(other)
     assert short["records"] == default["records"][: len(short["records"])]
     timeless = [

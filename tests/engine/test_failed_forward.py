@@ -1,4 +1,4 @@
-"""An engine whose forward fails says why, in the words of what failed, and counts nothing of it."""
+"""An engine whose forward pass fails raises the original error and counts nothing of the step."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ REFUSED = {
     "ERNIE-4.5": "correction bias",
 }
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
-NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and the row's word
+NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and the feature's name in the row
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
 NEAR_TIE = 0.05  # of the range of a router's scores, or of its groups': 0.030 is the widest measured
 Row = Callable[[str, str], dict[str, Any]]
@@ -91,14 +91,14 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_for_amx_take_the_dimensions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own checks, told that the CPU has AMX, whatever it has."""
+    """Run vLLM's own checks as if the CPU had AMX."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     sizes = FAMILIES[family].settings
     neurons = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
     layer: Any = SimpleNamespace(
         hidden_dim=sizes["hidden_size"],
         intermediate_size_per_partition=neurons,
-        activation=MoEActivation.SWIGLUOAI,  # vLLM pads the layers of others
+        activation=MoEActivation.SWIGLUOAI,  # vLLM pads layers with other activations
     )
     assert X86CPUUnquantizedExperts._supports_grouped_gemm(layer) == (True, None)
     if "kv_lora_rank" in sizes:  # the two products of AMXMLAImpl, [out, in]

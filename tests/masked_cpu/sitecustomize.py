@@ -1,6 +1,6 @@
-"""Hide features of the CPU from torch and vLLM; the variable ELDR_CPU names those that remain.
+"""Hide CPU features from torch and vLLM; the variable ELDR_CPU names the best one that remains.
 
-Python imports this module at its start where PYTHONPATH has its folder (see `cpu_features`).
+Python imports this module at startup if its folder is in PYTHONPATH (see `cpu_features`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 _AMX = ("_is_amx_tile_supported", "_is_amx_fp16_supported")
 _AVX512_BF16 = (*_AMX, "_is_avx512_bf16_supported")
-# ELDR_CPU -> functions of torch.cpu that then return False; vLLM chooses its kernels by them.
+# ELDR_CPU -> functions of torch.cpu that return False; vLLM chooses its kernels by them.
 HIDDEN = {
     "avx2": (*_AVX512_BF16, "_is_avx512_supported"),
     "avx512": _AVX512_BF16,
@@ -23,7 +23,7 @@ HIDDEN = {
 
 
 class _TorchCpuFinder(MetaPathFinder):
-    """Find torch.cpu once, with a loader that replaces the functions after the module is executed."""
+    """Finds torch.cpu once, with a loader that replaces the functions after executing the module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch.cpu":

@@ -22,14 +22,14 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 class FakeService:
-    """Counts and times what it is sent.
+    """Records the requests that it gets, with their times.
 
     Attributes:
-        first_s, gap_s: delay of the first token and of each further one.
-        fail_every: each so-manieth request gets a 503; 0: none.
-        reports_steps: whether its engines' steps are in the status.
-        more_status: what else is in it, or in place of what is.
-        says: the answer to a request that is not streamed, given the policy and the prompt.
+        first_s, gap_s: delay of the first token and of each further one, s.
+        fail_every: one in so many requests gets a 503; 0: none.
+        reports_steps: whether the status includes the engines' steps.
+        more_status: additional or replaced fields of the status.
+        says: returns the answer to a request without streaming, given policy and prompt.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class FakeService:
         return web.json_response({})
 
     async def refit(self, request: web.Request) -> web.Response:
-        """A table of two decode replicas, or a refusal without the key."""
+        """Return a table for two decode replicas, or refuse a request without the key."""
         if request.headers.get("authorization") != f"Bearer {KEY}":
             return _refusal(400, "the signature pool holds 3 samples and a table needs 16")
         return web.json_response({"table": {"version": 7, "samples": 90, "workers": 2}})

@@ -83,10 +83,10 @@ async def running_app(
     validated: bool = True,
     **options: Any,
 ) -> AsyncIterator[App]:
-    """Run it; options are those of IngressOptions.
+    """Run the ingress; `options` are those of IngressOptions.
 
     Args:
-        validated: engines look at a request as vLLM does before they answer.
+        validated: whether engines validate requests like vLLM before they answer.
     """
     actor = actor or FakeActor()
     app = App(prefill, decode, validated)

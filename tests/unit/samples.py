@@ -1,4 +1,4 @@
-"""Expert samples of synthetic requests, of kinds that favour different experts."""
+"""Expert samples of synthetic requests, whose kinds favour different experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sample(
     shape: tuple[int, int] = (LAYERS, EXPERTS),
     prompt: int = 20,
 ) -> ExpertSample:
-    """A request whose tokens mostly choose two experts of its kind; without a kind, any of them."""
+    """Return a sample whose tokens mostly choose two experts of its kind, or any experts without a kind."""
     rng = np.random.default_rng([seed, *name.encode()])
     layers, experts = shape
     logits = np.zeros(experts)
@@ -38,7 +38,7 @@ def sample(
 def traffic(
     kinds: Sequence[int | None], requests: int, *, begin: int = 0, seed: int = 0
 ) -> list[ExpertSample]:
-    """Requests of these kinds in turn."""
+    """Return samples of these kinds in turn."""
     return [
         sample(f"r{number}", kinds[number % len(kinds)], seed=seed)
         for number in range(begin, begin + requests)

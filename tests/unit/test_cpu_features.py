@@ -1,4 +1,4 @@
-"""CPU features can be hidden from torch and vLLM, and tests say which they see."""
+"""CPU features can be hidden from torch and vLLM, and tests report the features that they see."""
 
 from __future__ import annotations
 

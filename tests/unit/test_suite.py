@@ -1,4 +1,4 @@
-"""`make test` runs every part, and its last lines and exit status are those of all."""
+"""`make test` runs every part; its last lines and exit status cover all parts."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_a_table_of_the_traffic_is_better_than_load() -> None:
 
 
 def test_a_table_of_noise_is_not_better_than_load() -> None:
-    """Prefill that foretells nothing: its counts are another request's."""
+    """Prefill counts that predict nothing, because they belong to another request."""
     refused = 0
     for seed in range(10):
         trace = synthetic_trace(120, seed=seed)

@@ -1,4 +1,4 @@
-"""What prefill and decode engines must have equal, so that decode continues what prefill began."""
+"""Arguments that prefill and decode engines must share, so that decode can continue after prefill."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _UNSAID = (None, "auto", "")
 
 @dataclass(frozen=True)
 class Agreed:
-    """An engine argument that both roles must have equal.
+    """An engine argument that must be equal in both roles.
 
     Attributes:
-        name: the argument.
-        reason: why.
-        resolved: where vLLM's configuration has the value that it becomes; none: it becomes no other, so
-            that an argument which is not given differs from one that is.
+        name: name of the argument.
+        reason: why it must be equal.
+        resolved: path of the resolved value in vLLM's configuration. If None, vLLM does not change the
+            value, so an argument that is missing in one role differs from one that is given in the other.
     """
 
     name: str
@@ -71,9 +71,9 @@ _DEFAULTS: Mapping[str, Any] = {"enable_auto_tool_choice": False, "trust_request
 
 
 def compare_specs(prefill: Any, decode: Any) -> None:
-    """Raise ConfigurationError for what the files of two VllmSpecs say differently.
+    """Raise ConfigurationError if the files of two VllmSpecs differ in a field that must be equal.
 
-    A value that vLLM chooses itself is not known here; `differences` compares it.
+    Values that vLLM chooses itself are unknown here; `differences` compares them.
     """
     for name, reason, one, other in (
         ("model_id", "a request names one model", prefill.model_id, decode.model_id),
@@ -93,7 +93,7 @@ def compare_specs(prefill: Any, decode: Any) -> None:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """Return what vLLM's configuration has for each field that it resolves; see Described.agreed."""
+    """Return the value of each resolved field in vLLM's configuration; see Described.agreed."""
     found = {}
     for field in AGREED:
         part, _, name = field.resolved.partition(".")
@@ -105,7 +105,7 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence for each field that resolves to two values; see Backend.differences."""
+    """Yield one sentence for each field that resolves to different values; see Backend.differences."""
     for field in AGREED:
         if field.name in prefill and field.name in decode and prefill[field.name] != decode[field.name]:
             one, other = prefill[field.name], decode[field.name]

@@ -29,15 +29,15 @@ class Router(Protocol):
 
 @dataclass
 class StepPlan:
-    """What the scheduler asks of one step, beside the transfer itself.
+    """The scheduler's instructions for one step, besides the transfer itself.
 
     Attributes:
-        begun: KV blocks whose first slot is written in this step.
+        begun: ids of the KV blocks whose first slot is written in this step.
         finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
-        traced: request id -> position of its first generated token in this step, and the KV slots of all
-            of them, for requests whose decode experts are counted.
-        requests, tokens, kv_tokens: size of the step, and KV tokens that it attends to.
-        drafts: those of the tokens that are drafts to be verified (speculative decoding).
+        traced: request id -> position of the first token generated in this step, and the KV slots of all
+            tokens generated in it, for requests whose decode experts are counted.
+        requests, tokens, kv_tokens: size of the step, and number of KV tokens that it attends to.
+        drafts: how many of the tokens are drafts to be verified (speculative decoding).
     """
 
     begun: list[int] = field(default_factory=list)
@@ -61,12 +61,12 @@ class StepPlan:
 
 @dataclass
 class StepRoutes:
-    """Experts that the traced tokens of one step chose.
+    """The experts that the traced tokens of one step chose.
 
     Attributes:
-        num_experts: experts a layer.
-        tokens: request id -> position of its first token, and how many follow each other in `chosen`.
-        chosen: int16[tokens,L,k], one request after the other.
+        num_experts: number of experts in a layer.
+        tokens: request id -> position of its first token, and number of its tokens in `chosen`.
+        chosen: int16[tokens,L,k], the tokens of one request after those of another.
     """
 
     num_experts: int
@@ -83,7 +83,7 @@ class StepRoutes:
 
 @dataclass
 class StepCounts:
-    """What one step found: prompt counts int32[L,E] by request id, and the routes of traced tokens."""
+    """The results of one step: prompt counts int32[L,E] by request id, and routes of traced tokens."""
 
     prompts: dict[str, HostCopy] = field(default_factory=dict)
     routes: StepRoutes | None = None
@@ -187,7 +187,7 @@ class ExpertCapture:
     def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, tuple[int, list[int]]]) -> StepRoutes:
         """Gather the routes of all traced requests at once: the cost hardly grows with their number."""
         wanted = [slot for _, of_request in traced.values() for slot in of_request]
-        if self._on_host:  # numpy takes half the time for so few tokens
+        if self._on_host:  # numpy takes half the time for few tokens
             held = slots.numpy()
             order = held.argsort()
             rows = order[held[order].searchsorted(wanted)]

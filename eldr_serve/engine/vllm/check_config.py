@@ -1,4 +1,4 @@
-"""Names and simple values of an LLMConfig, checked without an import of vLLM or Ray Serve LLM."""
+"""Check names and simple values of an LLMConfig without importing vLLM or Ray Serve LLM."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _PORT_BASE = "NIXL_SIDE_CHANNEL_PORT_BASE"
 
 
 def check_config(where: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for a name that there is not, or a value that no engine takes.
+    """Raise ConfigurationError for an unknown name, or a value that no engine accepts.
 
     Args:
-        where: the configuration's name, `decode_config` or `prefill_config`.
-        config: Ray Serve LLM's LLMConfig.
+        where: name of the configuration, `decode_config` or `prefill_config`.
+        config: the fields of Ray Serve LLM's LLMConfig.
     """
     _names(where, config, declared.llm_config_keys())
     for name in _MAPPINGS:
@@ -61,7 +61,7 @@ def check_config(where: str, config: Mapping[str, Any]) -> None:
 
 
 def check_environment(where: str, runtime_env: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an environment variable that is no text, or whose text cannot be used."""
+    """Raise ConfigurationError for an environment variable that is not text or has an invalid value."""
     variables = runtime_env.get("env_vars") or {}
     if not isinstance(variables, Mapping):
         raise _wrong(f"{where}.env_vars", variables, "must be a mapping of names to values")

@@ -137,7 +137,7 @@ class EldrConnector(NixlPullConnector):
         self._cut_to_one(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
-        # Rejected drafts would be counted as decode steps.
+        # Otherwise rejected drafts would be counted as decode steps.
         calibrate = bool(params.get(CALIBRATE)) and not self._drafts
         if calibrate or params.get("do_remote_decode") or REQUEST in params:
             routes = bool(params.get(ROUTES))
@@ -193,7 +193,7 @@ class EldrConnector(NixlPullConnector):
             plan.finished_prompts[request_id] = self._blocks(request_id)[: -(-prompt // size)]
         first = max(before, prompt)
         if tracked.decode is not None and first < after:
-            # Without a list of all block ids, which grows with the context in every step.
+            # Avoid a list of all block ids in every step: it grows with the context.
             blocks = self._kv_cache_manager.get_blocks(request_id).blocks[self.counted.index]
             slots = [blocks[p // size].block_id * size + p % size for p in range(first, after)]
             plan.traced[request_id] = first, slots
@@ -300,8 +300,8 @@ class EldrConnector(NixlPullConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         # Both model runners come here after the forward and before they ask for what was counted;
-        # `wait_for_save` comes later where V1 drafts tokens (speculative decoding). V1 comes here with an
-        # exception of the forward, too: nothing of it is counted, and its own words are the ones to be heard.
+        # V1 calls `wait_for_save` later if it drafts tokens (speculative decoding). It also gets here after
+        # an exception in the forward pass: then nothing is counted, and that exception must propagate.
         if sys.exc_info()[0] is None:
             self._count()
         # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.

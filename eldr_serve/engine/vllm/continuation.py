@@ -88,8 +88,8 @@ class Continuation:
         self._ids: list[int] = []
         self.failure: Exception | None = None  # the engine's, whatever the serving object has made of it
         self.metrics: Any = None  # vLLM's RequestStateStats, at the end of the answer and if there are any
-        self.prompt_token_ids: list[int] = []  # at the end of the answer
-        self.counts: dict[str, Any] = {}  # by our connector at the end of the answer; no client sees them
+        self.prompt_token_ids: list[int] = []  # set at the end of the answer
+        self.counts: dict[str, Any] = {}  # set by our connector at the end of the answer; not sent to clients
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -125,7 +125,7 @@ class Continuation:
             params = params.clone()
             params.output_kind = RequestOutputKind.DELTA
             params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
-        # Where the prompt's blocks come from a prefill engine, the prompt was written to that one's cache.
+        # If the prompt's blocks come from a prefill engine, the prompt was written to that engine's cache.
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         created = transfer.get(CREATED)
         make = self._go_on if self._generated else self._client.generate
@@ -154,8 +154,8 @@ class Continuation:
             self.failure = error
             raise
         finally:
-            # The engine has got the request and frees the prompt's blocks. vLLM's server would tell the
-            # prefill engine a second time that they are free, if the client has left before a whole answer.
+            # The engine has received the request and will free the prompt's blocks. If the client has
+            # disconnected early, vLLM's server would notify the prefill engine a second time.
             transfer["do_remote_prefill"] = False
         self.metrics = getattr(output, "metrics", None)
         self.prompt_token_ids = getattr(output, "prompt_token_ids", None) or []

@@ -86,7 +86,7 @@ class VllmEngine:
         with clear_start():
             await server.start()
         replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
-        check_serving(server.engine)  # rather than with the first request
+        check_serving(server.engine)  # fail now rather than at the first request
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
         if parallel.enable_expert_parallel and switched_on():
@@ -230,7 +230,7 @@ class VllmEngine:
         return steps.take()
 
     def take_samples(self) -> list[ExpertSample]:
-        """See protocol.Engine; an engine that drafts makes none."""
+        """See protocol.Engine; an engine that drafts tokens records no samples."""
         return self._samples.take()
 
     @staticmethod

@@ -50,7 +50,7 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
         kind = OneProcessLLMConfig
         environment.update(ONE_PROCESS | environment)
     made: LLMConfig = kind.model_validate(config)
-    made.get_engine_config().get_initialization_kwargs()  # refuses what a replica would
+    made.get_engine_config().get_initialization_kwargs()  # raises the errors that a replica would
     return made
 
 

@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.signature import pack_counts
 
-_BATCH = 32  # decode steps that are summed together
+_BATCH = 32  # number of decode steps summed at once
 
 
 class RouteCounts:
-    """Decode counts of one request, summed step by step.
+    """Accumulates the decode counts of one request.
 
-    Positions must come in order. A preempted request computes some of them a second time, with the same
-    tokens; these are skipped.
+    Positions must be added in order. A preempted request computes some positions twice, with the same
+    tokens; the repetitions are skipped.
 
     Args:
         first: position of the first generated token.
-        keep: keep the routes themselves too.
+        keep: whether to keep the routes as well.
 
     Attributes:
-        kept: int16[steps,L,k] each, if the routes are kept.
+        kept: the routes, int16[steps,L,k] each, if they are kept.
     """
 
     def __init__(self, first: int, *, keep: bool) -> None:
@@ -34,12 +34,12 @@ class RouteCounts:
         self._keep = keep
         self._pending: list[NDArray[np.int16]] = []
         self._num_experts = 0
-        self._cells: NDArray[np.int64] | None = None  # counts, flat
+        self._cells: NDArray[np.int64] | None = None  # flattened counts
 
     def take(self, first: int, routes: NDArray[np.int16], num_experts: int) -> None:
-        """Add the experts int16[n,L,k] of n consecutive tokens, the first of which has this position."""
+        """Add the experts int16[n,L,k] of n consecutive tokens that start at this position."""
         new = routes[max(0, self._next - first) :]
-        if first > self._next or not len(new):  # after a gap nothing counts: see `complete`
+        if first > self._next or not len(new):  # tokens after a gap are not counted: see `complete`
             return
         self._next += len(new)
         self._num_experts = num_experts
@@ -50,16 +50,16 @@ class RouteCounts:
             self._sum()
 
     def complete(self, last: int) -> bool:
-        """Return whether all positions before `last` were counted, and none from there on."""
+        """Return whether all positions before `last`, and no others, were counted."""
         return self._next == last
 
     @property
     def steps(self) -> int:
-        """Number of positions counted."""
+        """Return the number of positions counted."""
         return self._next - self._first
 
     def total(self, shape: tuple[int, int]) -> NDArray[np.uint32]:
-        """Return the sum, uint32[L,E]; `shape` is that of a request without decode steps."""
+        """Return the sum, uint32[L,E]; without decode steps it has this shape."""
         self._sum()
         if self._cells is None:
             return np.zeros(shape, np.uint32)
@@ -78,13 +78,13 @@ class RouteCounts:
 
 @dataclass
 class TrackedRequest:
-    """A request whose experts were asked for.
+    """A request whose experts are counted.
 
     Attributes:
-        request: vLLM's own object.
-        want_routes: the answer carries the routes of its decode steps.
-        decode: its decode counts, if they were asked for.
-        prompt_counts: int32[L,E], once its prompt has been computed in this engine.
+        request: vLLM's object for the request.
+        want_routes: whether the answer includes the routes of the decode steps.
+        decode: the decode counts, if they were requested.
+        prompt_counts: int32[L,E], set when this engine has computed the prompt.
     """
 
     request: Any
@@ -93,12 +93,12 @@ class TrackedRequest:
     prompt_counts: NDArray[np.int32] | None = None
 
     def decode_answer(self, *, prefilled_here: bool) -> dict[str, Any]:
-        """Return what the answer carries of the decode steps; empty if counts are missing.
+        """Return the fields of the answer that describe the decode steps; empty if counts are missing.
 
         Args:
-            prefilled_here: the prompt's counts belong to the answer, and must be there.
+            prefilled_here: whether this engine prefilled the prompt; the answer must then include its counts.
         """
-        last = self.request.num_tokens - 1  # the last sampled token never passes the gates
+        last = self.request.num_tokens - 1  # the last sampled token is never routed
         if self.decode is None or not self.decode.complete(last):
             return {}
         answer: dict[str, Any] = {"eldr_decode_steps": self.decode.steps}

@@ -1,1 +1,1 @@
-"""The signature pool: Ray actors that sample expert counts of live traffic and make routing tables."""
+"""The signature pool: Ray actors that collect expert counts of live traffic and fit routing tables."""

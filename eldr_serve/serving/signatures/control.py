@@ -12,16 +12,16 @@ from eldr_serve.serving.signatures.pool import find_pool
 
 
 class PoolControl:
-    """Finds the coordinating actor by its name for each call: operators call it rarely.
+    """Client of the coordinating actor, which is looked up for each call since calls are rare.
 
-    Both methods raise SwapRefused with one sentence, or Overloaded if the actor does not answer.
+    Both methods raise SwapRefused with one sentence if the pool refuses, or Overloaded if it does not answer.
     """
 
     def __init__(self, application: str) -> None:
         self._application = application
 
     async def refit(self) -> dict[str, Any]:
-        """Make a table of the pool's samples now; return what the status shows of it."""
+        """Fit a table to the pool's samples now; return its entry in the status."""
         found: dict[str, Any] = await self._call("refit")
         return found
 
@@ -39,7 +39,7 @@ class PoolControl:
             ) from None
         try:
             return await getattr(actor, method).remote(*args)
-        except SwapRefused as error:  # Ray's has the traceback in its text
+        except SwapRefused as error:  # the text of Ray's own exception includes the traceback
             raise SwapRefused(sentence(getattr(error, "cause", None) or error)) from None
         except RayError as error:
             raise Overloaded(f"the signature pool does not answer ({type(error).__name__})") from error

@@ -1,4 +1,4 @@
-"""The loop that turns a pool's samples into routing tables and gives them to the router."""
+"""Fits routing tables to a pool's samples and swaps them into the router."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from eldr_serve.serving.signatures.settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
-MIN_REQUESTS_PER_WORKER = 8  # as eldr_serve.fitting.refit, which is imported when a table is made
+MIN_REQUESTS_PER_WORKER = 8  # as in eldr_serve.fitting.refit, which is imported late
 
 
 @dataclass(frozen=True)
 class RouterView:
-    """The router, as the pool needs to know it.
+    """The state of the router that the pool needs.
 
     Attributes:
-        epoch: of the router's state; a table is swapped in only within it.
-        workers: live decode replicas.
-        clients: ingresses that it knows; with none, it may not have its settings back after a restart.
-        pool: settings that hold now.
+        epoch: identifies the router's state; a table is only swapped in within the same epoch.
+        workers: number of live decode replicas.
+        clients: number of connected ingresses. Without any, a restarted router may lack its settings.
+        pool: current settings of the pool.
     """
 
     epoch: str
@@ -39,24 +39,24 @@ class RouterView:
 
 
 class Router(Protocol):
-    """The router, as the coordinator calls it."""
+    """The router's interface for the coordinator."""
 
     async def look(self, status: dict[str, Any]) -> RouterView:
-        """Report the pool's status."""
+        """Report the pool's status; return the router's state."""
 
     async def table(self) -> bytes | None:
         """Return the live table."""
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """Swap a table in, unless the live one is no longer the view's; return its version."""
+        """Swap in a table and return its version; return None if the live table differs from the view's."""
 
 
 class Coordinator:
-    """Makes the first table, and refits on drift, on scaling and on request.
+    """Fits the first table, and refits on drift, on scaling and on request.
 
     Args:
         trace: returns all samples of the pool.
-        fit: runs a function of signatures.tables; in a thread, so that samples are taken meanwhile.
+        fit: runs a function of signatures.tables, by default in a thread so that the actor stays responsive.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
-        self.samples = 0  # over all actors
+        self.samples = 0  # total over all actors
         self.view: RouterView | None = None
         self._router = router
         self._trace = trace
         self._fit = fit
         self._clock = clock
         self._working = asyncio.Lock()
-        self._before: int | None = None  # decode replicas at the last look
+        self._before: int | None = None  # number of decode replicas at the last look
         self._not_before = 0.0
         self._table: dict[str, Any] | None = None
         self._last_refusal: dict[str, Any] | None = None
@@ -84,12 +84,12 @@ class Coordinator:
 
     @property
     def needed(self) -> int:
-        """Samples for a table that nobody has asked for."""
+        """Return the number of samples needed to fit a table automatically."""
         workers = self.view.workers if self.view else 0
         return max(self.settings.options.first_table, MIN_REQUESTS_PER_WORKER * workers)
 
     def status(self) -> dict[str, Any]:
-        """Return the JSON-able part of `GET /eldr/status` that the coordinator knows."""
+        """Return the coordinator's part of `GET /eldr/status`, JSON-serialisable."""
         return {
             "samples": self.samples,
             "window": self.settings.options.window,
@@ -114,14 +114,14 @@ class Coordinator:
         return f"no table yet: {min(self.samples, self.needed)} of {self.needed} samples"
 
     async def look(self, status: dict[str, Any]) -> RouterView:
-        """Report the status to the router, and make a table if one is due.
+        """Report the status to the router, and fit a table if one is due.
 
         Raises:
-            RayError: the router is away.
+            RayError: the router is unavailable.
         """
         view = self.view = await self._router.look(status)
         self.settings = view.pool
-        if view.workers != self._before:  # replicas may still be coming or going
+        if view.workers != self._before:  # replicas may still be starting or stopping
             self._before, self._not_before = view.workers, 0.0
             return view
         if not view.clients or view.workers < 2 or self._clock() < self._not_before:
@@ -136,13 +136,13 @@ class Coordinator:
         return view
 
     async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Fit IDF, mask and centroids to the pool's samples now; return what `status` shows of the new table.
+        """Fit IDF, mask and centroids to the pool's samples now; return the new table's entry in the status.
 
         Args:
-            status: of the pool, to report.
+            status: the pool's status, to report to the router.
 
         Raises:
-            SwapRefused: there are too few samples, or the table is refused; one sentence.
+            SwapRefused: there are too few samples, or the table was refused; one sentence.
         """
         view = self.view = await self._router.look(status)
         if view.workers < 2:
@@ -183,7 +183,7 @@ class Coordinator:
     async def _made(
         self, live: bytes | None, trace: CalibrationTrace, view: RouterView, requested: bool
     ) -> Any:
-        # In the thread, since it imports scikit-learn.
+        # Imported in the thread, since it imports scikit-learn.
         return await self._fit(_make, live, trace, view.workers, self.settings.options.min_gain, requested)
 
     def _swapped(self, made: Any, version: int, samples: int, workers: int, *, refit: bool) -> None:

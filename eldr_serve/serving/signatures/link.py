@@ -1,4 +1,4 @@
-"""The router's side of the signature pool: it starts and ends the actors and keeps their last status."""
+"""The router's side of the signature pool: starts and stops the actors and keeps their last status."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from eldr_serve.serving.signatures.settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
-_AWAY_S = 5 * LOOK_S  # without a look, before the status says so
+_AWAY_S = 5 * LOOK_S  # silence after which the status reports the pool as unavailable
 
 
 class PoolLink:
-    """Lives in the DecodeRouter actor's event loop."""
+    """Manages the signature pool from the DecodeRouter actor's event loop."""
 
     def __init__(self) -> None:
         self._settings: PoolSettings | None = None
         self._told: dict[str, Any] | None = None
         self._told_at = time.monotonic()
-        self._seen_refused = 0  # tables, of the actor that speaks now
+        self._seen_refused = 0  # refused tables that the current actor has reported
         self._changing: asyncio.Task[None] | None = None
 
     def use(self, settings: PoolSettings | None) -> None:
-        """Start the pool of these settings, in the background; end what they no longer have."""
+        """Start the pool of these settings in the background; stop actors that they no longer include."""
         before, self._settings = self._settings, settings
         if settings == before:
             return
@@ -54,17 +54,17 @@ class PoolLink:
             logger.warning("the signature pool was not started: %s", sentence(error))
 
     async def end(self) -> None:
-        """End all actors."""
+        """Stop all actors."""
         self.use(None)
         if self._changing is not None:
             await self._changing
 
     def look(self, state: RouterState, status: dict[str, Any]) -> RouterView:
-        """Keep what the pool reports; return what it needs to know."""
+        """Store the pool's status; return the router's state for the pool."""
         assert self._settings is not None
         self._told, self._told_at = status, time.monotonic()
         refused = status["tables_refused"]
-        if refused < self._seen_refused:  # the actor was started again
+        if refused < self._seen_refused:  # the actor was restarted
             self._seen_refused = 0
         state.counters["tables_refused"] += refused - self._seen_refused
         self._seen_refused = refused
@@ -80,7 +80,7 @@ class PoolLink:
         )
 
     def status(self) -> dict[str, Any]:
-        """Return `signatures` of the status; None without a pool."""
+        """Return the `signatures` entry of the status, which is None without a pool."""
         if self._settings is None:
             return {"signatures": None}
         silent_s = time.monotonic() - self._told_at

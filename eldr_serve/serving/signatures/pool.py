@@ -1,4 +1,4 @@
-"""The SignaturePool actors: each keeps a share of the samples, and actor 0 coordinates."""
+"""The SignaturePool actors. Each keeps a share of the samples; actor 0 coordinates."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from eldr_serve.serving.signatures.window import KeptSample, SampleWindow, trace
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # between two looks of actor 0 at the router and the other actors
-_ALONE_S = 900.0  # without a router before an actor ends; a router that leaves ends its pool itself
+LOOK_S = 2.0  # interval at which actor 0 polls the router and the other actors
+_ALONE_S = 900.0  # an actor exits after this time without a router; a leaving router stops its pool
 
 
 class SignaturePool:
     """One actor of an application's pool.
 
     Args:
-        index: 0 coordinates: it finds the router and the other actors by their names.
+        index: number of the actor. Actor 0 coordinates: it finds the router and other actors by name.
     """
 
     def __init__(self, settings: PoolSettings, index: int = 0) -> None:
@@ -37,10 +37,10 @@ class SignaturePool:
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
-        self._heard = time.monotonic()  # of the router
+        self._heard = time.monotonic()  # last contact with the router
         self._others: dict[int, Any] = {}  # index -> handle
         self._alive = 1
-        self._refused: dict[str, int] = {}  # samples, over all actors
+        self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
         self._tasks = [asyncio.get_event_loop().create_task(self._leave_when_alone())]
         if index == 0:
             self._coordinator = Coordinator(settings, _RemoteRouter(settings.router), self._trace)
@@ -56,13 +56,13 @@ class SignaturePool:
         self._share.rate = options.rate / actors
 
     async def add(self, samples: list[ExpertSample]) -> float:
-        """Take samples; return the share of requests to sample next."""
+        """Add samples; return the share of requests to sample next."""
         self._window.add(samples)
         self._share.took(len(samples))
         return self._share.now
 
     async def look(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
-        """Take what the coordinator knows; return what it asks every actor."""
+        """Apply the coordinator's settings; return this actor's status."""
         self._heard = time.monotonic()
         if settings != self._settings:
             self._configure(settings)
@@ -89,7 +89,7 @@ class SignaturePool:
         return await asyncio.to_thread(trace.to_bytes)
 
     async def refit(self) -> dict[str, Any]:
-        """Make a table now; see Coordinator.refit."""
+        """Fit a table now; see Coordinator.refit."""
         await self._ask_all()
         return await self._coordinator.refit(self._status())
 
@@ -125,7 +125,7 @@ class SignaturePool:
         }
 
     async def _ask_all(self) -> None:
-        """Tell all actors what holds now, and count their samples."""
+        """Send the current settings to all actors, and count their samples."""
         view = self._coordinator.view
         has_table = view is not None and view.has_table
         found = await self._of_others("look", self._settings, has_table)
@@ -138,7 +138,7 @@ class SignaturePool:
                 self._refused[why] = self._refused.get(why, 0) + count
 
     async def _of_others(self, method: str, *args: Any) -> dict[int, Any]:
-        """Return what the other actors that live answer, by their index."""
+        """Call a method of all other live actors; return their answers by index."""
         indices = range(1, self._settings.options.actors)
         answers = await asyncio.gather(*(self._of_other(index, method, args) for index in indices))
         return {index: answer for index, answer in zip(indices, answers, strict=True) if answer is not None}
@@ -149,7 +149,7 @@ class SignaturePool:
                 name = pool_actor_name(self._settings.application, index)
                 self._others[index] = await asyncio.to_thread(find_actor, name)
             return await asyncio.wait_for(getattr(self._others[index], method).remote(*args), 30)
-        except (RayError, ValueError, TimeoutError) as error:  # its samples come again with new requests
+        except (RayError, ValueError, TimeoutError) as error:  # new requests replace its samples
             self._others.pop(index, None)
             logger.info("actor %d of the signature pool is away: %s", index, sentence(error))
             return None
@@ -161,7 +161,7 @@ class SignaturePool:
 
 
 class _RemoteRouter:
-    """The DecodeRouter actor, found by its name."""
+    """Client of the DecodeRouter actor, which is found by its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -195,17 +195,17 @@ class _RemoteRouter:
 
 
 def find_actor(name: str) -> ActorHandle:
-    """Return a named actor of ours; ValueError if it is not there."""
+    """Return an actor by its name; raise ValueError if there is none."""
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def find_pool(application: str) -> ActorHandle:
-    """Return the coordinating actor; ValueError if the application has no pool."""
+    """Return the coordinating actor; raise ValueError if the application has no pool."""
     return find_actor(pool_actor_name(application, 0))
 
 
 def start_pool(settings: PoolSettings) -> None:
-    """Start the actors that are not there yet. Blocks while Ray's GCS is away."""
+    """Start the actors that do not exist yet. Block while Ray's GCS is unavailable."""
     for index in range(settings.options.actors):
         ray.remote(SignaturePool).options(
             name=pool_actor_name(settings.application, index),
@@ -219,7 +219,7 @@ def start_pool(settings: PoolSettings) -> None:
 
 
 def end_pool(settings: PoolSettings, beyond: int = 0) -> None:
-    """End the actors with this index and above."""
+    """Stop the actors with this index and above."""
     for index in range(beyond, settings.options.actors):
         try:
             ray.kill(find_actor(pool_actor_name(settings.application, index)))

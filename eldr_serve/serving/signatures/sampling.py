@@ -1,4 +1,4 @@
-"""Share of requests that engines sample, so that a pool's actor gets a steady number of samples."""
+"""Controls the share of requests that engines sample, so that an actor gets samples at a steady rate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LEAST = 1e-4
 
 
 class SampleShare:
-    """Follows the rate of requests, estimated as samples a second divided by the share.
+    """Adjusts the share to the request rate, which is estimated as samples/s divided by the share.
 
     Args:
-        rate: samples wanted, 1/s.
+        rate: desired number of samples, 1/s.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,11 +26,11 @@ class SampleShare:
 
     @property
     def now(self) -> float:
-        """Share of requests to sample next."""
+        """Return the share of requests to sample next."""
         return 1.0 if self.all else self._share
 
     def took(self, samples: int) -> None:
-        """Count samples that arrived, and adjust the share every few seconds."""
+        """Count new samples, and adjust the share every few seconds."""
         self._samples += samples
         now = self._clock()
         passed = now - self._since

@@ -1,4 +1,4 @@
-"""Settings of the signature pool: `signatures` of a deployment YAML, and what the actors need besides."""
+"""Settings of the signature pool: `signatures` of a deployment YAML, and internal start arguments."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ NAMESPACE = "eldr"  # of all named actors
 
 
 class SignatureOptions(BaseModel, frozen=True, extra="forbid"):
-    """Sampling of live traffic, and when routing tables are made from it."""
+    """Settings for sampling live traffic and fitting routing tables to it."""
 
     actors: int = Field(
-        default=1, ge=0, le=64, description="actors that share the samples; 0: no sampling and no table"
+        default=1, ge=0, le=64, description="number of actors of the pool; 0: no sampling and no table"
     )
     window: int = Field(
-        default=2048, ge=16, description="newest requests that the pool keeps, over all actors"
+        default=2048, ge=16, description="number of newest samples that the pool keeps, over all actors"
     )
     window_mib: int = Field(
-        default=256, ge=1, description="memory of those requests at most, over all actors, MiB"
+        default=256, ge=1, description="maximum memory of these samples, over all actors, MiB"
     )
     rate: float = Field(
         default=2.0,
         gt=0,
-        description="requests sampled over all actors once there is a table, 1/s; before, all are sampled",
+        description="requests to sample over all actors once there is a table, 1/s; before, all are sampled",
     )
     first_table: int = Field(
         default=192,
         ge=16,
-        description="requests from which the first table is made; at least 8 for each decode replica",
+        description="number of samples for the first table; at least 8 for each decode replica",
     )
     every_s: float = Field(default=60.0, gt=0, description="time between two tests for drift, s")
     min_gain: float = Field(
         default=0.02,
         ge=0,
-        description="mean cosine that a refit must gain on held-out requests",
+        description="increase of the mean cosine on held-out requests that a refit must reach",
     )
     keep_token_ids: bool = Field(
         default=True,
@@ -48,8 +48,8 @@ class PoolSettings:
     """Start arguments of a pool's actors.
 
     Attributes:
-        application: names the actors.
-        router: name of the DecodeRouter actor that the tables are for.
+        application: name of the application, part of the actors' names.
+        router: name of the DecodeRouter actor that uses the tables.
     """
 
     application: str

@@ -1,6 +1,6 @@
-"""Make routing tables from sampled traffic, and refuse those that held-out requests do not justify.
+"""Fit routing tables to sampled traffic, and refuse tables that do not help on held-out requests.
 
-It imports scikit-learn, so processes that do not fit import it late.
+This module imports scikit-learn, so import it only where tables are fitted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eldr_serve.fitting.table import fit_table
 
 
 class RefusedTableError(ValueError):
-    """A table that was made must not be used; one sentence."""
+    """A fitted table must not be used; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Made:
     """A table to swap in.
 
     Attributes:
-        file: content of a RoutingTable file.
-        verdict: how it did on the held-out half before it was fitted to all samples.
+        file: content of the RoutingTable file.
+        verdict: evaluation on the held-out half, before the table was fitted to all samples.
     """
 
     file: bytes
@@ -33,10 +33,10 @@ class Made:
 
 
 def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: str) -> Made:
-    """Fit IDF, layer mask and centroids; the slots of a live table are kept.
+    """Fit IDF, layer mask and centroids, and keep the slots of a live table.
 
     Raises:
-        RefusedTableError: it groups held-out requests no better than load.
+        RefusedTableError: the table groups held-out requests no better than load does.
         ValueError: the trace cannot be fitted.
     """
     seen, unseen = halves(len(trace.ids))
@@ -52,10 +52,10 @@ def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: st
 
 
 def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: float) -> Made | None:
-    """Refit the live table's centroids if traffic has drifted or another number of replicas serves.
+    """Refit the live table's centroids if traffic has drifted or the number of replicas has changed.
 
     Raises:
-        RefusedTableError: it groups held-out requests no better than load.
+        RefusedTableError: the table groups held-out requests no better than load does.
         ValueError: the samples do not fit the table.
     """
     table, counts = RoutingTable.from_bytes(live), trace.prefill_counts

@@ -1,4 +1,4 @@
-"""A bounded store of the newest expert samples, and the calibration trace that they make."""
+"""A bounded store of the newest expert samples, and its conversion to a calibration trace."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class SampleError(ValueError):
-    """A sample cannot be used; one sentence."""
+    """A sample cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class KeptSample:
-    """A sample that was checked.
+    """A validated sample.
 
     Attributes:
-        at: when it came, s since the epoch.
+        at: arrival time, s since the epoch.
         top_k: experts a token and layer.
-        prompt_tokens: tokens that the prefill counts are of, known without the token ids.
+        prompt_tokens: number of prompt tokens, derived from the prefill counts.
     """
 
     at: float
@@ -38,25 +38,25 @@ class KeptSample:
 
     @property
     def size(self) -> int:
-        """Bytes of its arrays."""
+        """Return the size of the arrays, bytes."""
         sample = self.sample
         return sample.prefill_counts.nbytes + sample.decode_counts.nbytes + sample.token_ids.nbytes
 
 
 class SampleWindow:
-    """The newest samples of one shape [L, E].
+    """Keeps the newest samples, all of one shape [L, E].
 
     Args:
-        most: samples at most.
-        max_bytes: of their arrays, at most; the newest sample is always kept.
-        keep_token_ids: False drops the token ids of prompts.
+        most: maximum number of samples.
+        max_bytes: maximum size of their arrays, bytes; the newest sample is always kept.
+        keep_token_ids: whether to keep the token ids of prompts.
     """
 
     def __init__(self, most: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
         self.most = most
         self.shape: tuple[int, int] | None = None
-        self.total = 0  # samples taken so far
-        self.refused: Counter[str] = Counter()  # sentence -> samples
+        self.total = 0  # samples accepted so far
+        self.refused: Counter[str] = Counter()  # reason -> number of samples
         self._max_bytes = max_bytes
         self._keep_token_ids = keep_token_ids
         self._kept: OrderedDict[str, KeptSample] = OrderedDict()
@@ -67,12 +67,12 @@ class SampleWindow:
 
     @property
     def samples(self) -> list[KeptSample]:
-        """The samples, oldest first."""
+        """Return the samples, oldest first."""
         return list(self._kept.values())
 
     @property
     def bytes(self) -> int:
-        """Memory of their arrays."""
+        """Return the size of all arrays, bytes."""
         return self._bytes
 
     def resize(self, most: int, max_bytes: int, keep_token_ids: bool) -> None:
@@ -81,7 +81,7 @@ class SampleWindow:
         self._trim()
 
     def add(self, samples: Iterable[ExpertSample]) -> int:
-        """Take samples and return how many are kept; the others are counted in `refused`."""
+        """Add samples; return how many were accepted. Others are counted in `refused`."""
         kept = 0
         for sample in samples:
             try:
@@ -129,13 +129,13 @@ class SampleWindow:
         else:
             top_k = _quotient(routed, len(sample.token_ids), "prefill counts", "the prompt's tokens")
         prompt = _quotient(routed, top_k, "prefill counts", f"top_k {top_k}")
-        if len(sample.token_ids) - prompt not in (0, 1):  # decode engines may compute the last token
+        if len(sample.token_ids) - prompt not in (0, 1):  # the decode engine may compute the last token
             raise SampleError("prefill counts are not of all tokens of the prompt")
         self.shape = (prefill.shape[0], prefill.shape[1])
         return KeptSample(time.time(), self._compact(sample, prompt), top_k, prompt)
 
     def _compact(self, sample: ExpertSample, prompt: int) -> ExpertSample:
-        """Copy the arrays, small: those that came may be views of a whole message."""
+        """Copy the arrays compactly, since the originals may be views of a whole message."""
         ids = sample.token_ids[: prompt if self._keep_token_ids else 0]
         return replace(
             sample,
@@ -151,11 +151,11 @@ def trace_of(
     """Return the samples as a calibration trace, oldest first and without routes.
 
     Args:
-        tokenizer: fingerprint of the tokenizer that made the token ids; "" leaves them out.
-        vocabulary: its size.
+        tokenizer: fingerprint of the tokenizer of the token ids; if empty, token ids are left out.
+        vocabulary: size of the vocabulary.
 
     Raises:
-        ValueError: there is no sample, or they are not of one model.
+        ValueError: there are no samples, or they come from different models.
     """
     found = list(
         {kept.sample.request_id: kept for kept in sorted(samples, key=lambda kept: kept.at)}.values()

@@ -1,4 +1,4 @@
-"""The Serve file itself: what is wrong with it, where in it, and before anything slow is imported."""
+"""Errors in the Serve file itself are located and reported before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def content() -> dict[str, Any]:
-    """The shipped file, with ports that are free."""
+    """Return the content of the shipped file, with free ports."""
     found = json.loads(json.dumps(SHIPPED))
     found["http_options"]["port"] = free_port()
     found["applications"][0]["args"]["ingress"]["port"] = free_port()
@@ -83,7 +83,7 @@ def test_what_is_no_text_is_said(tmp_path: Path) -> None:
 # -- Serve's own keys ------------------------------------------------------------------------------------
 
 APPLICATION = "applications.0"
-# path -> value, words; a value of None takes the key out
+# path -> value, words of the error; a value of None removes the key
 WRONG: dict[str, tuple[Any, str]] = {
     "http_option": ({"port": 1}, "unknown key 'http_option': did you mean 'http_options'?"),
     "http_options.prot": (1, "http_options: unknown key 'prot': did you mean 'port'?"),

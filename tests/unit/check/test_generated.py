@@ -1,6 +1,6 @@
-"""Wrong files made from the shipped ones: the build and `eldr check` refuse them with the same sentence.
+"""The build and `eldr check` refuse modified copies of the shipped files with the same sentence.
 
-No engine is asked: what only vLLM can know of a model is in test_check.py.
+No engine is asked. Errors that only vLLM can find are tested in test_check.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eldr_serve.serving.config import EldrArgs
 from eldr_serve.validation import shown
 
 NODES = [Pool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)]
-MISSING = object()  # instead of a value: the key is taken out
+MISSING = object()  # instead of a value: removes the key
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Wrong:
     """A file with one value changed.
 
     Attributes:
-        path: the value's place in `args`, by names and dots.
-        value: what is put there.
-        words: what the sentence has, beside the place and the value.
-        file: the shipped file that is changed.
-        place: how the sentence names the place; by default as `path`.
-        hidden: whether the value is not in the sentence.
+        path: location of the value in `args`, names joined by dots.
+        value: the wrong value.
+        words: expected words of the sentence, besides location and value.
+        file: the shipped file to modify.
+        place: location in the sentence, if it differs from `path`.
+        hidden: whether the sentence must not show the value.
     """
 
     path: str
@@ -76,14 +76,14 @@ E, D, P = "decode_config.engine_kwargs", "decode_config.deployment_config", "pre
 
 
 def unknown(path: str, near: str = "", **options: Any) -> Wrong:
-    """A misspelt key, and the one that is meant."""
+    """Return a case with a misspelt key, and the key that should be suggested."""
     where, _, name = path.rpartition(".")
     words = f"{name!r}" + (f": did you mean {near!r}?" if near else "")
     return Wrong(path, 1, words, place=where, hidden=True, **options)
 
 
 WRONG = [
-    # a key that there is not, at each level
+    # an unknown key at each level
     unknown("ingres", "ingress"),
     unknown("rooter", "router"),
     unknown("decode_confg", "decode_config"),
@@ -100,10 +100,10 @@ WRONG = [
     unknown("ingress.prot", "port"),
     unknown("path.kv_lease", "kv_lease_s"),
     unknown("router.polcy", "policy"),
-    # what is not there
+    # missing keys
     Wrong("decode_config", MISSING, "decode_config is missing", hidden=True),
     Wrong("decode_config.model_loading_config.model_id", MISSING, "the name that requests give", hidden=True),
-    # the engines' deployments
+    # deployments of the engines
     Wrong(f"{D}.num_replicas", 0, "at least 1"),
     Wrong(f"{D}.num_replicas", -2, "at least 1"),
     Wrong(f"{D}.num_replicas", "two", "whole number"),
@@ -154,7 +154,7 @@ WRONG = [
     Wrong("decode_config.placement_group_config", {}, "bundles"),
     Wrong("decode_config.log_engine_metrics", "maybe", "true or false"),
     Wrong("decode_config.llm_engine", "sglang", "must be 'vLLM'"),
-    # roles that do not go together
+    # roles that do not match
     Wrong(f"{P}.engine_kwargs.dtype", "bfloat16", "decode_config.engine_kwargs.dtype is 'float32'"),
     Wrong(f"{P}.engine_kwargs.max_model_len", 1024, "decode_config.engine_kwargs.max_model_len is 2048"),
     Wrong(f"{P}.engine_kwargs.block_size", 64, "decode_config.engine_kwargs.block_size is 32"),
@@ -186,7 +186,7 @@ WRONG = [
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, field) of all settings, those of parts included."""
+    """Yield (path, field) for all settings, including nested ones."""
     for name, field in model.model_fields.items():
         part = next((kind for kind in kinds(field.annotation) if issubclass(kind, BaseModel)), None)
         if part is not None and part.__module__.startswith("eldr_serve"):
@@ -203,7 +203,7 @@ def kinds(annotation: Any) -> Iterator[type]:
 
 
 def declared() -> Iterator[Wrong]:
-    """A value of a wrong type, and one below the least, for every setting."""
+    """Yield, for every setting, a value of a wrong type and one below the minimum."""
     for path, field in leaves(EldrArgs):
         if any(kind in (dict, bytes) for kind in kinds(field.annotation)):
             continue
@@ -259,12 +259,12 @@ def test_build_and_check_refuse_it_with_the_same_sentence(wrong: Wrong, tmp_path
     assert wrong.words in said
     if not wrong.hidden and not isinstance(wrong.value, dict | list):
         assert shown(wrong.value) in said
-    assert "{'" not in said  # no dict of Python's
+    assert "{'" not in said  # no Python dict
     assert len(said) < 600
     assert "12345" not in said  # no secret
 
 
-# what is right -> (place, value) of each change
+# valid changes: (place, value) of each
 RIGHT: dict[str, list[tuple[str, Any]]] = {
     "more_replicas": [(f"{D}.num_replicas", 3)],
     "replicas_by_default": [(f"{D}.num_replicas", None)],

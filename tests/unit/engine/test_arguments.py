@@ -1,4 +1,4 @@
-"""Engine arguments: their names as read from source, their values, and what both roles must have equal."""
+"""Engine arguments: names read from source, values, and arguments that both roles must share."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ async def test_an_answer_tells_how_long_it_has_waited_for_its_first_step(method:
 
 
 async def test_usage_counts_what_prefill_wrote_and_who_leaves_has_its_blocks_freed_once() -> None:
-    """Once the engine has the request it frees the blocks; vLLM's server would do so a second time."""
+    """Once the engine has the request, it frees the blocks; vLLM's server would do so a second time."""
     client = Client(scripted)
     transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})

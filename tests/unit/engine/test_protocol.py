@@ -112,21 +112,21 @@ class TakesAll(FakeEngine):
 
 
 class SamplesAll(FakeEngine):
-    """Whatever was asked."""
+    """Samples every request."""
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         return await super().generate(replace(request, sampled=True), send)
 
 
 class CountsTheLastToken(FakeEngine):
-    """A decode step more than the gates have seen."""
+    """Counts one decode step too many."""
 
     def take_samples(self) -> list[ExpertSample]:
         return [replace(s, decode_steps=s.decode_steps + 1) for s in super().take_samples()]
 
 
 class SamplesTheCancelled(FakeEngine):
-    """As if the answer had ended."""
+    """Samples cancelled requests as if the answer had ended."""
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         try:

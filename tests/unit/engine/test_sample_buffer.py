@@ -1,4 +1,4 @@
-"""An engine keeps a bounded number of samples, and none with counts that are not its own."""
+"""An engine keeps a bounded number of samples, and none with counts from another model."""
 
 from __future__ import annotations
 

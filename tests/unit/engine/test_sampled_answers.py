@@ -1,4 +1,4 @@
-"""Expert counts that the engine core sends with a sampled answer become a sample; no client sees them."""
+"""Expert counts that the engine core sends with an answer become a sample and are not sent to clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 6
 
 
 class Counting(Client):
-    """With our connector, which counts the experts of requests that ask for it."""
+    """An engine core with our connector, which counts experts on request."""
 
     counted = 0
 
@@ -38,7 +38,7 @@ class Counting(Client):
 
 
 async def answered(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
-    """The engine core, what the client got, and the samples."""
+    """Serve a request; return the engine core, the bytes that the client got, and the samples."""
     client = Counting(lambda before: 300 + len(before))
     ours, sent = engine(client, 100), bytearray()
     with patch("time.time", lambda: 100.0):
@@ -47,7 +47,7 @@ async def answered(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
 
 
 def asking(method: str, **fields: Any) -> EngineRequest:
-    """A request of TOKENS tokens."""
+    """Return a request for TOKENS tokens."""
     asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
     body = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **asked, **fields}
     return EngineRequest(method, json.dumps(body).encode(), "r", domain="poems")

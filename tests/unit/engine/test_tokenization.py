@@ -1,6 +1,6 @@
-"""Tokens are those of vLLM's own server, through the ingress and our engine, of the demo model.
+"""Ingress and engine tokenise like vLLM's own server, for the demo model.
 
-vLLM's server is its renderer, which needs no engine; `tests/e2e/test_like_vllm.py` has a whole one.
+vLLM's server runs without an engine here; `tests/e2e/test_like_vllm.py` uses a complete one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from eldr_serve.engine.vllm.engine import VllmEngine
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """vLLM's application."""
+    """Return vLLM's application."""
     arguments = ["--model", str(WEIGHTS), "--served-model-name", MODEL, "--max-model-len", "2048"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     app = build_app(args, ("render",))
@@ -40,7 +40,7 @@ def plain() -> Any:
 
 
 async def both(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.Response]:
-    """The answers of the ingress over our engine, and of vLLM."""
+    """Return the answers of the ingress with our engine, and of vLLM."""
     engine = VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=plain.state)), MODEL)
 
     async def answered(sent: Sent) -> AsyncIterator[Any]:

@@ -20,14 +20,14 @@ COUNTS = (ROUTES[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))
 
 
 def tracked(*, routes: bool = False) -> TrackedRequest:
-    """A request that ends after STEPS decode steps, as vLLM sees it at its end."""
+    """Return a finished request with STEPS decode steps."""
     request: Any = SimpleNamespace(num_tokens=PROMPT + STEPS + 1)
     prompt_counts = np.ones((LAYERS, EXPERTS), np.int32)
     return TrackedRequest(request, routes, RouteCounts(PROMPT, keep=routes), prompt_counts)
 
 
 def take(one: TrackedRequest, first: int, end: int) -> None:
-    """Steps with these numbers have run together."""
+    """Add the routes of steps `first` to `end`, which ran together."""
     assert one.decode is not None
     one.decode.take(PROMPT + first, ROUTES[first:end], EXPERTS)
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
 
 
 def vllm_engine(**state: Any) -> VllmEngine:
-    """Over Ray's VLLMEngine with these attributes in vLLM's application state."""
+    """Return an engine over Ray's VLLMEngine with these attributes in vLLM's application state."""
     return VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=SimpleNamespace(**state))), "m")
 
 
@@ -261,11 +261,11 @@ async def test_an_engine_whose_vllm_has_renamed_an_endpoint_does_not_start(
 
 
 def test_every_name_that_ray_reads_of_vllms_state_is_checked_or_known_to_be_wrong() -> None:
-    """`openai_serving_tokenization` is the one that Ray 2.60 has wrong, so it is not read by its name."""
+    """Ray 2.60 reads `openai_serving_tokenization`, which does not exist, so we do not use that name."""
     read = {
         name
         for name in re.findall(r'getattr\(\s*state, "(\w+)"', inspect.getsource(VLLMEngine.start))
-        if name != "openai_serving_transcription"  # no endpoint of ours
+        if name != "openai_serving_transcription"  # not one of our endpoints
     }
     wrong = set()
     for name in read:
@@ -302,13 +302,13 @@ async def test_an_error_names_the_field_that_vllm_names(fields: dict[str, Any], 
 
 
 class Tokenization:
-    """vLLM's serving object for tokens."""
+    """A stand-in for vLLM's tokenization object."""
 
     async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
-        """As vLLM's."""
+        """Stand in for vLLM's method."""
 
     async def create_detokenize(self, request: Any, raw_request: Any) -> Any:
-        """As vLLM's."""
+        """Stand in for vLLM's method."""
 
 
 async def start(

@@ -1,4 +1,4 @@
-"""The sentences of a comparison: what placement causes, and what clients saw."""
+"""Sentences of a comparison: effects of placement, and clients' figures."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_each_step_figure_names_its_own_baseline() -> None:
 
 
 def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> None:
-    """Rounds differ tenfold, and policies by a fixed share: paired, the interval has no width."""
+    """Rounds differ tenfold and policies by a fixed share, so the paired interval has no width."""
     share = {"random": 1.0, "shortest-queue": 0.8, "marginal-cost": 0.6}
     trials = [
         Trial(policy, round_, [], {
@@ -146,7 +146,7 @@ def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> 
             assert ends == pytest.approx([change] * 3)
             assert row[f"{key}_baseline"] == "shortest-queue"
     assert ours["active_experts"] == pytest.approx(0.6 * 100 * 4 / 10)
-    # A round that the baseline lacks is in no pair, and a single pair has no interval.
+    # Rounds without a baseline form no pair, and a single pair has no interval.
     alone = [t for t in trials if t.policy == "marginal-cost" or (t.policy == "random" and t.round == 2)]
     (_, ours) = policy_rows(["random", "marginal-cost"], alone, warm_up_s=0, seconds=9, slo=Slo(1, 1), seed=0)
     assert ours["active_experts_change_pct"] == pytest.approx(-40)

@@ -76,7 +76,7 @@ def test_a_policy_carries_its_parameters() -> None:
 def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.compare.LATE_S", 60.0)  # cores that others use make requests late
+    monkeypatch.setattr("loadgen.compare.LATE_S", 60.0)  # requests are late on busy cores
     out = tmp_path / "compare"
     service.reports_steps = True
     compare(**options(service, out))
@@ -275,7 +275,7 @@ def test_only_steps_of_the_measured_part_are_counted() -> None:
     assert increase(seen, 2, 5.5) == {"steps": 30, "active": 600}
     assert increase([sample(2.5, None), *seen], 2, 5.5) == {"steps": 30, "active": 600}
     for lacking in ([], seen[:2], [sample(3, 5), sample(4, 5)], [sample(3, 50), sample(4, 5)]):
-        assert increase(lacking, 2, 5.5) is None  # no steps, or a router that began anew
+        assert increase(lacking, 2, 5.5) is None  # no steps, or a restarted router
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:

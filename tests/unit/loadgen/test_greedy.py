@@ -1,4 +1,4 @@
-"""Greedy answers are compared between policies, on a fake service."""
+"""Comparison of greedy answers between policies, on a fake service."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
     assert np.median(np.abs(seen - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
     assert all(body["ignore_eos"] for body in service.bodies)
     assert "ttft" in page.read_text()
-    # The sum is of requests: times within a request are rows of their own.
+    # The sum covers only requests; times within a request have their own rows.
     rows = re.findall(r"^\s*(?:POST|STREAM)?\s+(chat|ttft|Aggregated) +(\d+)", done.stderr, re.MULTILINE)
     counted = dict(rows[:3])  # a table of percentiles follows
     assert counted == dict.fromkeys(("chat", "ttft", "Aggregated"), str(len(due)))
@@ -104,7 +104,7 @@ def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Pat
 
 
 def test_an_abandoned_tail_is_neither_waited_for_nor_a_failure(service: FakeService, tmp_path: Path) -> None:
-    service.gap_s = 0.3  # an answer takes 1.55 s: the second ones are incomplete at the end
+    service.gap_s = 0.3  # an answer takes 1.55 s, so the second ones are incomplete at the end
     done, records = locust(service, tmp_path, 3, "--run-time", "3s", "--abandon")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "none failed" in done.stdout

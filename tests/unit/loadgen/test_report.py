@@ -69,7 +69,7 @@ def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, floa
     seen, widths = rendered(page, tmp_path)
     assert len(widths) == 5
     assert min(widths) > 300  # no image is broken
-    # What placement causes, its picture, what clients saw; what is wrong with a run is said before all that.
+    # Effects of placement, picture, clients' figures; problems of a run come before these.
     places = [*map(seen.index, answered), seen.index("<img"), *map(seen.index, remarks)]
     places.insert(0 if bad else len(places), seen.index("6 FAILED"))
     assert len(places) > 2

@@ -1,4 +1,4 @@
-"""The demo's report and engines, from trials and files; no engine is started."""
+"""The demo's report and engine settings, from trials and files; no engine is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(out: Path, rounds: int = 4) -> demo._Plan:
 
 
 def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
-    """Rounds of unequal size; marginal-cost reads 10 % fewer experts in 5 % less time, in each of them."""
+    """Return rounds of unequal size; in each, marginal-cost reads 10 % fewer experts in 5 % less time."""
     made = []
     for round_ in range(rounds):
         for policy, experts, seconds in (

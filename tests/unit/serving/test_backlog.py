@@ -1,4 +1,4 @@
-"""More prompts at once than engines compute soon, on virtual time: the whole path over fake engines."""
+"""More prompts at once than engines can compute within the bound; fake engines, virtual time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from eldr_serve.serving.prefill_queue import QUEUE
 from eldr_serve.serving.request_run import Engines
 from loadgen.faults.virtual_time import VirtualLoop
 
-RATE = 9000.0  # tokens/s of an engine
+RATE = 9000.0  # throughput of an engine, tokens/s
 TOKENS = 1500
 PREFILLED = msgspec.msgpack.encode({"tokens": TOKENS, "token_ids": bytes(4 * TOKENS), "kv": {}})
 
 
 def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run it; time passes as soon as everybody waits."""
+    """Run a coroutine on virtual time, which advances when all tasks wait."""
     loop = VirtualLoop(random.Random(0))
     with patch("time.monotonic", loop.time):
         loop.run(main())
@@ -36,7 +36,7 @@ def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 class Engine:
-    """Computes prompts first come first; never those of `stuck`."""
+    """Computes prompts in order of arrival, but never those in `stuck`."""
 
     def __init__(self, answer: bytes, stuck: Callable[[Sent], bool] = lambda sent: False) -> None:
         self._turns: dict[str, asyncio.Lock] = {}
@@ -52,7 +52,7 @@ class Engine:
 
 
 class World:
-    """A path over one prefill engine, or whole engines."""
+    """The request path with one prefill engine, or with whole engines."""
 
     def __init__(self, prefill: Any = None, decode: Any = good_decode, *, whole: bool = False) -> None:
         names = () if whole else ("p0",)
@@ -68,7 +68,7 @@ class World:
         self.tries: list[int] = []
 
     async def ask(self, number: int) -> None:
-        """Ask for an answer, and again as the refusals say."""
+        """Send a request, and retry it as refusals say."""
         loop = asyncio.get_running_loop()
         prompt, tries = [number] * TOKENS, 0
         while True:
@@ -89,7 +89,7 @@ class World:
 
 @pytest.mark.parametrize("before", [0, 100])
 def test_of_a_thousand_prompts_each_is_answered_or_told_at_once_when_to_come_again(before: int) -> None:
-    """A service that has computed a hundred knows its rate, and nobody is refused twice."""
+    """After a hundred prompts the rate is known, and no request is refused twice."""
     world = World()
 
     async def main() -> None:
@@ -102,13 +102,13 @@ def test_of_a_thousand_prompts_each_is_answered_or_told_at_once_when_to_come_aga
     assert set(world.statuses) == {200, 503}
     assert max(world.refused_s) <= 2.0
     assert max(world.tries) <= (2 if before else 4)
-    assert len(world.prefill.requests) == before + 1000  # none twice
+    assert len(world.prefill.requests) == before + 1000  # no prompt is sent twice
     assert not {"set_aside", "prefill_retries"} & set(world.client.events)
     assert world.client.events.count("refused_prefill_backlog") == len(world.refused_s)
 
 
 def test_a_wait_behind_others_is_no_failure_of_an_engine() -> None:
-    """Prompts that were let in by a rate which the engine then does not reach wait longer than the limit."""
+    """Prompts wait longer than the limit if the engine is slower than the rate that admitted them."""
     world = World()
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_an_engine_that_computes_nothing_is_set_aside() -> None:
 
 @pytest.mark.parametrize("told", [0, 9])
 def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
-    """With the calls of other ingresses, as the replica tells them, or those of this one."""
+    """The calls are those of this ingress, or of others as reported by the replica."""
     seats = asyncio.Semaphore(2)
 
     async def decode(sent: Sent) -> AsyncIterator[bytes]:

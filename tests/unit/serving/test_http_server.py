@@ -93,7 +93,7 @@ def test_a_port_of_another_application_is_refused_until_its_last_replica_has_gon
 
 
 def test_of_two_applications_that_start_at_once_one_has_the_port(tmp_path: Path) -> None:
-    """Each process tries again and again, and says who it is as long as it holds the port."""
+    """Each process tries repeatedly, and writes its name while it holds the port."""
     script = (
         "import sys, time\nfrom eldr_serve.serving.port import Port, PortTaken\n"
         "until = time.monotonic() + 2\nheld = 0\n"

@@ -157,7 +157,7 @@ async def test_a_second_application_at_the_port_does_not_start_and_the_first_sta
         first.ingress._port.socket.close()
 
 
-# -- as vLLM's own server -------------------------------------------------------------------------
+# -- like vLLM's own server -------------------------------------------------------------------------
 
 
 async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_key(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_ke
     keys.write_text('{"tenants": {}}')
     async with running_app(keys_file=keys) as app:
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
-            assert (await app.client.request(method, path)).status_code == 503  # nothing is warm
+            assert (await app.client.request(method, path)).status_code == 503  # no engine is warm
         app.ingress._warmup = SimpleNamespace(awaited=None)
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
             answer = await app.client.request(method, path)

@@ -91,7 +91,7 @@ async def test_nothing_is_asked_for_before_a_key_is_typed_or_after_a_wrong_one(t
 
 
 async def test_a_chart_joins_no_points_across_idle_minutes(tmp_path: Path) -> None:
-    """Three answers, three minutes without one, and two more; a report of steps after a pause of its own."""
+    """Send three answers, none for three minutes, two more, and a report of steps after a pause."""
     actor = busy_actor()
     now = [0.0]
     view = actor.state.view = LiveView(lambda: now[0])

@@ -96,7 +96,7 @@ async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
 
 @pytest.fixture(autouse=True)
 def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode engines that compute nothing read nothing."""
+    """Skip the wait for a notice: the fake decode engines read no blocks."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.0)
 
 
@@ -314,7 +314,7 @@ def test_a_prompt_of_any_form_has_a_head(fields: dict[str, Any]) -> None:
 async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It tells the prefill engine itself, and may do so after the cancelled call has ended."""
+    """The decode engine notifies the prefill engine, perhaps after the cancelled call has ended."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.3)
     world = World(decode=answering(asyncio.Event()))
     task = asyncio.create_task(world.run())

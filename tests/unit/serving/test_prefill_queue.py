@@ -1,4 +1,4 @@
-"""What waits for prefill, against a simulated server that computes prompts first come first."""
+"""Prefill queues, against a simulated server that computes prompts in order of arrival."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from eldr_serve.serving.retry_times import MOST_S, RetryTimes
 from eldr_serve.serving.turns import Turns
 
 BOUND_S = 30.0
-QUICK = (Phase.explicit, Phase.generate)  # to shrink a load takes minutes
+QUICK = (Phase.explicit, Phase.generate)  # shrinking a failing load takes minutes
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Clock:
 
 @dataclass
 class Server:
-    """Computes prompts one after the other, and tells ingresses once a second what it has."""
+    """Computes prompts one after the other, and reports its queue once a second."""
 
     clock: Clock
     rate: float
     ingresses: int = 1
     names: Any = field(default_factory=itertools.count)
     waiting: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
-    left_s: float = 0.0  # of the prompt that is computed now
+    left_s: float = 0.0  # remaining time of the current prompt
     idle_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Server:
         self.next_report_s = 0.0
 
     def add(self, tokens: int, done: Callable[[float], None]) -> None:
-        """A prompt comes; `done` is told when its computation began."""
+        """Add a prompt; `done` is called with the time when its computation began."""
         if not self.waiting:
             self.left_s = tokens / self.rate
         self.waiting.append((tokens, tokens, done))
@@ -65,7 +65,7 @@ class Server:
         return sum(tokens for tokens, _, _ in self.waiting)
 
     def run(self, until_s: float) -> None:
-        """Compute until then."""
+        """Compute until this time."""
         while True:
             ends_s = self.clock.now + self.left_s if self.waiting else float("inf")
             at_s = min(until_s, ends_s, self.next_report_s)
@@ -99,7 +99,7 @@ class Ingress:
         self.refused = 0
 
     def send(self, tokens: int, key: int, began: Callable[[float], None] = lambda at_s: None) -> int | None:
-        """The seconds after which to come again; None: the prompt is taken."""
+        """Send a prompt; return the seconds until a retry, or None if it was accepted."""
         if not self.queues.with_room(["p"], key):
             self.refused += 1
             return self.queues.retry_s(["p"], tokens, key)
@@ -122,7 +122,7 @@ def test_a_predicted_wait_is_the_wait_in_a_queue(rate: float, load: list[tuple[i
     clock = Clock()
     server = Server(clock, rate)
     ingress = Ingress(server)
-    for key in range(30):  # shows the rate
+    for key in range(30):  # makes the rate known
         ingress.send(2000, key)
     server.run(clock.now + 60_000 / rate + 2.0)
     errors = []
@@ -136,7 +136,7 @@ def test_a_predicted_wait_is_the_wait_in_a_queue(rate: float, load: list[tuple[i
         ingress.send(tokens, key, began)
     server.run(clock.now + 200.0)
     assert errors
-    # All of the prompt that is being computed counts as still to come; the rate is known to 10 %.
+    # The prompt in progress counts in full; the rate is known to 10 %.
     assert all(-0.1 * wait_s - 1e-6 <= error_s <= 0.1 * wait_s + 4400 / rate for error_s, wait_s in errors)
 
 
@@ -153,7 +153,7 @@ def test_what_waits_is_bounded_however_many_ingresses_there_are(
         senders[0].send(tokens, next(keys))
     server.run(clock.now + 20 * tokens / rate + 2.0)
     most = 0.0
-    for _ in range(600):  # far more than can be computed, at random ingresses
+    for _ in range(600):  # far more than the server can compute, at random ingresses
         server.run(clock.now + 0.5 * rng.random() * tokens / rate)
         rng.choice(senders).send(tokens, next(keys))
         most = max(most, server.tokens / rate)
@@ -168,7 +168,7 @@ def test_what_waits_is_bounded_however_many_ingresses_there_are(
 def test_all_that_are_refused_are_taken_when_they_come_again(
     rate: float, prompt_s: float, excess: int, ingresses: int
 ) -> None:
-    """And the server has work until the last one."""
+    """The server is busy until the last one."""
     clock = Clock()
     server = Server(clock, rate, ingresses)
     senders = [Ingress(server) for _ in range(ingresses)]
@@ -284,7 +284,7 @@ def test_sizes_of_prompts_are_learnt_and_ids_are_counted() -> None:
 def test_a_turn_begins_after_the_predicted_wait_and_the_last_answer_before_it(steps: list[Any]) -> None:
     clock = Clock()
     turns = Turns(clock=clock)
-    there: list[tuple[Any, float]] = []  # and its predicted beginning
+    there: list[tuple[Any, float]] = []  # prompt and predicted start
     answers: dict[int, float] = {}  # by number
     for what, index, value in steps:
         clock.now += value
@@ -312,7 +312,7 @@ def test_who_was_refused_has_its_room_when_it_comes_and_others_have_not() -> Non
     assert times.reserve(1, 500.0, 10.0) == 10.0
     assert times.reserve(2, 700.0, 20.0) == 20.0
     assert (times.tokens, times.due_tokens) == (1200.0, 0.0)
-    assert not times.is_due(1)  # too early: it is taken for somebody else
+    assert not times.is_due(1)  # too early: not recognised
     clock.now = 10.0
     assert times.is_due(1)
     assert not times.is_due(2)

@@ -1,4 +1,4 @@
-"""The store of expert samples: its bounds, what it refuses, and the trace that it makes."""
+"""The store of expert samples: bounds, refused samples, and the resulting trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a decode replica are sampled by the pool's share, and their samples are sent to the pool."""
+"""A decode replica samples requests by the pool's share and sends the samples to the pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def samples(*names: str) -> list[ExpertSample]:
 
 
 class Pool:
-    """The actors of a pool, by their names; `errors` are raised by the next calls, in turn."""
+    """The actors of a pool, by name; the next calls raise `errors` in turn."""
 
     def __init__(self, *names: str, share: float = 1.0) -> None:
         self.shares = dict.fromkeys(names, share)
@@ -116,7 +116,7 @@ async def test_samples_are_divided_over_the_actors_by_their_ids() -> None:
     first = dict(pool.got)
     pool.got.clear()
     await client.add(samples(*ids))
-    assert dict(pool.got) == first  # an id has one actor
+    assert dict(pool.got) == first  # each id belongs to one actor
 
 
 async def test_without_samples_each_actor_is_asked_for_its_share() -> None:
@@ -195,7 +195,7 @@ async def test_a_decode_replica_sends_samples_and_takes_the_share(monkeypatch: p
         await settled(lambda: server._sampler.share == 0.0)
         await generate(channel, "second")
         assert server._engine.take_samples() == []
-        pool.shares["signature-pool:mine:0"] = 1.0  # it is asked again though there are no samples
+        pool.shares["signature-pool:mine:0"] = 1.0  # the pool is asked again although there are no samples
         await settled(lambda: server._sampler.share == 1.0)
         await generate(channel, "third")
         await settled(lambda: pool.ids == ["first", "third"])

@@ -120,7 +120,7 @@ async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
         await channel.call("release", {"id": "a"}).end()
         assert server._engine.held == {"b"}
         assert await server.record_autoscaling_stats() == {"in_flight": 0.0, "kv_in_use": 0.0}
-        assert not hasattr(server, "record_routing_stats")  # Serve's controller would ask the dead for them
+        assert not hasattr(server, "record_routing_stats")  # Serve's controller would poll dead replicas
         samples = [server.report() for _ in range(2)]
         assert [(sample[SAMPLE], sample[KV_USAGE]) for sample in samples] == [(0, 0.0), (1, 0.0)]
         await server.check_health()
@@ -157,7 +157,7 @@ async def test_a_call_that_fails_says_so(method: str, header: dict[str, Any], st
 
 
 async def test_serve_finds_a_destructor_that_python_does_not_call() -> None:
-    """Serve awaits the attribute of the object; Python would call that of the class, and never await it."""
+    """Serve awaits the object's attribute; Python would call a method of the class and never await it."""
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         assert server.__del__ == server.shut_down
         assert not hasattr(type(server), "__del__")

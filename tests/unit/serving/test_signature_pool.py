@@ -1,4 +1,4 @@
-"""Tables that the signature pool makes of live traffic: when, and when not. Without Ray."""
+"""When the signature pool fits tables to live traffic, and when it does not. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ POOL = PoolSettings("eldr", "decode-router:eldr", "m", OPTIONS)
 
 
 class Pool:
-    """A coordinator over a router and a window in this process, and a clock that stands still.
+    """A coordinator with a router and a window in this process, and a clock that stands still.
 
     Args:
-        table: the deployment's.
+        table: the table that the deployment configures.
     """
 
     def __init__(self, table: bytes | None = None, policy: str = "locality-band") -> None:
@@ -38,7 +38,7 @@ class Pool:
         self.now = 1000.0
         self.window = SampleWindow(OPTIONS.window)
         self.coordinator = Coordinator(POOL, self, self._trace, clock=lambda: self.now)
-        self.meanwhile: Any = None  # called while a table is made
+        self.meanwhile: Any = None  # called while a table is being fitted
 
     async def _trace(self) -> CalibrationTrace:
         if self.meanwhile is not None:
@@ -55,7 +55,7 @@ class Pool:
         return await self.router.take_table(table, view.epoch, view.table_version, refit)
 
     async def looks(self, times: int = 2) -> None:
-        """As the actor does; enough to see that the number of replicas is stable."""
+        """Poll like the actor; twice is enough to see a stable number of replicas."""
         for _ in range(times):
             self.coordinator.samples = len(self.window)
             await self.coordinator.look(self.coordinator.status())
@@ -76,7 +76,7 @@ class Pool:
 
 
 def serves(table: RoutingTable | None) -> list[int]:
-    """The kind (see samples.py) that each worker's centroid is of."""
+    """Return the kind (see samples.py) of each worker's centroid."""
     assert table is not None
     cells = table.centroids.reshape(len(table.centroids), -1, EXPERTS).sum(axis=1)
     return [int(kind) for kind in cells.reshape(len(cells), -1, 2).sum(axis=2).argmax(axis=1)]
@@ -84,7 +84,7 @@ def serves(table: RoutingTable | None) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def actors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """No actor is started; what would be."""
+    """Record the actors that would be started, without starting any."""
     done: list[tuple[str, Any]] = []
     monkeypatch.setattr(link, "start_pool", lambda settings: done.append(("start", settings)))
     monkeypatch.setattr(link, "end_pool", lambda settings, beyond=0: done.append((f"end {beyond}", settings)))
@@ -106,7 +106,7 @@ async def test_the_first_table_is_made_of_enough_samples_under_every_policy(poli
     assert status["table"] | {"version": 1, "samples": 60, "workers": 2} == status["table"]
     assert status["table"]["why"] == "first table for 2 decode replicas"
     assert status["table"]["held_out"]["experts_by_table"] < status["table"]["held_out"]["experts_by_load"]
-    assert status["note"] == "no table yet: 60 of 60 samples"  # of the look before
+    assert status["note"] == "no table yet: 60 of 60 samples"  # from the previous look
     await found.looks(1)
     assert found.coordinator.status()["note"] == "table version 1 is live"
     assert (await found.router.status())["signatures"]["table"] == status["table"]
@@ -117,11 +117,11 @@ async def test_the_first_table_is_made_of_enough_samples_under_every_policy(poli
 async def test_a_table_that_is_worse_than_load_is_refused_and_the_status_says_why() -> None:
     found = Pool()
     await found.serve(2)
-    found.window.add(traffic([None], 120))  # no request is like another
+    found.window.add(traffic([None], 120))  # requests without common structure
     await found.looks(4)
     assert found.live is None
     status = found.coordinator.status()
-    assert status["tables_refused"] == 1  # not at every look
+    assert status["tables_refused"] == 1  # not tried at every look
     assert "no better than load" in status["last_refusal"]["why"]
     assert status["last_refusal"]["why"] in status["note"]
     await found.looks(1)
@@ -161,7 +161,7 @@ async def test_scaling_leads_to_a_table_of_as_many_workers() -> None:
     assert len(found.live.centroids) == 2
     await found.serve(3)
     await found.looks(1)
-    assert len(found.live.centroids) == 2  # more may be coming
+    assert len(found.live.centroids) == 2  # more replicas may be starting
     await found.looks(1)
     assert sorted(serves(found.live)) == [0, 3, 6]
     assert "3 decode replicas serve" in found.coordinator.status()["table"]["why"]
@@ -191,7 +191,7 @@ async def test_a_table_of_an_operator_is_not_replaced_by_a_first_one() -> None:
 
 
 async def test_before_an_ingress_has_restored_its_settings_nothing_is_made() -> None:
-    """After a restart the router has no table, and the ingresses hold the operator's."""
+    """After a restart the router has no table; the ingresses hold the operator's table."""
     found = Pool()
     await found.router.update_workers(("r0", "r1"))
     found.window.add(traffic([0, 3], 120))
@@ -262,7 +262,7 @@ async def test_samples_are_taken_while_a_table_is_made() -> None:
     looking = asyncio.create_task(found.looks())
     await making.wait()
     found.window.add([sample("late")])
-    await found.looks(1)  # a second one makes nothing beside it
+    await found.looks(1)  # a concurrent look fits no second table
     go_on.set()
     await looking
     assert found.coordinator.status()["table"]["samples"] == 60
@@ -320,7 +320,7 @@ async def test_an_actor_that_is_away_costs_its_samples_and_nothing_else(
 
 
 class _Handle:
-    """An actor of this process, called as Ray calls it."""
+    """A local stand-in for an actor handle."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

@@ -92,13 +92,13 @@ def test_goodput_needs_both_objectives() -> None:
 @pytest.mark.parametrize("rounds", [2, 3, 6, 20])
 def test_a_paired_ratio_has_students_interval_of_its_logarithms(rounds: int) -> None:
     rng = np.random.default_rng(rounds)
-    base = rng.lognormal(3, 1, rounds)  # rounds differ by far more than the policies do
+    base = rng.lognormal(3, 1, rounds)  # rounds differ far more than policies
     values = base * rng.normal(0.9, 0.02, rounds)
     logs = np.log(values / base)
     reference = stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
     expected = [100 * (math.exp(log) - 1) for log in (logs.mean(), reference.low, reference.high)]
     assert paired_ratio_percent(values, base) == pytest.approx(expected)
-    # Of the two sides either may be the base.
+    # Either side may be the base.
     back = [100 * (1 / (1 + change / 100) - 1) for change in (expected[0], expected[2], expected[1])]
     assert paired_ratio_percent(base, values) == pytest.approx(back)
 

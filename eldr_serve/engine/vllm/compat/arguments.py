@@ -1,4 +1,4 @@
-"""Values of engine arguments, checked by the fields of vLLM's configuration classes that they become."""
+"""Check the values of engine arguments against the fields of vLLM's configuration classes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _OTHER_NAMES = {"kv_cache_dtype": (CacheConfig, "cache_dtype")}
 
 
 def check_arguments(where: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for the first value that vLLM's configuration would refuse by itself.
+    """Raise ConfigurationError for the first value that a field of vLLM's configuration would refuse.
 
     Args:
-        where: the arguments' name in the file.
+        where: location of the arguments in the file.
         kwargs: engine arguments.
     """
     for name, value in kwargs.items():
@@ -57,7 +57,7 @@ def check_arguments(where: str, kwargs: Mapping[str, Any]) -> None:
 
 @cache
 def _adapter(name: str) -> TypeAdapter[Any] | None:
-    """Return what checks the values of an engine argument; None for those of other kinds."""
+    """Return the validator for the values of an engine argument; None if no field corresponds to it."""
     if name not in {field.name for field in fields(AsyncEngineArgs)}:
         return None
     for config, field_name in [_OTHER_NAMES.get(name) or (config, name) for config in _CONFIGS]:

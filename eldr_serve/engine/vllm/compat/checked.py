@@ -74,7 +74,7 @@ def check_names(user: str, *needed: tuple[Any, str]) -> None:
 
 
 def check_sets(function: Any, *attributes: str) -> None:
-    """Raise UnsupportedEngineError unless the function sets, or reads, attributes of these names."""
+    """Raise UnsupportedEngineError unless the function sets or reads attributes with these names."""
     for name in attributes:
         if name not in function.__code__.co_names:
             raise UnsupportedEngineError(

@@ -1,4 +1,4 @@
-"""Names that Ray Serve LLM and vLLM declare, read from their source: to import them takes many seconds."""
+"""Names that Ray Serve LLM and vLLM declare, read from their source, since importing them is slow."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def llm_config_keys() -> frozenset[str]:
 
 
 def model_loading_keys() -> frozenset[str]:
-    """Return the keys of its `model_loading_config`."""
+    """Return the keys of `model_loading_config` in an LLMConfig."""
     return _declared("ray", _LLM_CONFIG, "ModelLoadingConfig")
 
 
 def engine_arguments() -> frozenset[str]:
-    """Return the keys of its `engine_kwargs`: vLLM's arguments of an engine and of its endpoints."""
+    """Return the keys of `engine_kwargs` in an LLMConfig: vLLM's arguments for engine and endpoints."""
     engine = _declared("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
     endpoints = _declared("vllm", "entrypoints/launchers/cli_args.py", "BaseFrontendArgs", "FrontendArgs")
     return engine | endpoints
 
 
 def accelerator_types() -> frozenset[str]:
-    """Return the kinds of accelerator that Ray knows."""
+    """Return the accelerator types that Ray knows."""
     return frozenset(kind for name, kind in vars(accelerators).items() if name.isupper())
 
 
 @cache
 def _declared(package: str, file: str, *classes: str) -> frozenset[str]:
-    """Return the public annotated attributes of classes; none if the source is elsewhere."""
+    """Return the public annotated attributes of classes; empty if the source file is not found."""
     found = find_spec(package)
     path = Path(found.origin or "").parent / file if found is not None else None
     if path is None or not path.is_file():

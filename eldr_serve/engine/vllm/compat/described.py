@@ -191,7 +191,7 @@ class DescribedEngine:
             self._check_block_size(planned)
 
     def _check_block_size(self, planned: KVCacheConfig) -> None:
-        """Raise UnsupportedEngineError where the CPU's attention takes no blocks of this size."""
+        """Raise UnsupportedEngineError if attention on CPUs does not support blocks of this size."""
         for group in planned.kv_cache_groups:
             backends = [self._layers[name].get_attn_backend() for name in group.layer_names]
             try:

@@ -146,7 +146,7 @@ def register_connector() -> None:
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
 
 
-# By method: the attribute of vLLM's application state that answers it, and the object's method.
+# Method -> attribute of vLLM's application state that handles it, and the method of that object.
 _SERVING = {
     "chat": ("openai_serving_chat", "create_chat_completion"),
     "completions": ("openai_serving_completion", "create_completion"),
@@ -156,13 +156,13 @@ _SERVING = {
 
 
 def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
-    """Return vLLM's serving object for the method in Ray's VLLMEngine, and the name of its own method.
+    """Return vLLM's serving object for a method of Ray's VLLMEngine, and the name of the object's method.
 
-    It is read from vLLM's application state: Ray copies some of its attributes under names that vLLM has not
-    (`openai_serving_tokenization`).
+    The object is read from vLLM's application state, because Ray looks up some attributes by names that vLLM
+    does not have (`openai_serving_tokenization`).
 
     Raises:
-        RuntimeError: it is not where it was in the checked version.
+        RuntimeError: the object is not where the checked version has it.
     """
     attribute, create = _SERVING[method]
     serving = getattr(getattr(engine, "_app_state", None), attribute, None)
@@ -175,14 +175,14 @@ def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
 
 
 def check_serving(engine: Any) -> None:
-    """Raise an error unless every endpoint finds its part of vLLM where this package or Ray looks for it.
+    """Raise an error unless vLLM has the serving objects of all endpoints where they are expected.
 
-    Embeddings and scores are Ray's own calls. No engine of generated text has them, so the names that Ray
-    reads are looked for in the function of vLLM that would set them.
+    Ray itself calls embeddings and scores. Engines that generate text do not have these objects, so the
+    names that Ray reads are looked up in the vLLM function that would set them.
 
     Raises:
         RuntimeError: a serving object is missing.
-        UnsupportedEngineError: vLLM sets no attribute of such a name.
+        UnsupportedEngineError: vLLM sets no attribute of that name.
     """
     for method in _SERVING:
         openai_serving(engine, method)
@@ -192,16 +192,16 @@ def check_serving(engine: Any) -> None:
 
 
 def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
-    """Return bundles and strategy of the placement group that Ray makes for each replica of an engine."""
+    """Return bundles and strategy of the placement group that Ray creates for each engine replica."""
     options = deployment_options(config)
     return options["placement_group_bundles"], options["placement_group_strategy"]
 
 
 def deployment_options(config: LLMConfig) -> dict[str, Any]:
-    """Return the options of the deployment of an engine, as LLMServer makes them.
+    """Return the options of an engine deployment, as LLMServer computes them.
 
-    They hold the runtime environment of the process that builds the application. Without a running Ray there
-    is none, and it is left out; LLMServer would start Ray to ask for it.
+    They contain the runtime environment of the process that builds the application. If Ray is not running,
+    the environment is left out; LLMServer would start Ray to ask for it.
     """
     if ray.is_initialized():
         options: dict[str, Any] = LLMServer.get_deployment_options(config)
@@ -215,7 +215,7 @@ def deployment_options(config: LLMConfig) -> dict[str, Any]:
 
 
 def parameter_of(error: Exception) -> str | None:
-    """Return the field that vLLM's server names as `param` for this error; None if it names none."""
+    """Return the field that vLLM's server reports as `param` of this error; None if there is none."""
     parameter: str | None = None
     if isinstance(error, VLLMValidationError):
         parameter = error.parameter
