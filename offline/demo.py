@@ -209,12 +209,16 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     Returns:
         The files of the calibration trace and of the table.
     """
-    shape = plan.shape  # shorter answers, so that more requests end in the same time
-    tokens = {"max_tokens": max(1, shape.max_tokens // 2), "min_tokens": max(1, shape.min_tokens // 2)}
-    stretch = replace(shape, seconds=_WARM_UP_S, warm_up_s=0, **tokens)
+    shape = replace(
+        plan.shape,
+        seconds=_WARM_UP_S,
+        warm_up_s=0,
+        max_tokens=max(1, plan.shape.max_tokens // 2),  # with shorter answers more requests end
+        min_tokens=max(1, plan.shape.min_tokens // 2),
+    )
     what = "load, of which the service makes its routing table"
     for number in range(_STRETCHES):
-        _load(service, plan, Trial(POLICIES[0], 0), stretch, seed=number, what=what)
+        _load(service, plan, Trial(POLICIES[0], 0), shape, seed=number, what=what)
         pool = service.status()["signatures"]
         if pool["samples"] >= pool["needed"]:
             break
