@@ -35,9 +35,9 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
     """Answer commands [name, argument] from the pipe, and run engine steps in between."""
     from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group
 
-    heard = Heard()
-    logging.getLogger("vllm").addHandler(heard)
     core = engine("prefill", arguments)
+    heard = Heard()
+    logging.getLogger("vllm").addHandler(heard)  # the engine's start has configured logging
     held = get_kv_transfer_group().connector_worker._reqs_to_send
     pipe.send(None)
     number = 0

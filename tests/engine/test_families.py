@@ -51,7 +51,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     chosen = [
         item.callspec.params
         for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function)
+        if item.path == request.path and isinstance(item, pytest.Function) and "found" in item.fixturenames
     ]
     by_family_and_runner = {
         (row["family"], row["runner"]): row
