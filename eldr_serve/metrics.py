@@ -227,6 +227,10 @@ OWN = {
         "eldr_ingress_prefill_in_flight", GAUGE, "calls", "open to the prefill replica", ("worker",),
         only=_SPLIT,
     ),
+    "prefill_oldest_s": Metric(
+        "eldr_prefill_oldest_seconds", GAUGE, "s", "age of the oldest open call to the prefill replica",
+        ("worker",), only=_SPLIT,
+    ),
     "prefill_wait_s": Metric(
         "eldr_prefill_wait_seconds", GAUGE, "s", "predicted wait of a prompt that comes now, of the replica",
         ("worker",),

@@ -15,7 +15,6 @@ from collections import defaultdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,33 +127,11 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def choose_mla_for_amx() -> None:
-    """Make vLLM choose its MLA backend for AMX. It uses oneDNN, which also runs without AMX.
-
-    Raises:
-        RuntimeError: the CPU has neither AMX nor AVX-512 with bfloat16.
-    """
-    import torch
-    from vllm.platforms import cpu
-
-    seen = vars(torch.cpu)
-    if not (seen["_is_amx_tile_supported"]() or seen["_is_avx512_bf16_supported"]()):
-        raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
-
-    class WithAmx:
-        """Replaces torch in the module that chooses backends; the kernels of other layers do not change."""
-
-        cpu = SimpleNamespace(**seen | {"_is_amx_tile_supported": lambda: True})
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    cpu.torch = WithAmx()
-
-
 def _serve(job: dict[str, Any], report: Path) -> None:
     try:
         if job["mla_for_amx"]:
+            from eldr_serve.engine.vllm.compat.cpu_kernels import choose_mla_for_amx
+
             choose_mla_for_amx()
         found = serve(job["arguments"])
     except Exception as error:

@@ -161,7 +161,7 @@ BY_A_TEST = {
     ),
     "serve run": (
         "tests/e2e/test_own_model.py",
-        "test_served_it_is_calibrated_compared_watched_and_stopped",
+        "test_served_it_is_compared_watched_and_stopped",
     ),
     "ray job submit": (
         "tests/e2e/test_serving.py",

@@ -1,0 +1,30 @@
+"""vLLM's choice of kernels on CPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.platforms import cpu
+
+
+def choose_mla_for_amx() -> None:
+    """Make vLLM choose its MLA backend for AMX. It uses oneDNN, which also runs without AMX.
+
+    Raises:
+        RuntimeError: the CPU has neither AMX nor AVX-512 with bfloat16.
+    """
+    seen = vars(torch.cpu)
+    if not (seen["_is_amx_tile_supported"]() or seen["_is_avx512_bf16_supported"]()):
+        raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
+
+    class WithAmx:
+        """Replaces torch in the module that chooses backends; the kernels of other layers do not change."""
+
+        cpu = SimpleNamespace(**seen | {"_is_amx_tile_supported": lambda: True})
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    cpu.torch = WithAmx()
