@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,14 +30,16 @@ from eldr_serve.engine.vllm.engine import VllmEngine
 
 
 @pytest.fixture(scope="module")
-def plain() -> Any:
-    """Return vLLM's application."""
+def plain() -> Iterator[Any]:
+    """Provide vLLM's application, which changes the level of the root logger."""
+    level = logging.getLogger().level
     arguments = ["--model", str(WEIGHTS), "--served-model-name", MODEL, "--max-model-len", "2048"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     app = build_app(args, ("render",))
     config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
     asyncio.run(init_render_app_state(config, app.state, args))
-    return app
+    yield app
+    logging.getLogger().setLevel(level)
 
 
 async def both(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.Response]:
