@@ -6,7 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.platforms import cpu
+
+from eldr_serve.engine.vllm.compat.checked import internal_imports
+
+with internal_imports():
+    from vllm.platforms import cpu
 
 
 def choose_mla_for_amx() -> None:
