@@ -240,8 +240,8 @@ def _publish(
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
         "size are means over the decode steps of the measured parts, step time a token is the time of all "
-        "these steps over their tokens (on CPUs the CPU time of the engine's thread, whoever else waits for "
-        "the core); end is the time to the last token"
+        "these steps over their tokens (on CPUs the CPU time of the engine's thread, without what other "
+        "processes use of the core); end is the time to the last token"
     )
     print_table(
         "value [95 % interval], change against the best policy by load alone [its interval]",

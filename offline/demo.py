@@ -132,11 +132,6 @@ def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
     return wait
 
 
-def _command(module: str, *arguments: object, log: Path) -> None:
-    """Run one of the project's commands, with its progress on the terminal."""
-    _begin(module, *arguments, log=log)()
-
-
 @contextmanager
 def _application(
     plan: _Plan, port: int, dashboard: bool, model_ready: Callable[[], None]
