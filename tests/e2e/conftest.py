@@ -104,6 +104,8 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     said = out / "said.txt"
     # Or each test of a metric waits for 10 s, and one of spans for 5 s.
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
+    # Or each test of autoscaling waits for 10 s.
+    os.environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
     STRANGER.parent.mkdir(exist_ok=True)
     STRANGER.write_text(_POLICY)
     paths = [str(ROOT), str(STRANGER.parent), os.environ.get("PYTHONPATH")]

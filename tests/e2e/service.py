@@ -146,19 +146,6 @@ def controller_log() -> str:
     return "".join(file.read_text(errors="replace") for file in files)
 
 
-def with_small_caches(arguments: dict[str, Any]) -> None:
-    """Give the engines of an application 256 MiB of KV cache each: several applications share the memory."""
-    for role in ("prefill_config", "decode_config"):
-        if role in arguments:
-            environment = arguments[role]["runtime_env"]["env_vars"]
-            arguments[role]["runtime_env"] = {
-                "env_vars": {k: v for k, v in environment.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
-            }
-            arguments[role]["engine_kwargs"] = arguments[role]["engine_kwargs"] | {
-                "kv_cache_memory_bytes": 2**28
-            }
-
-
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Poll until the condition holds; fails the test with `what` if it never does."""
     deadline = time.monotonic() + timeout_s

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,10 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from service import ADMIN_KEY, ROOT, Background, Service, core_of, wait_for
+from applications import arguments_of, running
+from service import ADMIN_KEY, Background, Service, core_of, wait_for
 from typer.testing import CliRunner, Result
 
-from benchmarks.harness.engines import our_arguments
-from benchmarks.harness.replay_engine import free_port
 from demo_model import WEIGHTS
 from demo_model.widen import widen
 from eldr_serve.artifacts import ExpertPlacement
@@ -31,7 +31,6 @@ from eldr_serve.command import app
 from loadgen.faults.processes import lives
 from tools.results import RESULTS
 
-PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, beside the demo's
 LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -46,28 +45,19 @@ CONFIGURED = placed(100)
 
 
 @pytest.fixture(scope="module")
-def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """deployments/cpu_demo_ep.yaml beside the demo, with a placement of experts to start with."""
-    from ray import serve
-
-    from eldr_serve.serving.app import build_app
-
-    folder, port = tmp_path_factory.mktemp("ep"), free_port()
+    folder = tmp_path_factory.mktemp("ep")
     widen(WEIGHTS, 32, folder / "model", heads=4)
     CONFIGURED.save(folder / "placement.json")
-    arguments = our_arguments(ROOT / "deployments/cpu_demo_ep.yaml", folder / "model")
-    for role, ports in PORTS.items():
-        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": ports}
+    arguments = arguments_of("cpu_demo_ep.yaml", folder / "model")
     decode = arguments["decode_config"]
     decode["engine_kwargs"]["additional_config"]["eldr_experts"]["placement"] = str(folder / "placement.json")
     # Serve replaces a dead replica when it next asks for its health.
     decode["deployment_config"] |= {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 3}
-    arguments |= {"name": "ep", "ingress": {"port": port}, "admin_key": ADMIN_KEY}
-    serve.run(build_app(arguments), name="ep", route_prefix="/ep")
-    service = Service(f"http://127.0.0.1:{port}")
-    service.set_policy("round-robin")  # both engines answer
-    yield service
-    serve.delete("ep")
+    with running("ep", arguments) as service:
+        service.set_policy("round-robin")  # both engines answer
+        yield service
 
 
 def completed(service: Service, prompt: str) -> tuple[str, str]:

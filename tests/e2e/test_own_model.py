@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from service import ADMIN_KEY, ROOT, with_small_caches
+from applications import beside_the_demo
+from service import ADMIN_KEY, ROOT
 
 from benchmarks.harness.engines import wait_http
 
@@ -55,9 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
     document["http_options"]["port"] = PORT + 1
     arguments = document["applications"][0]["args"]
     arguments["ingress"]["port"] = PORT
-    with_small_caches(arguments)
-    for role, base in (("prefill_config", 27000), ("decode_config", 28000)):
-        arguments[role]["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}
+    beside_the_demo(arguments)
     (found / "my_deployment.yaml").write_text(yaml.safe_dump(document))
     (found / "my_prompts").mkdir()
     with (found / "my_prompts/log.jsonl").open("w") as log:

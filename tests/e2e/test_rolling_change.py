@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from service import ADMIN_KEY, ROOT, Service, wait_for
+from applications import arguments_of, deploy, running
+from service import Service, wait_for
 
-PORT = 8251
+NAME = "rolling"
 CROWD, FEW = 9, 2  # streams at a time: more than one engine is to have, and so few that one is enough
 TOKENS = 120  # of a stream
 NEW = "shortest-queue"  # policy of the new deployment
 AT_ONCE = 4 * CROWD  # placements within which a newcomer must have got one
+# Above three requests in flight there are two engines soon.
+_SCALING = {
+    "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3,
+    "upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 2, "metrics_interval_s": 0.5,
+}  # fmt: skip
 
 
 @dataclass
@@ -31,14 +33,11 @@ class Rolling:
     """The running application, which can be deployed anew."""
 
     service: Service
-    process: subprocess.Popen[str]
-    said: Path
+    arguments: dict[str, Any]
 
     def deploy(self, **changes: Any) -> None:
-        """Give Serve the application with these `args`."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(changes) + "\n")
-        self.process.stdin.flush()
+        """Deploy the application with these arguments in place of what it had."""
+        deploy(NAME, self.arguments | changes, wait=False)
 
     def status(self) -> dict[str, Any]:
         """Empty while the answering ingress does not reach the router."""
@@ -60,24 +59,15 @@ class Rolling:
 
 
 @pytest.fixture(scope="module")
-def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rolling]:
-    said = tmp_path_factory.mktemp("rolling") / "said.txt"
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with said.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("rolling_service.py")), str(PORT), ADMIN_KEY],
-            stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
-    try:
-        wait_for(lambda: "ready" in said.read_text() or process.poll() is not None, "it is ready", 240)
-        assert process.poll() is None, said.read_text()[-5000:]
-        yield Rolling(Service(f"http://127.0.0.1:{PORT}"), process, said)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(90)
-    assert process.returncode == 0, said.read_text()[-5000:]
+def rolling(ray_cluster: str) -> Iterator[Rolling]:
+    """The application of deployments/cpu_demo.yaml with two ingresses and one or two decode engines."""
+    arguments = arguments_of("cpu_demo.yaml")
+    engines = arguments["decode_config"]["deployment_config"]
+    del engines["num_replicas"]
+    engines["autoscaling_config"] = _SCALING
+    arguments["ingress_deployment_config"] |= {"num_replicas": 2}
+    with running(NAME, arguments) as service:
+        yield Rolling(service, arguments)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,17 +15,22 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ENGINE_ENV, PROMPTS
-from service import ADMIN_KEY, ROOT, Background, Service, wait_for
+from applications import arguments_of, running
+from conftest import PROMPTS
+from service import ADMIN_KEY, ROOT, Service, wait_for
 
 from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.fitting.table import fit_table
 
-PORT = 8261
-MODEL = ROOT / "demo_model" / "weights"
+NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
 AT_ONCE, CROWD = 8, 30  # concurrent requests; the second number starts another decode engine
 TOKENS = 8
+# With more than 20 requests in flight it scales up to three engines, and does not scale down.
+_SCALING = {
+    "min_replicas": 2, "initial_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 10,
+    "upscale_delay_s": 1, "downscale_delay_s": 600, "look_back_period_s": 2, "metrics_interval_s": 0.5,
+}  # fmt: skip
 
 
 @dataclass
@@ -34,17 +38,10 @@ class Pool:
     """The running application and its load."""
 
     service: Service
-    process: subprocess.Popen[str]
 
     def __post_init__(self) -> None:
         self._client = httpx.Client(timeout=120)
         self._numbers = itertools.count()
-
-    def kill_pool(self) -> None:
-        """See pool_service.py."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("kill\n")
-        self.process.stdin.flush()
 
     def send(self, domains: tuple[str, ...], requests: int, at_once: int = AT_ONCE) -> None:
         """Send prompts of the domains in turn, and check that all are answered."""
@@ -85,44 +82,15 @@ class Pool:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pool")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path, prompts: list[str]) -> list[str]:
-    """Return the answers of one plain engine, which runs before the service starts."""
-    out = folder / "answers.json"
-    job = {"model": str(MODEL), "prompts": prompts, "max_tokens": 16, "out": str(out)}
-    command = [sys.executable, str(Path(__file__).with_name("single_engine.py")), json.dumps(job)]
-    with Background(command, folder / "single_engine.txt", ENGINE_ENV) as run:
-        run.finished()
-    found: list[str] = json.loads(out.read_text())["completions"]
-    return found
-
-
-@pytest.fixture(scope="module")
-def pool(folder: Path, reference: list[str]) -> Iterator[Pool]:
-    said = folder / "said.txt"
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with said.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("pool_service.py")), str(PORT), ADMIN_KEY],
-            stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
-    try:
-        wait_for(lambda: "ready" in said.read_text() or process.poll() is not None, "it is ready", 400)
-        assert process.poll() is None, said.read_text()[-5000:]
-        yield Pool(Service(f"http://127.0.0.1:{PORT}"), process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:  # the service has not started yet
-            process.kill()
-            raise
+def pool(ray_cluster: str) -> Iterator[Pool]:
+    """The application of deployments/cpu_demo_eldr.yaml, which refits its table within seconds."""
+    arguments = arguments_of("cpu_demo_eldr.yaml")
+    engines = arguments["decode_config"]["deployment_config"]
+    del engines["num_replicas"]
+    engines["autoscaling_config"] = _SCALING
+    arguments["signatures"] |= {"window": 256, "rate": 50, "every_s": 3}
+    with running(NAME, arguments) as service:
+        yield Pool(service)
 
 
 def test_a_table_of_its_own_is_live_within_300_requests(pool: Pool) -> None:
@@ -146,19 +114,19 @@ def test_requests_follow_its_centroids(pool: Pool) -> None:
 
 
 def test_greedy_answers_are_those_of_a_single_engine(
-    pool: Pool, reference: list[str], prompts: list[str]
+    pool: Pool, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
     found = [
         pool.service.client.completions.create(
-            model="eldr-demo", prompt=prompt, max_tokens=16, temperature=0
+            model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0
         ).choices[0].text
         for prompt in prompts
     ]  # fmt: skip
-    assert found == reference
+    assert found == single_engine["completions"]
 
 
-def test_the_traffic_is_saved_as_a_trace_that_can_be_fitted(pool: Pool, folder: Path) -> None:
-    out = folder / "trace.safetensors"
+def test_the_traffic_is_saved_as_a_trace_that_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
+    out = tmp_path / "trace.safetensors"
     command = [sys.executable, "-m", "eldr_serve.command", "trace", "--out", str(out)]
     service = ["--url", pool.service.url, "--admin-key", ADMIN_KEY]
     subprocess.run([*command, *service], cwd=ROOT, check=True, timeout=120)
@@ -200,8 +168,12 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
 
 
 def test_a_pool_that_dies_loses_its_samples_and_nothing_else(pool: Pool) -> None:
+    import ray
+
+    from eldr_serve.serving.signatures.pool import find_pool
+
     table, held = pool.service.status()["table"], pool.signatures()["samples"]
-    pool.kill_pool()
+    ray.kill(find_pool(NAME), no_restart=False)
     pool.send(FIRST, 16)
     wait_for(
         lambda: pool.signatures()["actors"] == 1 and pool.signatures()["samples"] < held, "it is back", 90

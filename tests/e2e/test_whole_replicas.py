@@ -4,69 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from conftest import ENGINE_ENV, PROMPTS
-from service import ADMIN_KEY, ROOT, Background, Service, wait_for
+from applications import arguments_of, running
+from conftest import PROMPTS
+from service import Service, wait_for
 
+from demo_model import WEIGHTS
 from eldr_serve.serving.prompt_tokens import PromptTokens
 from eldr_serve.signature_predictor import SignaturePredictor
 
-PORT = 8241
-MODEL = ROOT / "demo_model" / "weights"
 LEARNT = 150  # prompts after which a predictor that knew nothing is better than the mean
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path, prompts: list[str]) -> dict[str, list[str]]:
-    """What one plain engine answers, before the service has the cores."""
-    out = folder / "answers.json"
-    job = {"model": str(MODEL), "prompts": prompts, "max_tokens": 16, "out": str(out)}
-    command = [sys.executable, str(Path(__file__).with_name("single_engine.py")), json.dumps(job)]
-    with Background(command, folder / "single_engine.txt", ENGINE_ENV) as run:
-        run.finished()
-    found: dict[str, list[str]] = json.loads(out.read_text())
-    return found
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path, reference: dict[str, list[str]]) -> Iterator[Service]:
-    said = folder / "service.txt"
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with said.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("whole_service.py")), str(PORT), ADMIN_KEY],
-            stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
-    try:
-        wait_for(lambda: "ready" in said.read_text() or process.poll() is not None, "it is ready", 240)
-        assert process.poll() is None, said.read_text()[-5000:]
-        yield Service(f"http://127.0.0.1:{PORT}")
-    finally:
-        process.terminate()
-        process.wait(60)
+def whole(ray_cluster: str) -> Iterator[Service]:
+    """Two whole engines behind one ingress."""
+    arguments = arguments_of("cpu_demo_whole.yaml")
+    arguments["decode_config"]["deployment_config"]["num_replicas"] = 2
+    with running("whole", arguments) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
 def ignorant(whole: Service) -> SignaturePredictor:
     """A predictor that fits the service and has learnt nothing yet: it foretells the same of all prompts."""
-    config = json.loads((MODEL / "config.json").read_text())
+    config = json.loads((WEIGHTS / "config.json").read_text())
     layers, experts, top_k, rank = (
         *(config[key] for key in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok")),
         32,
@@ -75,7 +45,7 @@ def ignorant(whole: Service) -> SignaturePredictor:
     directions, _ = np.linalg.qr(rng.normal(size=(layers * experts, rank)))
     return SignaturePredictor(
         model="eldr-demo",
-        tokenizer=asyncio.run(PromptTokens(str(MODEL)).fingerprint()),
+        tokenizer=asyncio.run(PromptTokens(str(WEIGHTS)).fingerprint()),
         top_k=top_k,
         mean=np.full((layers, experts), top_k / experts, np.float32),
         tokens=np.zeros((config["vocab_size"], rank), np.float32),
@@ -89,16 +59,17 @@ def swap(service: Service, predictor: bytes) -> httpx.Response:
 
 
 def test_greedy_answers_equal_a_single_engine(
-    whole: Service, reference: dict[str, list[str]], prompts: list[str]
+    whole: Service, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
     client = whole.client
-    for prompt, completion, chat in zip(prompts, reference["completions"], reference["chats"], strict=True):
-        answer = client.completions.create(model="eldr-demo", prompt=prompt, max_tokens=16, temperature=0)
+    expected = zip(prompts, single_engine["completions"], single_engine["chats"], strict=True)
+    for prompt, completion, chat in expected:
+        answer = client.completions.create(model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0)
         assert answer.choices[0].text == completion
         stream = client.chat.completions.create(
             model="eldr-demo",
             messages=[{"role": "user", "content": prompt}],
-            max_tokens=16,
+            max_tokens=24,
             temperature=0,
             stream=True,
         )
@@ -168,17 +139,17 @@ def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
 
 
 def test_greedy_answers_of_many_at_once_equal_a_single_engine_with_a_predictor(
-    whole: Service, reference: dict[str, list[str]], prompts: list[str]
+    whole: Service, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
     """By the predictor of the test before, which has learnt."""
     before: dict[str, Any] = whole.status()["counters"]
     assert whole.status()["predictor"]["on"] == 1
 
     def answer(prompt: str) -> str:
-        asked = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        asked = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
         return str(whole.client.completions.create(**asked).choices[0].text)  # type: ignore[call-overload]
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(answer, prompts)) == reference["completions"]
+        assert list(pool.map(answer, prompts)) == single_engine["completions"]
     after = whole.status()["counters"]
     assert after["signature_predicted"] - before["signature_predicted"] == len(prompts)

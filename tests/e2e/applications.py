@@ -1,0 +1,62 @@
+"""Further applications on the suite's cluster, beside the demo's; one runs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from service import ADMIN_KEY, ROOT, Service
+
+from benchmarks.harness.cluster import wait_ready
+from benchmarks.harness.engines import our_arguments
+from benchmarks.harness.replay_engine import free_port
+from demo_model import WEIGHTS
+
+_NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's
+_CACHE_BYTES = 2**28  # of KV an engine: several applications share the memory
+
+
+def arguments_of(file: str, model: Path = Path(WEIGHTS)) -> dict[str, Any]:
+    """Return the arguments in a deployment file, for engines that run beside the demo's."""
+    arguments = our_arguments(ROOT / "deployments" / file, model)
+    beside_the_demo(arguments)
+    return arguments | {"ingress": {"port": free_port()}, "admin_key": ADMIN_KEY}
+
+
+def beside_the_demo(arguments: dict[str, Any]) -> None:
+    """Give the engines of an application small KV caches and ports for NIXL that the demo does not use."""
+    for role, port in _NIXL_PORTS.items():
+        if role in arguments:
+            config = arguments[role]
+            environment = config["runtime_env"]["env_vars"]
+            config["runtime_env"] = {
+                "env_vars": {k: v for k, v in environment.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
+            }
+            config["engine_kwargs"] = config["engine_kwargs"] | {"kv_cache_memory_bytes": _CACHE_BYTES}
+            config["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
+
+
+def deploy(name: str, arguments: dict[str, Any], *, wait: bool = True) -> None:
+    """Deploy an application, anew if it runs already; return at once if told not to wait for its replicas."""
+    from ray import serve
+
+    from eldr_serve.serving.app import build_app
+
+    target = serve.RunTarget(build_app(arguments | {"name": name}), name=name, route_prefix=f"/{name}")
+    serve.run_many([target], wait_for_applications_running=wait)
+
+
+@contextmanager
+def running(name: str, arguments: dict[str, Any]) -> Iterator[Service]:
+    """Deploy an application, yield it when its engines are warm, and delete it at the end."""
+    from ray import serve
+
+    try:
+        deploy(name, arguments)
+        service = Service(f"http://127.0.0.1:{arguments['ingress']['port']}")
+        wait_ready(service.url, 200)
+        yield service
+    finally:
+        serve.delete(name)
