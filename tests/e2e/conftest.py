@@ -33,7 +33,6 @@ class LastWorker(Policy):
         room = workers[loads.in_flight[workers] < self.parameters.at_most]
         return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
 """
-os.environ |= {"RAY_worker_niceness": "0"}  # else unit tests would preempt the engines
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",

@@ -157,10 +157,18 @@ def test_an_operator_can_ask_for_a_refit(pool: Pool) -> None:
 
 
 def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
+    from ray import serve
+
+    def replicas() -> int:
+        """Return how many decode replicas run or start."""
+        deployments = serve.status().applications[NAME].deployments
+        (decode,) = (found for name, found in deployments.items() if name.startswith("Decode"))
+        return sum(decode.replica_states.values())
+
     everything = (*FIRST, *SHIFTED)
-    pool.send_until(
-        everything, lambda: len(pool.service.status()["workers"]) == 3, "a third decode replica", CROWD
-    )
+    pool.send_until(everything, lambda: replicas() == 3, "Serve starts a third decode replica", CROWD)
+    # Without load, which would take the cores from the new engine.
+    wait_for(lambda: len(pool.service.status()["workers"]) == 3, "the third decode replica runs", 200)
     pool.send_until(
         everything, lambda: pool.service.status()["table"]["workers_fitted"] == 3, "a table of three"
     )
