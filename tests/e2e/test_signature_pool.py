@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ class Pool:
         self._client = httpx.Client(timeout=120)
         self._numbers = itertools.count()
 
-    def send(self, domains: tuple[str, ...], requests: int, at_once: int = AT_ONCE) -> None:
+    def send(
+        self, domains: tuple[str, ...], requests: int, at_once: int = AT_ONCE, tokens: int = TOKENS
+    ) -> None:
         """Send prompts of the domains in turn, and check that all are answered."""
         with ThreadPoolExecutor(at_once) as threads:
-            list(threads.map(self._ask, itertools.islice(self._prompts(domains), requests)))
+            asked = itertools.islice(self._prompts(domains), requests)
+            list(threads.map(partial(self._ask, tokens=tokens), asked))
 
     def _prompts(self, domains: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         lines = [(PROMPTS / f"{domain}.jsonl").read_text().splitlines() for domain in domains]
@@ -55,21 +59,19 @@ class Pool:
             for domain, found in zip(domains, lines, strict=True):
                 yield domain, json.loads(found[number % len(found)])["prompt"][:400]
 
-    def _ask(self, asked: tuple[str, str]) -> None:
+    def _ask(self, asked: tuple[str, str], tokens: int) -> None:
         domain, prompt = asked
-        body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         url = f"{self.service.url}/v1/completions"
         answer = self._client.post(url, json=body, headers={"x-eldr-domain": domain})
         assert answer.status_code == 200, answer.text
 
-    def send_until(
-        self, domains: tuple[str, ...], done: Any, what: str, at_once: int = AT_ONCE, timeout_s: float = 240.0
-    ) -> None:
+    def send_until(self, domains: tuple[str, ...], done: Any, what: str) -> None:
         """Keep sending until the condition holds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 240
         while not done():
             assert time.monotonic() < deadline, f"{what}: {self.signatures()}"
-            self.send(domains, 2 * at_once, at_once)
+            self.send(domains, 2 * AT_ONCE)
 
     def signatures(self) -> dict[str, Any]:
         found: dict[str, Any] = self.service.status()["signatures"]
@@ -166,7 +168,10 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
         return sum(decode.replica_states.values())
 
     everything = (*FIRST, *SHIFTED)
-    pool.send_until(everything, lambda: replicas() == 3, "Serve starts a third decode replica", CROWD)
+    with ThreadPoolExecutor(1) as crowd:  # long answers, so that most requests are in decode engines
+        sending = crowd.submit(pool.send, everything, 2 * CROWD, CROWD, 200)
+        wait_for(lambda: replicas() == 3, "Serve starts a third decode replica", 120)
+        sending.result()
     # Without load, which would take the cores from the new engine.
     wait_for(lambda: len(pool.service.status()["workers"]) == 3, "the third decode replica runs", 200)
     pool.send_until(
