@@ -64,6 +64,7 @@ _COUNTED = {
     # what was refused before prefill
     "refused_prefill_full": ("requests", "refused (503), since all prefill engines were full"),
     "refused_prefill_backlog": ("requests", "refused (503), since too much waited for prefill"),
+    "refused_decode_backlog": ("requests", "refused (503), since too many waited for a seat of an engine"),
     "refused_overload": ("requests", "refused (429), since all places were taken"),
     "refused_limits": ("requests", "refused (429), since a tenant had used up a limit"),
     # signatures and predictions

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 
 from eldr_serve.serving.fleet import Fleet
 from eldr_serve.serving.prefill_queue import Report
 from eldr_serve.serving.turns import Turn, Turns
+from eldr_serve.serving.wait_estimate import WaitEstimate
 
 SEATS = "eldr_seats"  # field of a replica's metadata, see protocol.Engine.seats
 
@@ -17,7 +19,25 @@ class DecodeTurns:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._turns = Turns(clock=_now)
-        self.enter, self.leave = self._turns.enter, self._turns.leave
+        self.enter = self._turns.enter
+        self._waits: defaultdict[str, WaitEstimate] = defaultdict(lambda: WaitEstimate(clock=_now))
+
+    def leave(self, turn: Turn, *, answered: bool) -> None:
+        """Remove a call that has its first token or has ended; see Turns.leave."""
+        before = self._turns.waiting(turn.replica)
+        self._turns.leave(turn, answered=answered)
+        waiting = self._turns.waiting(turn.replica)
+        if waiting < before:
+            self._waits[turn.replica].departed(empty=not waiting or not self._is_full(turn.replica))
+
+    def wait_s(self) -> float:
+        """Return the predicted wait of a new request for a seat, in the replica that has one first, s."""
+        return min((self._wait_s(replica) for replica in self._fleet.live), default=0.0)
+
+    def _wait_s(self, replica: str) -> float:
+        if not self._is_full(replica):
+            return 0.0
+        return self._waits[replica].wait_s(self._turns.waiting(replica) + 1)
 
     def since_s(self, turn: Turn) -> float:
         """Return the time since when the replica is assumed to work on a call that has no token yet."""

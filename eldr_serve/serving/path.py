@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -161,6 +163,7 @@ class RequestPath:
         try:
             async with self._retries.turn(run):
                 await self._decode_reached()
+                self._check_seats(run)
                 prefilled = await self.prefill.prefilled(run) if self._splits(run.request) else None
                 if run.token_ids is None and self._tokens is not None:
                     run.foreseen = await self._tokens.of(run.request.asked)
@@ -174,6 +177,15 @@ class RequestPath:
         finally:
             if ticket is not None:
                 self.prefill.queues.leave(ticket)
+
+    def _check_seats(self, run: Run) -> None:
+        """Raise Overloaded if a new request would wait too long for a seat of a decode engine."""
+        wait_s, bound_s = self._decode_turns.wait_s(), self._options.seat_wait_s
+        if wait_s > bound_s and not run.is_retry:
+            self._client.count("refused_decode_backlog")
+            why = f"a request would wait {wait_s:.0f} s for a decode engine's seat; {bound_s:g} s are allowed"
+            # Spread over the time in which that many seats become free.
+            raise Overloaded(why, retry_after_s=math.ceil(wait_s - bound_s * random.random()))
 
     async def _answer(
         self, run: Run, lease: Placement, prefilled: Prefilled | None, ticket: Ticket | None, placing: Stage

@@ -22,6 +22,12 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         description="maximum predicted wait for prefill in a replica, s; a request for which no replica has "
         "room gets 503 at once, with the predicted time until there is room as Retry-After",
     )
+    seat_wait_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="maximum predicted wait for a seat in a decode engine, which has `max_num_seqs`, s; a "
+        "request for which no engine has one in time gets 503 at once, before its prefill, with Retry-After",
+    )
     prefill_tries: int = Field(
         default=3, ge=1, description="failed prefill calls of one request after which it gets 503"
     )

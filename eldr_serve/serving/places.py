@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from eldr_serve.errors import Overloaded
 from eldr_serve.routing.fairness import share
 from eldr_serve.serving.tenants import Tenant
+from eldr_serve.serving.wait_estimate import WaitEstimate
 
 
 class Places:
@@ -19,7 +20,8 @@ class Places:
         most: places.
         most_waiting: requests that may wait; one more, and whoever has most that wait by its priority loses
             its newest.
-        max_wait_s: how long one may wait, s.
+        max_wait_s: how long one may wait, s; a request that would wait longer, by the rate at which places
+            became free, is refused at once.
 
     Attributes:
         in_flight: places that are taken.
@@ -30,6 +32,7 @@ class Places:
         self._most, self._most_waiting, self._max_wait_s = most, most_waiting, max_wait_s
         self._held: Counter[str] = Counter()
         self._waiting: dict[Tenant, deque[asyncio.Future[None]]] = {}
+        self._waits = WaitEstimate()
 
     @property
     def waiting(self) -> int:
@@ -44,18 +47,30 @@ class Places:
         elif tenant.name:
             await self._wait(tenant)
         else:
-            raise self._overloaded()
+            raise self._overloaded(self.waiting + 1)
         try:
             yield
         finally:
             self._leave(tenant)
 
+    def _ahead(self, tenant: Tenant) -> float:
+        """Return how many places become free until a new request of the tenant gets one, itself included.
+
+        Among tenants that all wait, each gets places in proportion to its priority.
+        """
+        priorities = sum(other.priority for other in {*self._waiting, tenant})
+        own = len(self._waiting.get(tenant, ())) + 1
+        return min(self.waiting + 1, own * priorities / tenant.priority)
+
     async def _wait(self, tenant: Tenant) -> None:
+        ahead = self._ahead(tenant)
+        if self._waits.wait_s(ahead) > self._max_wait_s:
+            raise self._overloaded(ahead)
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(granted)
         if self.waiting > self._most_waiting:
             self._turn_away()
-        timer = asyncio.get_running_loop().call_later(self._max_wait_s, _refuse, granted, self._overloaded())
+        timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse, granted, ahead)
         try:
             await granted
         except BaseException:
@@ -71,6 +86,7 @@ class Places:
         self._held[tenant.name] += 1
 
     def _leave(self, tenant: Tenant) -> None:
+        full = self.in_flight == self._most
         self.in_flight -= 1
         self._held[tenant.name] -= 1
         if not self._held[tenant.name]:
@@ -83,6 +99,8 @@ class Places:
             if not granted.done():
                 self._hold(following)
                 granted.set_result(None)
+        if full or not self.in_flight:
+            self._waits.departed(empty=not self.in_flight)
 
     def _forget(self, tenant: Tenant, granted: asyncio.Future[None]) -> None:
         queue = self._waiting.get(tenant)
@@ -93,14 +111,17 @@ class Places:
 
     def _turn_away(self) -> None:
         crowd = max(self._waiting, key=lambda t: len(self._waiting[t]) / t.priority)
-        _refuse(self._waiting[crowd].pop(), self._overloaded())
+        self._refuse(self._waiting[crowd].pop(), self._ahead(crowd))
         if not self._waiting[crowd]:
             del self._waiting[crowd]
 
-    def _overloaded(self) -> Overloaded:
-        return Overloaded(f"{self.in_flight} requests are in flight here, the most allowed", status=429)
+    def _overloaded(self, ahead: float) -> Overloaded:
+        return Overloaded(
+            f"{self.in_flight} requests are in flight here, the most allowed",
+            status=429,
+            retry_after_s=self._waits.retry_after_s(ahead),
+        )
 
-
-def _refuse(granted: asyncio.Future[None], error: Overloaded) -> None:
-    if not granted.done():
-        granted.set_exception(error)
+    def _refuse(self, granted: asyncio.Future[None], ahead: float) -> None:
+        if not granted.done():
+            granted.set_exception(self._overloaded(ahead))

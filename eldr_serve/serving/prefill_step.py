@@ -194,7 +194,7 @@ class PrefillStep:
         if not asked.stream and needs_whole_engine(run.request.method, asked) is not None:
             return self.queues.enter(None, 0.0, run.key)
         tokens = self._tokens(run)
-        if (live := list(self._fleet.live)) and not self._is_retry(run):
+        if (live := list(self._fleet.live)) and not run.is_retry:
             await self._join(run, tokens, lambda: live)
         return self.queues.enter(None, tokens, run.key)
 
@@ -214,15 +214,10 @@ class PrefillStep:
             prompt = self.queues.sizes.estimate(run.request.asked.prompt, run.request.asked.messages)
         return prompt + len(run.ids) // 4
 
-    @staticmethod
-    def _is_retry(run: Run) -> bool:
-        """Return whether the request was admitted before; a retry is not refused because of the queue."""
-        return bool(run.tokens or run.failed or run.failed_prefills)
-
     async def _replicas(self, run: Run, tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
         while await self._room(run, tokens):
-            if self._is_retry(run):
+            if run.is_retry:
                 return self._with_room()
             if found := await self._join(run, tokens, self._with_room):
                 return found

@@ -75,6 +75,11 @@ class Run:
         return self.record.request_id
 
     @property
+    def is_retry(self) -> bool:
+        """Return whether the request was admitted before; a retry is not refused because others wait."""
+        return bool(self.tokens or self.failed or self.failed_prefills)
+
+    @property
     def can_go_on(self) -> bool:
         """Return whether another engine can continue after the last token."""
         return 0 < 4 * self.tokens == len(self.ids)

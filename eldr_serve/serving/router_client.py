@@ -34,6 +34,7 @@ from eldr_serve.serving.messages import Answered, Exchange, Settings
 from eldr_serve.serving.own_load import OwnLoad
 from eldr_serve.serving.replicas import Replicas
 from eldr_serve.serving.router_link import Router, RouterLink
+from eldr_serve.serving.wait_estimate import WaitEstimate
 from eldr_serve.signature_predictor import SignaturePredictor
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class RouterClient:
         self.tokenizer: str | None = None  # fingerprint of the served one; None while it is not known
         self.placements: dict[str, Placement] = {}  # all that are not DONE
         self._answers: dict[str, asyncio.Future[None]] = {}  # of those that somebody waits for
+        self._in_queue = 0  # requests of this process in the decode queue
+        self._waits = WaitEstimate(clock=lambda: asyncio.get_running_loop().time())
         # What the actor is still to be told.
         self._unsent: dict[str, Placement] = {}  # SCORED ones, and such as are not any more
         self._released: list[str] = []
@@ -281,18 +284,29 @@ class RouterClient:
         return replace(request, similarity=similarity, table_version=settings.table_version)
 
     def _queue(self, placement: Placement) -> None:
-        """It waits in the decode queue, as long as its client said when it came."""
+        """Let it wait in the decode queue until `since_s`; refuse it at once if it would wait longer."""
         placement.become(State.QUEUED)
         answer = self._answers.get(placement.request_id)
-        if answer is not None:
-            timer = asyncio.get_running_loop().call_at(placement.since_s, self._expire, answer)
-            answer.add_done_callback(lambda _: timer.cancel())
+        loop = asyncio.get_running_loop()
+        if answer is not None and loop.time() + self._waits.wait_s(self._in_queue + 1) > placement.since_s:
+            self._expire(answer)
+        elif answer is not None:
+            timer = loop.call_at(placement.since_s, self._expire, answer)
+            self._in_queue += 1
+            answer.add_done_callback(lambda _: self._left_the_queue(timer))
         self.link.poll()
+
+    def _left_the_queue(self, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        self._in_queue -= 1
+        self._waits.departed(empty=not self._in_queue)
 
     def _expire(self, answer: asyncio.Future[None]) -> None:
         if not answer.done():
             self.count("queue_expired")
-            answer.set_exception(Overloaded("no decode worker was free for this request in time"))
+            retry_after_s = self._waits.retry_after_s(self._in_queue + 1)
+            words = "no decode worker is free for this request in time"
+            answer.set_exception(Overloaded(words, retry_after_s=retry_after_s))
 
     def _hold(self, request_id: str) -> None:
         """The actor is told where the request runs."""

@@ -38,6 +38,10 @@ class Turns:
         self._waiting.setdefault(replica, {})[turn.number] = turn
         return turn
 
+    def waiting(self, replica: str) -> int:
+        """Return how many calls the replica has not answered yet."""
+        return len(self._waiting.get(replica, {}))
+
     def leave(self, turn: Turn, *, answered: bool) -> None:
         """Remove a call; `answered` tells whether the replica worked on it. Further calls have no effect."""
         waiting = self._waiting.get(turn.replica, {})

@@ -60,7 +60,7 @@ SERVICE: Rows = {
             _rates(
                 places_429="refused_overload", limits_429="refused_limits",
                 prefill_503="refused_prefill_full", backlog_503="refused_prefill_backlog",
-                decode_503="queue_expired",
+                decode_503="queue_expired", seats_503="refused_decode_backlog",
             ),
         ),
         Panel(

@@ -1,0 +1,41 @@
+"""Predict how long a request waits in a line, from how fast the line has moved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+_MOST = 32  # departures that are remembered
+_FEWEST = 4  # departures that a prediction needs
+
+
+class WaitEstimate:
+    """The mean time between the last departures from a line that has not been empty since.
+
+    Args:
+        clock: returns the time, s.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._departures: deque[float] = deque(maxlen=_MOST)
+
+    def departed(self, *, empty: bool) -> None:
+        """Note that a request has left the line; an empty line says nothing about the next one."""
+        if empty:
+            self._departures.clear()
+        else:
+            self._departures.append(self._clock())
+
+    def wait_s(self, ahead: float) -> float:
+        """Return the predicted time until `ahead` requests have left, s; 0 if too few have left so far."""
+        known = len(self._departures)
+        if known < _FEWEST:
+            return 0.0
+        return ahead * (self._clock() - self._departures[0]) / known
+
+    def retry_after_s(self, ahead: float) -> int:
+        """Return the Retry-After for a request that is refused with `ahead` requests before it, s."""
+        return max(1, math.ceil(self.wait_s(ahead)))
