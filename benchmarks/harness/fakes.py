@@ -16,8 +16,8 @@ from demo_model import WEIGHTS
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.decode_router import actor_name
+from eldr_serve.serving.http_application import application as http_application
 from eldr_serve.serving.ingress import EldrIngress, decode_directory, prefill_directory
-from eldr_serve.serving.ingress import application as http_application
 from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.servers import DecodeServer, EngineServer, PrefillServer

@@ -19,7 +19,8 @@ from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.serving.config import DRAIN_S, SCALING, EldrArgs, parse
 from eldr_serve.serving.decode_router import actor_name
-from eldr_serve.serving.ingress import EldrIngress, application, decode_directory, prefill_directory
+from eldr_serve.serving.http_application import application
+from eldr_serve.serving.ingress import EldrIngress, decode_directory, prefill_directory
 from eldr_serve.serving.llm_servers import LLMDecodeServer, LLMPrefillServer
 from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.router_settings import RouterSettings

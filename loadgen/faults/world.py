@@ -25,7 +25,15 @@ from ray.exceptions import RayError
 from eldr_serve.artifacts import RoutingTable
 from eldr_serve.channel import ChannelServer
 from eldr_serve.channel import client as channel_client
-from eldr_serve.serving import decode_router, engine_watch, ingress, loop_watch, servers, tenants
+from eldr_serve.serving import (
+    decode_router,
+    engine_watch,
+    http_application,
+    ingress,
+    loop_watch,
+    servers,
+    tenants,
+)
 from eldr_serve.serving.address import Address
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.budget import PrefillBudget
@@ -409,7 +417,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
         for owner, name, other in (
             (ingress, "connect", connect),
             (ingress, "directory", world.directory),
-            (ingress, "serve", SimpleNamespace(get_replica_context=current)),
+            (http_application, "serve", SimpleNamespace(get_replica_context=current)),
             (ingress, "PromptTokens", _Tokens),
             (tenants, "read_keys", _keys),
             (tenants, "_stamp", lambda path: 0),

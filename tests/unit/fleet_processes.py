@@ -23,6 +23,7 @@ from eldr_serve.serving import ingress, servers
 from eldr_serve.serving.address import Address
 from eldr_serve.serving.admission import IngressOptions
 from eldr_serve.serving.fleet import METADATA
+from eldr_serve.serving.http_application import application
 from eldr_serve.serving.http_server import HttpServer
 from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.replicas import directory
@@ -114,7 +115,7 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
         made._prefill.start()
         made._decode.start()
         made._client.start()
-        server = HttpServer(ingress.application(), made.gate.options)
+        server = HttpServer(application(), made.gate.options)
         holder.port, holder.ingress = server.port, made
         await settled(lambda: server._server.started, 30)
         await settled(lambda: len(made._prefill.live) == len(prefill), 30)

@@ -21,6 +21,7 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import REQUESTS, parse_request
 from eldr_serve.serving import ingress
 from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.serving.http_application import application
 from eldr_serve.serving.openapi import openapi_document
 from eldr_serve.serving.path_options import PathOptions
 from eldr_serve.serving.router_settings import RouterSettings
@@ -45,7 +46,7 @@ class App:
         self.prefill, self.decode = (FakeFleet(answer, "r0", "r1") for answer in answers)
         self.worked_for: list[Sent] = []  # calls of valid requests
         self.ingress: Any = None
-        self.http = ingress.application()
+        self.http = application()
         self.client: Any = None
 
     def _validated(self, answer: Callable[[Sent], AsyncIterator[Any]]) -> Any:

@@ -20,7 +20,7 @@ from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.home import ROOT
 from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 from eldr_serve.serving.config import EldrArgs
-from eldr_serve.serving.ingress import application
+from eldr_serve.serving.http_application import application
 from eldr_serve.serving.openapi import openapi_document
 from tools.cli import app_of
 
