@@ -14,6 +14,7 @@ from router_talk import settled
 from test_resume import END, WHOLE, packed
 
 from eldr_serve.channel import Call, CallLate
+from eldr_serve.serving import path
 from eldr_serve.serving.outliers import Outliers
 
 
@@ -31,7 +32,8 @@ def going_on(*chunks: Any) -> Any:
     return lambda sent: (rest if sent.header["generated"] else first)(sent)
 
 
-async def test_a_decode_engine_without_a_first_token_is_left() -> None:
+async def test_a_decode_engine_without_a_first_token_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path, "_NOTICE_S", 0.1)
     world = World(decode=on("d0", answering(asyncio.Event())), first_token_limit_s=0.05)
     assert await world.run() == b"abc"
     first, second = world.decode.requests
