@@ -209,7 +209,10 @@ async def test_one_connection_too_many_is_closed_and_the_others_stay() -> None:
 async def test_a_client_that_takes_nothing_loses_its_connection() -> None:
     """By the kernel, though it acknowledges probes of its full window."""
 
+    asked = asyncio.Event()
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.set()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": bytes(2**25)})
 
@@ -218,11 +221,9 @@ async def test_a_client_that_takes_nothing_loses_its_connection() -> None:
         await asyncio.sleep(0.01)
     client = socket.create_connection(("127.0.0.1", server.port))
     client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-    connections = server._server.server_state.connections
-    while not connections:
-        await asyncio.sleep(0.01)
     async with asyncio.timeout(30):
-        while connections:
+        await asked.wait()
+        while server._server.server_state.connections:
             await asyncio.sleep(0.05)
     client.close()
     await server.drain()
