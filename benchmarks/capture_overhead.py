@@ -32,7 +32,7 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
-from benchmarks.harness.engines import ENGINE_ENV
+from benchmarks.harness.engines import ENGINE_ENV, check_device
 from benchmarks.harness.synthetic import (
     DUMMY,
     INTERMEDIATE,
@@ -233,6 +233,7 @@ def capture_overhead(
 ) -> None:
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
+    check_device(device)
     rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
     job: dict[str, Any] = {
         "model": str(model.resolve()), "device": device, "block_size": 32, "max_tokens": engine_tokens,

@@ -25,6 +25,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.harness import options
+from benchmarks.harness.engines import check_device
 from benchmarks.harness.replay_engine import BLOCK, STEP_TOKENS, ReplayEngine, aligned
 from benchmarks.harness.synthetic import (
     DUMMY,
@@ -71,7 +72,7 @@ class ComposedEngine(ReplayEngine):
         from eldr_serve.engine.vllm.capture import ExpertCapture
 
         spread = torch.arange(max(STEP_TOKENS, max_batch) * TOP_K, dtype=torch.int32) % E
-        self._table = table = spread.reshape(-1, TOP_K).to(device)
+        self._table = table = spread.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
 
         def replacing(hook: Any) -> Any:
             def replaced(capture: ExpertCapture, layer: int, experts: Any) -> None:
@@ -212,6 +213,7 @@ def step_cost(
     out: options.Out = None,
 ) -> None:
     """Time decode steps of composed batches, and fit what a request and an active expert cost."""
+    check_device(device)
     sizes, wanted = _numbers("--batches", batches), _numbers("--active", active)
     points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
     if impossible := [b for b, possible in points.items() if not possible]:

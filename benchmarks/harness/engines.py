@@ -34,6 +34,14 @@ ENGINE_ENV = {
 }
 
 
+def check_device(device: str) -> None:
+    """Raise BadInput where a GPU is wanted and there is none."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise BadInput(f"--device is {device}, but PyTorch sees no CUDA device here: name cpu")
+
+
 def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
     """Arguments of `engine_kwargs` for a benchmark's engine on "cpu", "cuda" or "cuda-eager".
 

@@ -12,6 +12,7 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.engine_pool import EnginePool
+from benchmarks.harness.engines import check_device
 from benchmarks.harness.replay import Arm, Bench, Case, arm_rows, loads_of, widened
 from eldr_serve.files import write_whole
 from tools.cli import BadInput
@@ -109,6 +110,7 @@ def replay_command(
 
         Stopped and started again with the same options, at the same commit, it goes on where it was.
         """
+        check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = _chosen(arms, all_arms)
         asked = {
