@@ -51,9 +51,8 @@ def on_one_gpu(arguments: dict[str, Any]) -> None:
     `enforce_eager`; nothing is compiled by inductor.
     """
     configs = [arguments[role] for role in _ROLES]
-    share = round(
-        _OF_A_GPU / sum(config["deployment_config"].get("num_replicas", 1) for config in configs), 3
-    )
+    engines = sum(config["deployment_config"].get("num_replicas", 1) for config in configs)
+    share = round(_OF_A_GPU / engines, 3)
     for config in configs:
         config["accelerator_config"] = {"kind": "gpu"}
         config["placement_group_config"] = {"bundles": [{"CPU": 0.1, "GPU": _FOR_RAY}]}

@@ -40,7 +40,7 @@ def _changes(rows: Rows, path: Path) -> None:
     bars(rows, "arm", "p50_change_pct", path, interval=("p50_low_pct", "p50_high_pct"))
 
 
-def _chosen(names: str, arms: Sequence[Arm]) -> list[Arm]:
+def chosen_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
     """The arms of those names, with commas, or all of them."""
     by_label = {arm.label: arm for arm in arms}
     labels = list(by_label) if names == "all" else names.split(",")
@@ -112,7 +112,7 @@ def replay_command(
         """
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
-        chosen = _chosen(arms, all_arms)
+        chosen = chosen_arms(arms, all_arms)
         asked = {
             "benchmark": name, "arms": [asdict(arm) for arm in chosen],
             "loads": [asdict(load) for load in loads],
