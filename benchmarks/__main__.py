@@ -58,7 +58,7 @@ ON_A_GPU = {"gpu_application", "step_cost"}  # and on nothing else
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Which; `all` but those for GPUs; none runs those of some minutes in all."),
+        typer.Argument(help="Which; `all` but those of a GPU; none runs those of some minutes in all."),
     ] = None,
 ) -> None:
     """Run benchmarks, results in benchmarks/results, and write the tables of the pages anew."""

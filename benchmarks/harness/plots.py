@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.harness.synthetic import L
 from benchmarks.harness.tables import ROOT, Rows, there
 from tools.plots import POLICY_COLOURS, policy_colour, save
 from tools.results import read_rows
@@ -132,7 +133,7 @@ def step_cost() -> None:
     layers = [row for row in rows if row["level"] == "package" and row["of"].endswith("MoE layers")]
     for row, dashes in zip(layers, ("dashed", "dotted"), strict=True):
         ends = [8, 128]
-        times = [row["fixed_ms"] + 48 * row["per_expert_us"] * end / 1000 for end in ends]
+        times = [row["fixed_ms"] + L * row["per_expert_us"] * end / 1000 for end in ends]
         axes.plot(ends, times, color="black", lw=0.8, ls=dashes, label=f"{row['of']}, aiconfigurator")
     axes.set(xlabel="active experts of 128, each layer", ylabel="forward pass p50, ms", ylim=(0, None))
     _save(figure, "gpu_step_cost")

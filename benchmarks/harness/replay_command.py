@@ -88,9 +88,7 @@ def replay_command(
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
-        arms: Annotated[
-            str, typer.Option(help=f"Arms with commas; all: {', '.join(arm.label for arm in all_arms)}.")
-        ] = "all",
+        arms: Annotated[str, typer.Option(help="Arms by label, with commas.")] = "all",
         workers: options.Workers = default_workers,
         groups: options.Groups = default_groups,
         per_worker: options.PerWorker = default_per_worker,
