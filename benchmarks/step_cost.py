@@ -64,14 +64,18 @@ class Step:
 
 
 class ComposedEngine(ReplayEngine):
-    """A decode engine whose tokens go to the experts in `table`, int32[STEP_TOKENS, k], in every layer."""
+    """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer.
 
-    def __init__(self, model: str, *, device: str, max_batch: int, **arguments: Any) -> None:
+    Args:
+        step_tokens: tokens of a step, at most.
+    """
+
+    def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
         import torch
 
         from eldr_serve.engine.vllm.capture import ExpertCapture
 
-        spread = torch.arange(max(STEP_TOKENS, max_batch) * TOP_K, dtype=torch.int32) % E
+        spread = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
         self._table = table = spread.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
 
         def replacing(hook: Any) -> Any:
@@ -83,7 +87,7 @@ class ComposedEngine(ReplayEngine):
 
         for name in ("_keep", "_hold"):  # captured in the graphs, like all that a hook does
             setattr(ExpertCapture, name, replacing(getattr(ExpertCapture, name)))
-        super().__init__(model, device=device, max_batch=max_batch, **arguments)
+        super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
         """Begin decoding `tokens` tokens of each prompt; the first steps, which may compute prompts, run."""
@@ -232,8 +236,9 @@ def step_cost(
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), layers=layers, vocabulary=vocabulary, intermediate=intermediate)
         engine = ComposedEngine(
-            folder, device=device, max_batch=sizes[-1], max_model_len=longest, batches=sizes, **DUMMY, **room
-        )
+            folder, device=device, max_batch=sizes[-1], max_model_len=longest, batches=sizes,
+            step_tokens=min(STEP_TOKENS, sizes[-1] * len(prompts[0])), **DUMMY, **room,
+        )  # fmt: skip
         for size, possible in points.items():
             steps += composed_steps(engine, prompts[:size], possible, rounds, rng)
     rows = [*point_rows(steps, layers), *fit_rows(steps), *package_rows(sizes)]

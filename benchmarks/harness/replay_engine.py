@@ -121,14 +121,9 @@ class ReplayEngine:
         self._cuda = device != "cpu"
         if self._cuda:
             kwargs["kv_cache_memory_bytes"] = KV_BYTES
-        made = EngineArgs(
-            model=model,
-            max_model_len=max_model_len,
-            max_num_seqs=max_batch,
-            max_num_batched_tokens=STEP_TOKENS,
-            seed=0,
-            **engine_kwargs("decode", **kwargs | arguments),
-        )
+        kwargs |= {"max_model_len": max_model_len, "max_num_seqs": max_batch, "seed": 0}
+        kwargs["max_num_batched_tokens"] = STEP_TOKENS
+        made = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
         self._engine = LLMEngine.from_engine_args(made, stat_loggers=[Recorder])
         # Where torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
