@@ -144,7 +144,7 @@ def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
             "level": "point", "batch_size": batch, "active_experts": experts / layers, "steps": len(mine),
         }  # fmt: skip
         for name in ("forward", "step"):
-            times = 1e3 * np.array([getattr(step, f"{name}_s") for step in mine])
+            times = [1e3 * getattr(step, f"{name}_s") for step in mine]
             row |= zip((f"{name}_p50_ms", f"{name}_low_ms", f"{name}_high_ms"), median_ci(times), strict=True)
         rows.append(row)
     return rows
