@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,6 +27,7 @@ Engines = Annotated[
     int, typer.Option(min=1, help="Replays side by side, each engine on a core of its own; 2 GiB each.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
 StepsOut = Annotated[
