@@ -1,8 +1,8 @@
-"""Counts of engines under pressure, on a GPU in CUDA graphs, against Hugging Face's model, integer by integer.
+"""Counts of engines under pressure against what Hugging Face's model chooses, integer by integer.
 
     python -m benchmarks.exact_counts --device cuda
 
-Both of vLLM's model runners serve the batches of `tests/engine`: prompts with shared prefixes over few KV
+Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs: prompts with shared prefixes over few KV
 blocks, so that prefill is chunked, prefixes are found in the cache and requests are preempted. `_differ`
 columns must be 0. Rows `against` reference compare with what Hugging Face's model chooses on the CPU, in
 float32 and cold; rows `against` V1 compare the runners with each other, tokens too.
@@ -31,7 +31,7 @@ from tools.results import publish
 _SCRIPT = ROOT / "tests/engine/engine_script.py"
 _ENV = {
     "cuda": {
-        "TRITON_F32_DEFAULT": "ieee",  # products in float32 rather than TF32, so that rounding moves no choice
+        "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding moves no choice
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     },
     "cpu": {
@@ -44,7 +44,7 @@ _PORTS = {"V1": 28211, "V2": 28221}  # of NIXL's side channels
 
 
 def exact_counts(
-    device: options.Device = "cpu",
+    device: options.CpuOrCuda = "cpu",
     batches: Annotated[
         Literal["all", "short"], typer.Option(help="All five batches, or the first two, of 10 requests.")
     ] = "all",

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu --seconds 540 --out out/gpu
 
-A step is a benchmark in a process of its own, whose result and log lie in the folder. Steps that have a result
-there are not run again, so a second start goes on where the first one ended. A step that hangs or crashes
-costs no more than its own limit.
+A step is a benchmark in a process of its own, whose result and log lie in the folder. Steps that have a
+result there are not run again, so a second start goes on where the first one ended. A step that hangs or
+crashes costs no more than its own limit.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str
     """Run steps one after the other in what remains of `seconds`.
 
     Returns:
-        A row of each step: `step`, `state` (done, done before, failed: REASON, timed out, or left out) and the
-        `seconds` that it took or, left out, would need.
+        A row of each step: `step`, `state` (done, done before, failed, timed out, left out) and the `seconds`
+        that it took or, left out, would need.
     """
     if sys.platform == "linux":  # what a dead step leaves behind becomes a child of this process
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)

@@ -27,7 +27,7 @@ Engines = Annotated[
     int, typer.Option(min=1, help="Replays side by side, each engine on a core of its own; 2 GiB each.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
-Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
+CpuOrCuda = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model, or its layer, runs.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
 StepsOut = Annotated[

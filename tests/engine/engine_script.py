@@ -67,7 +67,7 @@ def kernels() -> list[str]:
 
 
 def device_arguments(where: str, graphs: str) -> dict[str, Any]:
-    """Return the engine arguments of the device; graphs on a GPU hold whole steps, prompts' parts among them."""
+    """Return the engine arguments of the device; CUDA graphs hold steps with parts of prompts, too."""
     if where != "cuda":
         return {"device": "cpu", "block_size": BLOCK}
     sizes = [1, 2, 4, 8, 12, 24, CHUNK]
