@@ -2,10 +2,10 @@
 
     python -m benchmarks.exact_counts --device cuda
 
-Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs: prompts with shared prefixes over few KV
-blocks, so that prefill is chunked, prefixes are found in the cache and requests are preempted. `_differ`
-columns must be 0. Rows `against` reference compare with what Hugging Face's model chooses on the CPU, in
-float32 and cold; rows `against` V1 compare the runners with each other, tokens too.
+Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs: prompts with
+shared prefixes over few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests
+are preempted. `_differ` columns must be 0. Rows `against` reference compare with what Hugging Face's model
+chooses on the CPU, in float32 and cold; rows `against` V1 compare the runners with each other, tokens too.
 """
 
 from __future__ import annotations

@@ -43,21 +43,19 @@ class Step:
         command: arguments of Python, to which `--out FILE` is added.
         seconds: time that it is expected to take, s; it is left out where less is left.
         limit_s: time after which it is killed, s.
+        name: of its files.
     """
 
     letter: str
     command: tuple[str, ...]
     seconds: float
     limit_s: float
-
-    @property
-    def name(self) -> str:
-        """Of its files."""
-        return f"{self.letter}_{self.command[1].rpartition('.')[2]}"
+    name: str
 
 
 def _step(letter: str, words: str, seconds: float, limit_s: float) -> Step:
-    return Step(letter, ("-m", *f"benchmarks.{words}".split()), seconds, limit_s)
+    command = ("-m", *f"benchmarks.{words}".split())
+    return Step(letter, command, seconds, limit_s, f"{letter}_{words.split()[0]}")
 
 
 STEPS = (  # in order of worth; seconds are estimates

@@ -4,7 +4,8 @@
 
 numpy and torch on one CPU core, one layer at a time as an engine needs it, and 48 layers at once as a
 simulation does; where there is a CUDA device, the Triton kernel in a CUDA graph of 48 layers, one after the
-other, whose replays are timed by events. Placements are EPLB's of skewed loads; 60 % of the experts have tokens.
+other, whose replays are timed by events. Placements are EPLB's of skewed loads; 60 % of the experts have
+tokens.
 """
 
 from __future__ import annotations
