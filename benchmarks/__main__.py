@@ -51,6 +51,7 @@ SERVING = {
     "streams",
     "whole_replicas",
 }
+ON_A_GPU = {"gpu"}  # nothing of them runs elsewhere
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 
 
@@ -60,7 +61,8 @@ def bench(
     ] = None,
 ) -> None:
     """Run benchmarks, results in benchmarks/results, and write the tables of the pages anew."""
-    chosen = NAMES if names == ["all"] else names or [n for n in NAMES if n not in SERVING | REPLAYS]
+    some = [name for name in NAMES if name not in SERVING | REPLAYS]
+    chosen = [n for n in NAMES if n not in ON_A_GPU] if names == ["all"] else names or some
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
         raise BadInput(f"there is no {unknown[0]!r}; there are {', '.join(NAMES)}")
