@@ -53,19 +53,18 @@ class Step:
     name: str
 
 
-def _step(letter: str, words: str, seconds: float, limit_s: float) -> Step:
-    command = ("-m", *f"benchmarks.{words}".split())
-    return Step(letter, command, seconds, limit_s, f"{letter}_{words.split()[0]}")
+def _step(letter: str, name: str, words: str, seconds: float, limit_s: float) -> Step:
+    return Step(letter, ("-m", *f"benchmarks.{words}".split()), seconds, limit_s, f"gpu_{name}")
 
 
 STEPS = (  # in order of worth; seconds are estimates
-    _step("a", "exact_counts --device cuda", 90, 180),
-    _step("b", "moe_layer_latency --device cuda --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
-    _step("g", "step_cost --device cuda", 90, 180),
-    _step("e", "gpu_replay", 90, 180),
-    _step("c", "capture_overhead wide --device cuda", 80, 150),
-    _step("d", "metro_decide", 40, 90),
-    _step("f", "gpu_application", 120, 210),
+    _step("a", "exact_counts", "exact_counts --device cuda", 90, 180),
+    _step("b", "moe_layer_latency", "moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
+    _step("g", "step_cost", "step_cost", 90, 180),
+    _step("e", "replay", "gpu_replay", 90, 180),
+    _step("c", "capture_overhead", "capture_overhead wide --device cuda", 80, 150),
+    _step("d", "metro_decide", "metro_decide", 40, 90),
+    _step("f", "application", "gpu_application", 120, 210),
 )
 
 
