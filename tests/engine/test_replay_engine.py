@@ -115,7 +115,7 @@ def test_the_engine_samples_the_captured_text_again(
     # So many at once that a slow spell of the machine hardly changes who shares a step with whom.
     options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
     out = tmp_path / "validation.json"
-    monkeypatch.setattr(replay_command, "EnginePool", lambda model, engines: nullcontext(pool))
+    monkeypatch.setattr(replay_command, "EnginePool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
     for name, value in IN_PROCESS.items():  # for the capture, where the first test has not made it
         monkeypatch.setenv(name, value)
