@@ -58,8 +58,8 @@ def _step(letter: str, name: str, words: str, seconds: float, limit_s: float) ->
 
 
 _REPLAY = (
-    "replays decode_replay --device cuda --intermediate 9824 --requests 640 --workers 8 --groups language,task "
-    "--arms shortest-queue,locality-band,marginal-cost"
+    "replays decode_replay --device cuda --intermediate 9824 --requests 640 --workers 8 "
+    "--groups language,task --arms shortest-queue,locality-band,marginal-cost"
 )
 _CAPTURE = "capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
 STEPS = (  # in order of worth; seconds are estimates
