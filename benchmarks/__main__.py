@@ -52,7 +52,7 @@ SERVING = {
     "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-ON_A_GPU = {"gpu_application", "step_cost"}  # and on nothing else
+ON_A_GPU = {"gpu", "gpu_application", "step_cost"}  # and on nothing else
 
 
 def bench(

@@ -31,6 +31,7 @@ Device = Annotated[
     typer.Option(help="Where the engine runs; cuda-eager: decode steps outside of CUDA graphs."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
+CpuOrCuda = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model, or its layer, runs.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
 StepsOut = Annotated[

@@ -119,6 +119,10 @@ BY_A_TEST = {
         "tests/unit/studies/test_parallel_layer.py",
         "",
     ),
+    "python -m benchmarks.gpu": (
+        "tests/unit/benchmarks/test_gpu.py",
+        "test_the_command_writes_states_and_fails_with_a_step",
+    ),
     "python -m demo_model.": (
         "tests/unit/demo_model/test_demo_model.py",
         "",
@@ -180,10 +184,6 @@ BY_NONE = {
     "podman": "there is no container engine where we work",
     "chrt": "a priority that only root may set; `python -m benchmarks.ep_layer` above is what runs under it",
     "python -m venv router-venv": "a download",
-    "python -m benchmarks.step_cost": "a GPU; its parts are in test_step_cost.py",
-    "python -m benchmarks.replays": "a GPU; on a CPU tests/engine/test_replay_engine.py has it",
-    "python -m benchmarks.capture_overhead": "a GPU; on a CPU its parts are in test_benchmarks.py",
-    "python -m benchmarks.gpu_application": "a GPU; on a CPU tests/e2e/test_demo.py has the demo",
     "python -m benchmarks.peers": "plain vLLM servers for an hour; its parts are in test_benchmarks.py",
     "python -m benchmarks.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
