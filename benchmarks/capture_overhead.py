@@ -146,7 +146,8 @@ class _Engine:
 
     def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        env = {"PYTHONPATH": str(ROOT), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.harness.prefill_engine", json.dumps(job)],
             env=os.environ | ENGINE_ENV | env, text=True,
