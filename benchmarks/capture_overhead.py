@@ -36,6 +36,7 @@ from benchmarks.harness.engines import ENGINE_ENV, check_device
 from benchmarks.harness.synthetic import (
     DUMMY,
     INTERMEDIATE,
+    KV_BYTES,
     TOP_K,
     E,
     L,
@@ -54,7 +55,7 @@ WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
 _WARM_UP = 8  # prompts
 _VOCABULARY = 4096  # the demo model's
-_WIDE_KV_BYTES = 8 << 30  # on a GPU: 80 prompts of 1,024 tokens, 48 layers; each keeps its blocks for 1 s
+_KEPT = 80 * L  # prompts times layers whose blocks a GPU's engine keeps: those of its last second
 
 
 class _Router:
@@ -246,7 +247,7 @@ def capture_overhead(
             made = write_config(
                 Path(folder), layers=wide_layers, vocabulary=wide_vocabulary, intermediate=wide_intermediate
             )
-            room = {"kv_cache_memory_bytes": _WIDE_KV_BYTES} if device == "cuda" else {}
+            room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
             job |= {"model": str(made), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
