@@ -35,6 +35,7 @@ from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
 from benchmarks.harness.engines import ENGINE_ENV, check_device
 from benchmarks.harness.synthetic import (
     DUMMY,
+    HIDDEN,
     INTERMEDIATE,
     KV_BYTES,
     TOP_K,
@@ -227,6 +228,7 @@ def capture_overhead(
     wide_vocabulary: Annotated[
         int, typer.Option(min=_VOCABULARY, help="Tokens of their vocabulary; the model's: 151936.")
     ] = _VOCABULARY,
+    wide_hidden: Annotated[int, typer.Option(min=32, help="Their hidden size.")] = HIDDEN,
     wide_intermediate: Annotated[int, typer.Option(min=32, help="Neurons of their experts.")] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
@@ -245,8 +247,9 @@ def capture_overhead(
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
             made = write_config(
-                Path(folder), layers=wide_layers, vocabulary=wide_vocabulary, intermediate=wide_intermediate
-            )
+                Path(folder), layers=wide_layers, vocabulary=wide_vocabulary, hidden=wide_hidden,
+                intermediate=wide_intermediate,
+            )  # fmt: skip
             room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
             job |= {"model": str(made), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
@@ -255,7 +258,8 @@ def capture_overhead(
         inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
                 "block_size": block_size, "calls": calls, "requests": requests,
                 "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": wide_layers,
-                "wide_vocabulary": wide_vocabulary, "wide_intermediate": wide_intermediate},
+                "wide_vocabulary": wide_vocabulary, "wide_hidden": wide_hidden,
+                "wide_intermediate": wide_intermediate},
         seed=seed, out=out,
         notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
         "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "

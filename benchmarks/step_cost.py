@@ -29,6 +29,7 @@ from benchmarks.harness.engines import check_device
 from benchmarks.harness.replay_engine import BLOCK, STEP_TOKENS, ReplayEngine, aligned
 from benchmarks.harness.synthetic import (
     DUMMY,
+    HIDDEN,
     INTERMEDIATE,
     KV_BYTES,
     TOP_K,
@@ -211,6 +212,7 @@ def step_cost(
     context: Annotated[int, typer.Option(min=32, help="Tokens of each request's prompt.")] = 1024,
     layers: Annotated[int, typer.Option(min=1, help="Layers; the model's 48 take 61 GB.")] = L,
     vocabulary: Annotated[int, typer.Option(min=1024, help="Tokens of the vocabulary.")] = VOCABULARY,
+    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = HIDDEN,
     intermediate: Annotated[int, typer.Option(min=32, help="Neurons of an expert.")] = INTERMEDIATE,
     device: options.Device = "cuda",
     seed: options.Seed = 0,
@@ -234,7 +236,9 @@ def step_cost(
         room["kv_cache_memory_bytes"] = (sizes[-1] + 1) * longest * layers * KV_BYTES
     steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), layers=layers, vocabulary=vocabulary, intermediate=intermediate)
+        write_config(
+            Path(folder), layers=layers, vocabulary=vocabulary, hidden=hidden, intermediate=intermediate
+        )
         engine = ComposedEngine(
             folder, device=device, max_batch=sizes[-1], max_model_len=longest, batches=sizes,
             step_tokens=min(STEP_TOKENS, sizes[-1] * len(prompts[0])), **DUMMY, **room,
@@ -244,8 +248,8 @@ def step_cost(
     rows = [*point_rows(steps, layers), *fit_rows(steps), *package_rows(sizes)]
     path = publish(
         "step_cost", rows, seed=seed, out=out,
-        inputs={"device": device, "layers": layers, "vocabulary": vocabulary, "intermediate": intermediate,
-                "experts": E, "top_k": TOP_K, "context": context, "rounds": rounds},
+        inputs={"device": device, "layers": layers, "vocabulary": vocabulary, "hidden": hidden,
+                "intermediate": intermediate, "experts": E, "top_k": TOP_K, "context": context, "rounds": rounds},
         notes="Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
         "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere",
     )  # fmt: skip
