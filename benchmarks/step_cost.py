@@ -249,7 +249,8 @@ def step_cost(
     path = publish(
         "step_cost", rows, seed=seed, out=out,
         inputs={"device": device, "layers": layers, "vocabulary": vocabulary, "hidden": hidden,
-                "intermediate": intermediate, "experts": E, "top_k": TOP_K, "context": context, "rounds": rounds},
+                "intermediate": intermediate, "experts": E, "top_k": TOP_K, "context": context,
+                "rounds": rounds},
         notes="Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
         "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere",
     )  # fmt: skip
