@@ -139,7 +139,7 @@ def composed_steps(
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
     """One row a batch and number of active experts: medians with intervals, ms."""
     rows = []
-    for batch, experts in dict.fromkeys((step.requests, step.experts) for step in steps):
+    for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
         mine = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
         row: dict[str, Any] = {
             "level": "point", "batch_size": batch, "active_experts": experts / layers, "steps": len(mine),
@@ -154,30 +154,24 @@ def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
 def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
     """The cost of forward and of step, as routing fits it to an engine's steps, without KV tokens.
 
-    Raises:
-        BadInput: too few steps, or their time does not grow with active experts.
+    A row has no cost where there are too few steps, or their time does not grow with active experts.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     requests, experts = ([getattr(step, name) for step in steps] for name in ("requests", "experts"))
     for name in ("forward", "step"):
         seconds = np.array([getattr(step, f"{name}_s") for step in steps])
         sums = StepSums.of(requests, np.zeros(len(steps)), experts, seconds)
+        rows.append({"level": "fit", "of": name, "steps": len(steps)})
         if (cost := sums.fit()) is None:
-            raise BadInput(
-                f"no cost fits the {len(steps)} steps, whose time must grow with active experts: raise "
-                "--rounds, or give --active more numbers"
-            )
+            continue
         rest = seconds - cost.seconds(np.array(requests), 0, np.array(experts))
-        rows.append(
+        rows[-1].update(
             {
-                "level": "fit",
-                "of": name,
                 "fixed_ms": 1e3 * cost.fixed_s,
                 "per_request_us": 1e6 * cost.per_request_s,
                 "per_expert_us": 1e6 * cost.per_expert_s,
                 "r2": 1 - float((rest**2).sum() / ((seconds - seconds.mean()) ** 2).sum()),
                 "relative_error_pct": 100 * sums.error(cost),
-                "steps": len(steps),
             }
         )
     return rows
