@@ -24,7 +24,7 @@ from rich.progress import track
 
 from benchmarks.harness import options
 from benchmarks.harness.engines import device_kwargs, weights_name
-from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, KV_BYTES, TEMPERATURE, aligned, free_port
+from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, aligned, free_port
 from demo_model import WEIGHTS
 from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.engine.protocol import Sampling
@@ -89,7 +89,9 @@ def captured(
         arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.harness.capture", *map(str, arguments)],
-            env=os.environ | ENGINE_ENV,
+            env=os.environ
+            | ENGINE_ENV
+            | ({} if device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
             check=False,
         )
         if done.returncode:
@@ -131,7 +133,7 @@ def capture(
         max_model_len=longest + output_tokens + BLOCK,
         seed=seed,
         # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
-        **({"enable_chunked_prefill": False} if device == "cpu" else {"kv_cache_memory_bytes": KV_BYTES}),
+        **({"enable_chunked_prefill": False} if device == "cpu" else ROOM),
     )
     tracer = VllmTracer({"model": str(WEIGHTS), **kwargs}, free_port())
     records = []

@@ -32,7 +32,8 @@ _FELT = 0.75
 # Decode batches with a CUDA graph of their own: up to 40 of every size, since a padded token may activate
 # experts that nobody asked for.
 _GRAPHS = (*range(1, 41), *range(48, 129, 8))
-KV_BYTES = 2 << 30  # on a GPU; on a CPU it is in ENGINE_ENV
+# On a GPU: the KV cache, which on a CPU ENGINE_ENV has, and a step's tokens: prompts are hardly computed.
+ROOM = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,8 @@ class ReplayEngine:
         self._number_steps()
         kwargs = device_kwargs(device, batches) | {"block_size": BLOCK, "async_scheduling": False}
         self._cuda = device != "cpu"
-        if self._cuda:
-            kwargs["kv_cache_memory_bytes"] = KV_BYTES
         kwargs |= {"max_model_len": max_model_len, "max_num_seqs": max_batch, "seed": 0}
-        kwargs["max_num_batched_tokens"] = STEP_TOKENS
+        kwargs |= ROOM if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
         made = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
         self._engine = LLMEngine.from_engine_args(made, stat_loggers=[Recorder])
         # Where torch was imported before, the environment came too late; a second thread would spin
