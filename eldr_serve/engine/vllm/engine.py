@@ -91,7 +91,7 @@ class VllmEngine:
         parallel = engine_client(server.engine).vllm_config.parallel_config
         if parallel.enable_expert_parallel and switched_on():
             engine._held = HeldExperts(server.collective_rpc)
-            await engine._held.look()
+            await engine._held.refresh()
         return engine
 
     async def prefill(self, request: EngineRequest) -> Prefilled:

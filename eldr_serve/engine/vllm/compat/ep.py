@@ -13,7 +13,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.start import started
+from eldr_serve.engine.vllm.ep.start import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
 from eldr_serve.expert_placement import Topology
 
@@ -122,7 +122,7 @@ def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
             super().process_weights_after_loading(layer)
             group = get_ep_group()
             names = vllm_config.compilation_config.static_all_moe_layers
-            self.placed = started(
+            self.placed = start_layer(
                 [weight for name, weight in layer.named_parameters() if name.startswith(("w13_", "w2_"))],
                 _config(vllm_config),
                 layer=names.index(layer.layer_name),
