@@ -114,10 +114,10 @@ def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterat
 
 def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:
     return (
-        f"prefill_config.{name} is {_shown_or_missing(prefill)} and decode_config.{name} is {_shown_or_missing(decode)}: "
+        f"prefill_config.{name} is {_text(prefill)} and decode_config.{name} is {_text(decode)}: "
         f"give both the same, since {reason}"
     )
 
 
-def _shown_or_missing(value: Any) -> str:
+def _text(value: Any) -> str:
     return "not given" if value is None else shown(value)

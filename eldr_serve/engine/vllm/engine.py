@@ -108,7 +108,7 @@ class VllmEngine:
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """See protocol.Engine; under `disable_log_stats`, or after another engine, the time is not known."""
         called_s = time.monotonic()
-        if signatures.asked(request.id):
+        if signatures.is_awaited(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = parse_request(request)
         if request.token_ids:
@@ -159,7 +159,7 @@ class VllmEngine:
 
     async def signature(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine; never returns under `disable_log_stats`."""
-        return await signatures.of(request_id)
+        return await signatures.wait_for(request_id)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
         """See protocol.Engine."""

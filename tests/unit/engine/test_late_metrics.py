@@ -229,7 +229,7 @@ async def test_what_ray_did_not_take_once_does_not_end_the_telling(
 
 async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
     late = LateStatLogger(_config(), [0])
-    waiting = asyncio.create_task(signatures.of("prompt"))
+    waiting = asyncio.create_task(signatures.wait_for("prompt"))
     await asyncio.sleep(0)
     steps.take()
     step = {

@@ -137,7 +137,7 @@ def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
         with pytest.raises(PlacementError, match=sentence):
             asyncio.run(swap_placement(call_on(experts), placement))
         assert experts.status() == before
-    with pytest.raises(ValueError, match="the load is of shape"):
+    with pytest.raises(ValueError, match="the load has shape"):
         experts.begin(good, 1, [[1.0]])
     with pytest.raises(ValueError, match="unknown replica choice 'best'"):
         experts.choose("best")

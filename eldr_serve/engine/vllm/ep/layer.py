@@ -14,9 +14,9 @@ from eldr_serve.experts.replica_choice import ReplicaChoice, make_choice
 
 Ints = NDArray[np.int64]
 KEPT = 4096  # batches in the log; new ones replace the oldest
-# Columns of the log. tokens: of the batch. Of this rank: slots with at least one token; (token, expert) pairs;
-# pairs whose token is at home here, if tokens are distributed over the ranks in equal blocks; tokens of other
-# ranks.
+# Columns of the log, per batch: its tokens; of this rank, the slots with at least one token, the (token,
+# expert) pairs, those of them whose token has its home here, and its tokens with another home. Homes are
+# equal blocks of the batch.
 LOGGED = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
 
 

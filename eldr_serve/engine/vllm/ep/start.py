@@ -51,7 +51,7 @@ def start_layer(
                 redundant = placement.num_redundant
         slots = num_experts + redundant
         if slots % topology.ranks:
-            raise ValueError(f"{slots} expert slots are not divisible by {topology.ranks} ranks")
+            raise ValueError(f"{slots} expert slots do not divide by {topology.ranks} ranks")
         if placement is not None:
             if placement.ranks != topology.ranks:
                 raise ValueError(
