@@ -19,7 +19,7 @@ _MAPPINGS = (
     "placement_group_config",
     "runtime_env",
 )
-# environment variables that are whole numbers -> the least and the most
+# Environment variables that are whole numbers -> minimum, maximum, meaning.
 _NUMBERS = {
     "VLLM_CPU_KVCACHE_SPACE": (1, 1_000_000, "GiB of an engine's KV cache on a CPU"),
     "VLLM_NIXL_SIDE_CHANNEL_PORT": (1, 65535, "a port"),
