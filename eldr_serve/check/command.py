@@ -1,4 +1,4 @@
-"""`eldr check`: whether a deployment would start on a described cluster."""
+"""The command `eldr check`."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say whether deployments would start on a cluster; if not, what is in the way, with exit status 1."""
+    """Check whether deployments would start on a cluster; if not, report why, with exit status 1."""
     if nodes is not None and cluster is not None:
-        raise ValueError("--nodes takes the place of --cluster: give one of them")
+        raise ValueError("--nodes replaces --cluster: give one of them")
     if (resource or gpu == _CPU) and nodes is None:
-        raise ValueError(f"--resource and --gpu {_CPU} describe nodes: say how many with --nodes")
+        raise ValueError(f"--resource and --gpu {_CPU} describe nodes: give their number with --nodes")
     like = None
     if nodes is not None:
         like = described(
@@ -78,14 +78,14 @@ def check(
         )
         if file is None:
             raise ValueError(
-                f"there is no {_CLUSTER} beside {path}: name a file with --cluster, or say --nodes"
+                f"there is no {_CLUSTER} beside {path}: give a file with --cluster, or use --nodes"
             )
         read = read_cluster(file)
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
 
     if sys.stderr.isatty():
-        typer.echo("asking vLLM, which takes a minute on slow cores", err=True)
-    logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
+        typer.echo("probing vLLM, which takes a minute on slow cores", err=True)
+    logging.disable(logging.WARNING)  # Ray and vLLM log their imports at length
     try:
         from eldr_serve.check.check import check as check_all
 

@@ -142,7 +142,4 @@ def check_overrides(document: Document, names: tuple[str, ...]) -> Iterator[str]
         if given["name"] not in names:
             hint = did_you_mean(given["name"], names)
             raise ConfigurationError(f"{where}.name is {shown(given['name'])}: unknown deployment, {hint}")
-        yield (
-            f"{where} overrides options of {given['name']}, which this check does not count with: "
-            "give them in args"
-        )
+        yield (f"{where} overrides options of {given['name']}, which this check ignores: set them in args")

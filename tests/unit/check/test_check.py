@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
     "a_block_size_that_no_attention_takes": (
         "cpu_demo_whole",
         lambda args: args["decode_config"]["engine_kwargs"].update(block_size=16),
-        "decode_config.engine_kwargs.block_size is 16: the CPU's attention takes multiples of 32 alone",
+        "decode_config.engine_kwargs.block_size is 16: attention on CPUs supports only multiples of 32",
     ),
     "block_sizes_of_two_defaults": ("cpu_demo", prefill_engine(block_size=64), "block_size is 64 and decode"),
     "dtypes_of_which_vllm_chooses_one": (
