@@ -29,24 +29,25 @@ def check(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"Kind of GPU in place of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
+            help=f"Kind of GPU instead of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
             show_default=False,
         ),
     ] = None,
-    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB, if another.")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB.")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Like nodes in place of a cluster file.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Number of identical nodes, instead of --cluster.", show_default=False),
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of such a node.")] = 8,
-    cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores of such a node.")] = float(
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, with --nodes.")] = 8,
+    cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores per node, with --nodes.")] = float(
         os.cpu_count() or 1
     ),
     memory_gib: Annotated[
-        float | None, typer.Option(min=1, help="Memory of such a node, GiB; default: this machine's.")
+        float | None, typer.Option(min=1, help="Memory per node, GiB; default: this machine's.")
     ] = None,
     resource: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=AMOUNT", help="Custom resource of such a node; repeatable."),
+        typer.Option(metavar="NAME=AMOUNT", help="Custom resource of each node, with --nodes; repeatable."),
     ] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or its folder; nothing is downloaded.")

@@ -54,13 +54,13 @@ def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding
                 continue
             if name.startswith(ACCELERATOR):
                 yield _error(
-                    f"{wanted.name} asks for accelerator_type {name.removeprefix(ACCELERATOR)}, "
+                    f"{wanted.name} needs accelerator_type {name.removeprefix(ACCELERATOR)}, "
                     f"and the nodes have {' and '.join(kinds) or 'no GPU'}"
                 )
             elif name == "GPU":
-                yield _error(f"{wanted.name} asks for GPUs, and no node has any")
+                yield _error(f"{wanted.name} needs GPUs, and no node has any")
             else:
-                yield _error(f"{wanted.name} asks for the resource {name!r}, which no node has")
+                yield _error(f"{wanted.name} needs the resource {name!r}, which no node has")
 
 
 def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
@@ -68,20 +68,20 @@ def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
     for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
         missing = placed.missing.get(wanted.name, 0)
         if missing:
-            asked = ", ".join(
+            needed = ", ".join(
                 name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
                 for name, amount in total(wanted.bundles).items()
                 if amount
             )
             yield _error(
-                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each asks for {asked}"
+                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each needs {needed}"
                 + (f" by {wanted.strategy}" if len(wanted.bundles) > 1 else "")
             )
         spread = placed.spread.get(wanted.name, 0)
         if spread:
             yield _error(
                 f"{spread} of {wanted.count} {wanted.name} replicas would each spread over several nodes, "
-                "and their ranks talk in every layer: set placement_group_config's strategy to STRICT_PACK"
+                "whose ranks communicate in every layer: set placement_group_config's strategy to STRICT_PACK"
             )
 
 
@@ -194,7 +194,7 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"ingress.port is {port}, where a service of yours listens at {host}: a second service "
-                "there would be refused, a new one in its place would not",
+                "there is refused, a new one in its place is not",
             )
 
 

@@ -1,4 +1,4 @@
-"""The cluster that a deployment is checked on: kinds of GPU, and nodes with their resources."""
+"""The cluster on which a deployment is checked: kinds of GPU, and nodes with their resources."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
         return None
     kinds = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
     if len(kinds) != 1:
-        raise ValueError(f"{path}: node type {name} has GPUs and no resource {ACCELERATOR}KIND")
+        raise ValueError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND")
     return gpu_of(kinds[0])
 
 

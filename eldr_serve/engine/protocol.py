@@ -1,7 +1,7 @@
 """The engine interface that serving and calibration use.
 
 `eldr_serve.engine.vllm` implements it with vLLM, `eldr_serve.engine.fake` without any computation.
-Array sizes: L MoE layers, E experts a layer, k experts a token, T tokens.
+Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Send(Protocol):
     """A callback that receives each part of an answer as soon as it is generated."""
 
     def __call__(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        """
+        """Receive a part of an answer.
+
         Args:
             payload: bytes of the answer.
             tokens: number of generated tokens in the payload.

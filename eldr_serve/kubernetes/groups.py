@@ -90,25 +90,33 @@ def _own(group: Group) -> set[str]:
 
 
 def _ingress(deployment: Deployment, sizes: Sizes) -> Group:
-    asked, count = total(deployment.ingress.bundles), deployment.ingress.count
-    cpus = max(asked.get("CPU", 0), sizes.ingress_cpus)
+    requested, count = total(deployment.ingress.bundles), deployment.ingress.count
+    cpus = max(requested.get("CPU", 0), sizes.ingress_cpus)
     return Group(
-        "ingress", count, count, count, cpus, sizes.ingress_gib, _gpus(asked), _named(asked), answers=True
+        "ingress",
+        count,
+        count,
+        count,
+        cpus,
+        sizes.ingress_gib,
+        _gpus(requested),
+        _named(requested),
+        answers=True,
     )
 
 
 def _engine(engines: EngineDeployment, sizes: Sizes) -> Group:
-    asked = total(engines.bundles)
+    requested = total(engines.bundles)
     kv_gib = (engines.spec.host_kv_gib or 0) if engines.spec.device == "cpu" else 0
     return Group(
         engines.role,
         engines.least,
         engines.initial,
         engines.most,
-        max(asked.get("CPU", 0), engines.spec.ranks * sizes.cpus_per_rank),
+        max(requested.get("CPU", 0), engines.spec.ranks * sizes.cpus_per_rank),
         engines.spec.ranks * (kv_gib + sizes.memory_gib_per_rank),
-        _gpus(asked),
-        _named(asked),
+        _gpus(requested),
+        _named(requested),
         answers=False,
     )
 
@@ -120,13 +128,13 @@ def _together(found: Sequence[Group]) -> Group:
     return Group("all", 1, 1, 1, cpus, memory_gib, 0, {}, answers=True)
 
 
-def _gpus(asked: dict[str, float]) -> int:
-    return math.ceil(asked.get("GPU", 0))
+def _gpus(requested: dict[str, float]) -> int:
+    return math.ceil(requested.get("GPU", 0))
 
 
-def _named(asked: dict[str, float]) -> dict[str, int]:
+def _named(requested: dict[str, float]) -> dict[str, int]:
     """Return the other resources, rounded up: KubeRay and its autoscaler accept only whole amounts."""
-    return {name: math.ceil(amount) for name, amount in asked.items() if amount and name not in _COMMON}
+    return {name: math.ceil(amount) for name, amount in requested.items() if amount and name not in _COMMON}
 
 
 def accelerators(found: Sequence[Group]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
     kinds = list(accelerators(found))
     if kinds and not options.node_selector:
         raise ValueError(
-            f"engines ask for accelerator_type {' and '.join(kinds)}: give the label of such nodes with "
+            f"engines need accelerator_type {' and '.join(kinds)}: give the label of such nodes with "
             "--node-selector KEY=VALUE"
         )
     pods = _Pods(deployment, options, port)

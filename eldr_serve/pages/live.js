@@ -168,7 +168,7 @@ function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
 function short(name) { return name.length > 10 ? `…${name.slice(-6)}` : name; }
 
 function drawWorkers({live: shown, workers}) {
-  const charts = [["batch", "requests a step", 1], ["active_experts", "active experts, mean over layers", 1],
+  const charts = [["batch", "requests per step", 1], ["active_experts", "active experts, mean over layers", 1],
     ["step_ms", "step time, ms", 2]];
   $("workers").innerHTML = workers.map(w => `<div class="worker"><h3 title="${esc(w.replica)}"><i style="background:
     ${colour(w.worker)}"></i>worker ${w.worker} <span class="faint">${esc(short(w.replica))} ${esc(w.cluster_domain)}

@@ -190,7 +190,7 @@ class ExpertCapture:
     def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, tuple[int, list[int]]]) -> StepRoutes:
         """Gather the routes of all traced requests at once: the cost hardly depends on their number."""
         wanted = [slot for _, of_request in traced.values() for slot in of_request]
-        if self._on_host:  # numpy takes half the time for few tokens
+        if self._on_host:  # for few tokens numpy is twice as fast as torch
             held = slots.numpy()
             order = held.argsort()
             rows = order[held[order].searchsorted(wanted)]

@@ -60,7 +60,7 @@ def engine_kwargs(
             "statistics that the second one switches off"
         )
     elif overrides.get("disable_log_stats"):
-        logger.warning("the %s engine has disable_log_stats: its steps and KV use are not known", role)
+        logger.warning("the %s engine has disable_log_stats: its steps and KV usage are unknown", role)
     asynchronous = overrides.get("async_scheduling", role != "calibrate" and method not in _SYNCHRONOUS)
     transfer = {
         "kv_connector": "EldrConnector",

@@ -205,7 +205,8 @@ class VllmEngine:
         """See protocol.Engine."""
         if self._held is None:
             raise Refused(
-                "this engine's experts cannot be moved: it has no expert parallelism of ours", status=400
+                "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism",
+                status=400,
             )
         return await self._held.place(placement, load)
 

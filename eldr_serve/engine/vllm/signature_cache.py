@@ -1,6 +1,6 @@
 """Expert counts per KV block (ELDR, section 4.4): one row per block, indexed by the block's id.
 
-Array sizes: B KV blocks, L MoE layers, E experts a layer, k experts a token, T tokens of a step.
+Array sizes: B KV blocks, L MoE layers, E experts per layer, k experts per token, T tokens of a step.
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ def live_experts(vllm_config: VllmConfig) -> LiveExperts:
     """Return the experts of a worker's model; raise ValueError if they cannot be moved."""
     layers = list(_live(vllm_config))
     if not layers:
-        raise ValueError("this engine's experts cannot be moved: it has no expert parallelism of ours")
+        raise ValueError(
+            "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism"
+        )
     return LiveExperts(layers, _config(vllm_config).moves_a_slice, get_ep_group().cpu_group)
 
 
