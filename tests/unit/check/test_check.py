@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
     "nixl_ports_meet": (
         "cpu_demo",
         decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}),
-        "meet decode's 20000-20001 on one node",
+        "overlap decode's 20000-20001 on one node",
     ),
     "one_port_twice": (
         *qwen(lambda args: args["ingress"].update(port=8000)),

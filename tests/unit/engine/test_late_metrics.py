@@ -218,9 +218,9 @@ async def test_what_ray_did_not_take_once_does_not_end_the_telling(
     with monkeypatch.context() as broken:
         broken.setattr(late_metrics._Pending, "report", MagicMock(side_effect=RuntimeError("Ray is away")))
         late.record(SchedulerStats(num_running_reqs=1), None)
-        assert late._telling is not None
+        assert late._flushing is not None
         with pytest.raises(RuntimeError, match="Ray is away"):
-            await late._telling
+            await late._flushing
     late.record(SchedulerStats(num_running_reqs=2), None)
     async with asyncio.timeout(20):
         while [2] not in told.values():
