@@ -1,1 +1,1 @@
-"""Whether a deployment would start on a described cluster: `eldr check`. Nothing is started."""
+"""`eldr check`: check whether a deployment would start on a described cluster, without starting anything."""

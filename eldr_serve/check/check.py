@@ -1,4 +1,4 @@
-"""Checks a deployment on a cluster, from the file to the findings."""
+"""Check a deployment on a cluster, from the file to the findings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from eldr_serve.check.placement import Placed, place
 
 Cluster = Callable[[Path, Literal["gpu", "cpu"]], Sequence[Pool]]
 _NOWHERE = Placed([], {}, {})
-_CPU_KV_GIB = 4.0  # the engine's own where nobody says
+_CPU_KV_GIB = 4.0  # vLLM's default
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One deployment on one cluster.
+    """The outcome of checking one deployment on one cluster.
 
     Attributes:
-        path: the YAML.
-        deployment: what it says; none if it could not be read.
-        placed: where replicas went.
-        answers: (engines, GPU or none, what vLLM said), a role at a time.
+        path: the deployment YAML.
+        deployment: the content of the YAML; None if it could not be read.
+        placed: the placement of the replicas.
+        answers: (engines, their GPU or None, vLLM's answer) for each role.
         findings: errors first.
     """
 
@@ -40,38 +40,42 @@ class Checked:
 
     @property
     def starts(self) -> bool:
-        """Whether nothing is in the way."""
+        """Return whether there is no error."""
         return all(finding.severity != "error" for finding in self.findings)
 
 
 def check(paths: Sequence[Path], cluster: Cluster, model: Path | None = None) -> list[Checked]:
-    """Check deployments, each as if it had the cluster to itself. Nothing is started.
+    """Check deployments without starting anything, each as if it were alone on the cluster.
 
     Args:
         paths: deployment YAML files.
-        cluster: returns the pools of nodes for a file and the hardware that its engines run on.
-        model: see build_deployment.
+        cluster: function that returns the pools of nodes for a file and the hardware of its engines.
+        model: see read_deployment.
 
     Raises:
-        ValueError: there is no such cluster.
-        OSError: a file cannot be read, or vLLM cannot be asked.
+        ValueError: the cluster cannot be determined.
+        OSError: a file cannot be read, or the probe process failed.
     """
     cases = [_place(path, cluster, model) for path in paths]
-    # All engines are asked about at once: the process that asks needs long to start.
-    answers = iter(ask([engine for case in cases for engine in case.asked if engine is not None]))
-    return [_checked(case, [Answer() if e is None else next(answers) for e in case.asked]) for case in cases]
+    # Probe all engines at once: the probe process is slow to start.
+    answers = iter(ask([engine for case in cases for engine in case.probed if engine is not None]))
+    return [_checked(case, [Answer() if e is None else next(answers) for e in case.probed]) for case in cases]
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A deployment before vLLM is asked; of one that could not be read, why."""
+    """A deployment before its engines are probed.
+
+    Attributes:
+        unreadable: why the file could not be read; empty if it could.
+    """
 
     path: Path
     deployment: Deployment | None = None
     pools: Sequence[Pool] = ()
     placed: Placed = _NOWHERE
     gpus: Sequence[Gpu | None] = ()
-    asked: Sequence[Engine | None] = ()
+    probed: Sequence[Engine | None] = ()
     unreadable: str = ""
 
 
@@ -83,8 +87,8 @@ def _place(path: Path, cluster: Cluster, model: Path | None) -> _Case:
     pools = cluster(path, deployment.engines[0].spec.device)
     placed = place(pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
     gpus = [_gpu(engines, placed) for engines in deployment.engines]
-    asked = [_engine(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
-    return _Case(path, deployment, pools, placed, gpus, asked)
+    probed = [_engine(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
+    return _Case(path, deployment, pools, placed, gpus, probed)
 
 
 def _checked(case: _Case, answers: Sequence[Answer]) -> Checked:
@@ -111,7 +115,7 @@ def _checked(case: _Case, answers: Sequence[Answer]) -> Checked:
 
 
 def _gpu(engines: EngineDeployment, placed: Placed) -> Gpu | None:
-    """The smallest GPU that its replicas were placed on; none on a CPU, or if they found no place."""
+    """Return the smallest GPU on which replicas were placed; None on CPUs, or if none was placed."""
     if engines.spec.device == "cpu":
         return None
     used = [node.pool.gpu for node in placed.nodes if any(name == engines.role for name, _ in node.held)]
@@ -119,12 +123,12 @@ def _gpu(engines: EngineDeployment, placed: Placed) -> Gpu | None:
 
 
 def _engine(engines: EngineDeployment, gpu: Gpu | None) -> Engine | None:
-    """What vLLM is asked; nothing of engines without a place."""
+    """Return the engine to probe; None if it needs a GPU and none was found."""
     arguments = engines.spec.arguments()
     if gpu is not None:
         return Engine(engines.where, engines.model, arguments, gpu.memory_gib, gpu.capability)
     if engines.spec.device == "gpu":
         return None
-    said = engines.spec.host_kv_gib
-    kv_gib = _CPU_KV_GIB if said is None else said
+    configured = engines.spec.host_kv_gib
+    kv_gib = _CPU_KV_GIB if configured is None else configured
     return Engine(engines.where, engines.model, arguments, kv_gib, None)

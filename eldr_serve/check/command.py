@@ -1,4 +1,4 @@
-"""`eldr check`: whether a deployment would start on a described cluster."""
+"""The command `eldr check`."""
 
 from __future__ import annotations
 
@@ -29,35 +29,36 @@ def check(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"Kind of GPU in place of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
+            help=f"Kind of GPU instead of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
             show_default=False,
         ),
     ] = None,
-    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB, if another.")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB.")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Like nodes in place of a cluster file.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Number of identical nodes, instead of --cluster.", show_default=False),
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of such a node.")] = 8,
-    cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores of such a node.")] = float(
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, with --nodes.")] = 8,
+    cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores per node, with --nodes.")] = float(
         os.cpu_count() or 1
     ),
     memory_gib: Annotated[
-        float | None, typer.Option(min=1, help="Memory of such a node, GiB; default: this machine's.")
+        float | None, typer.Option(min=1, help="Memory per node, GiB; default: this machine's.")
     ] = None,
     resource: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=AMOUNT", help="Custom resource of such a node; repeatable."),
+        typer.Option(metavar="NAME=AMOUNT", help="Custom resource of each node, with --nodes; repeatable."),
     ] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or its folder; nothing is downloaded.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say whether deployments would start on a cluster; if not, what is in the way, with exit status 1."""
+    """Check whether deployments would start on a cluster; if not, report why, with exit status 1."""
     if nodes is not None and cluster is not None:
-        raise ValueError("--nodes takes the place of --cluster: give one of them")
+        raise ValueError("--nodes replaces --cluster: give one of them")
     if (resource or gpu == _CPU) and nodes is None:
-        raise ValueError(f"--resource and --gpu {_CPU} describe nodes: say how many with --nodes")
+        raise ValueError(f"--resource and --gpu {_CPU} describe nodes: give their number with --nodes")
     like = None
     if nodes is not None:
         like = described(
@@ -78,14 +79,14 @@ def check(
         )
         if file is None:
             raise ValueError(
-                f"there is no {_CLUSTER} beside {path}: name a file with --cluster, or say --nodes"
+                f"there is no {_CLUSTER} beside {path}: give a file with --cluster, or use --nodes"
             )
         read = read_cluster(file)
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
 
     if sys.stderr.isatty():
-        typer.echo("asking vLLM, which takes a minute on slow cores", err=True)
-    logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
+        typer.echo("probing vLLM, which takes a minute on slow cores", err=True)
+    logging.disable(logging.WARNING)  # Ray and vLLM log their imports at length
     try:
         from eldr_serve.check.check import check as check_all
 

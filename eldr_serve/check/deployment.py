@@ -1,4 +1,4 @@
-"""A deployment YAML as it would be built: its engines, where Ray would put them, and Serve's settings."""
+"""The application that a deployment YAML would build: its engines, their resources, and Serve's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eldr_serve.check.placement import Replicas
 from eldr_serve.engine.backend import EngineRole, EngineSpec
 from eldr_serve.serving.config import EldrArgs
 
-_MODELS = "models"  # beside the deployment: published config.json files, by the model's name in small letters
+_MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class EngineDeployment:
     """The engines of one role.
 
     Attributes:
-        role: what they do.
-        spec: what they are.
-        least, initial, most: replicas.
-        scaled: whether Serve may change their number.
-        bundles, strategy: of the placement group of one replica.
-        model: its config.json.
+        role: role of the engines.
+        spec: specification of the engines.
+        least, initial, most: minimum, initial and maximum number of replicas.
+        scaled: whether Serve may change the number of replicas.
+        bundles, strategy: placement group of one replica.
+        model: content of the model's config.json.
     """
 
     role: EngineRole
@@ -53,7 +53,7 @@ class EngineDeployment:
 
     @property
     def replicas(self) -> Replicas:
-        """As many as there may be."""
+        """Return the maximum number of replicas, for placement."""
         return Replicas(self.role, self.most, self.bundles, self.strategy)
 
 
@@ -83,11 +83,11 @@ def read_deployment(path: Path, model: Path | None = None) -> Deployment:
 
     Args:
         path: the file.
-        model: a config.json, or the folder that holds one. By default the one in the model's own folder, or
-            the published one beside the deployment.
+        model: a config.json, or its folder; default: the one in the model's folder, or in the folder `models`
+            beside the deployment.
 
     Raises:
-        ValueError: the file holds no eldr-serve application, or one that cannot be built.
+        ValueError: the file has no eldr-serve application, or one that cannot be built.
         OSError: a file cannot be read.
     """
     return build_deployment(path, read_document(path), model)
@@ -95,7 +95,7 @@ def read_deployment(path: Path, model: Path | None = None) -> Deployment:
 
 def build_deployment(path: Path, document: Document, model: Path | None = None) -> Deployment:
     """Build the application of a file without deploying it; see read_deployment."""
-    from eldr_serve.serving.app import build  # it imports vLLM
+    from eldr_serve.serving.app import build  # imports vLLM
 
     built = build(document.application.get("args") or {})
     ignored = (*document.ignored, *check_overrides(document, built.names))
@@ -147,10 +147,10 @@ def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
             try:
                 json.loads(text)
             except ValueError as error:
-                raise ValueError(f"{place} is no JSON: {error}") from error
+                raise ValueError(f"{place} is not JSON: {error}") from error
             return text
     raise ValueError(
         f"{config}.model_loading_config.model_source is {source!r}: its config.json is neither in a folder "
-        f"of that name nor in {path.parent / _MODELS}; nothing is downloaded: get it, and name it with "
+        f"of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give it with "
         "--model-config FILE"
     )

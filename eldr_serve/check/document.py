@@ -56,7 +56,7 @@ def read_document(path: Path) -> Document:
     """
     content = _loaded(path)
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} is no mapping: a Serve file has `applications`, a list")
+        raise ConfigurationError(f"{path} is not a mapping: a Serve file has `applications`, a list")
     ignored = tuple(_ignored(content))
     try:
         ServeDeploySchema.model_validate(content)
@@ -68,7 +68,7 @@ def read_document(path: Path) -> Document:
         not prefix.startswith("/") or prefix != prefix.rstrip("/") + "/" * (prefix == "/") or "{" in prefix
     ):
         raise ConfigurationError(
-            f"{where}.route_prefix is {shown(prefix)}: must begin with /, end with none and hold no wildcard"
+            f"{where}.route_prefix is {shown(prefix)}: must begin with /, not end with / and have no wildcard"
         )
     return Document(content, application, where, parse(application.get("args") or {}), ignored)
 
@@ -77,7 +77,7 @@ def _loaded(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is no text: {error.reason} at byte {error.start}") from error
+        raise ConfigurationError(f"{path} is not text: {error.reason} at byte {error.start}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -142,7 +142,4 @@ def check_overrides(document: Document, names: tuple[str, ...]) -> Iterator[str]
         if given["name"] not in names:
             hint = did_you_mean(given["name"], names)
             raise ConfigurationError(f"{where}.name is {shown(given['name'])}: unknown deployment, {hint}")
-        yield (
-            f"{where} overrides options of {given['name']}, which this check does not count with: "
-            "give them in args"
-        )
+        yield (f"{where} overrides options of {given['name']}, which this check ignores: set them in args")

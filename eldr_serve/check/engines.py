@@ -1,4 +1,4 @@
-"""What vLLM says of engines on a described machine: asked in a process of its own, which computes nothing."""
+"""Probe engines on a described machine with vLLM, in a separate process that computes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that vLLM is asked about.
+    """An engine to probe.
 
     Attributes:
         where: the location of the engine arguments in the file.
@@ -36,11 +36,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of vLLM; bytes are those of one rank.
+    """vLLM's answer about an engine; sizes are those of one rank.
 
     Attributes:
         refusal: why the engine would not start, one sentence; the other fields may then be zero.
-        agreed: see Described.agreed.
         weights: size of the parameters, bytes.
         reserve: estimated size of everything else except the KV cache, bytes.
         kv: size of the KV cache, bytes.
@@ -48,6 +47,7 @@ class Answer:
         sequences: number of sequences of max_model_len tokens that it holds at the same time.
         max_model_len: maximum length of a sequence, tokens.
         kernels: MoE kernels, and whether each hides the experts that it chooses.
+        agreed: see Described.agreed.
     """
 
     refusal: str | None = None
@@ -62,10 +62,10 @@ class Answer:
 
 
 def ask(engines: Sequence[Engine]) -> list[Answer]:
-    """What vLLM says of each engine.
+    """Return vLLM's answer about each engine.
 
     Raises:
-        ChildProcessError: the process that asks failed.
+        ChildProcessError: the probe process failed.
     """
     if not engines:
         return []
@@ -80,7 +80,7 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
     )  # fmt: skip
     if done.returncode:
         raise ChildProcessError(
-            f"vLLM could not be asked: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}"
+            f"the probe of vLLM failed: {(done.stderr.strip() or 'without a message').splitlines()[-1]}"
         )
     return [
         Answer(**found | {"kernels": tuple((name, hidden) for name, hidden in found.get("kernels", ()))})

@@ -1,4 +1,4 @@
-"""What is wrong with a deployment on a cluster, one sentence a fault."""
+"""Find faults of a deployment on a cluster, one sentence each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from eldr_serve.check.placement import Placed, total
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.serving.keys import KeysError, read_keys
 
-# Ports that others hold on every node of a cluster as `ray start` makes it, and the kernel's own.
-_TAKEN = (
+# Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
+_PORTS_IN_USE = (
     (6379, 6379, "Ray's control store"),
     (8080, 8080, "Ray's metrics"),
     (8265, 8265, "Ray's dashboard"),
@@ -28,11 +28,11 @@ _LEAST_DRAIN_S = 60.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault, or what an operator should know.
+    """A fault, or a note for the operator.
 
     Attributes:
-        severity: an error keeps the deployment from starting, or from serving as it should.
-        sentence: what it is, and what to do.
+        severity: an error prevents the deployment from starting or from serving correctly.
+        sentence: the fault and its remedy.
     """
 
     severity: Literal["error", "warning"]
@@ -40,12 +40,12 @@ class Finding:
 
 
 def nixl_ports(engines: EngineDeployment) -> list[int]:
-    """NIXL's side channel of each replica that there may be."""
+    """Return the port of NIXL's side channel of each replica, at the maximum number of replicas."""
     return engines.spec.ports(engines.most)
 
 
 def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
-    """What is asked for by a name that no node has."""
+    """Yield each requested resource that no node has."""
     offered = {name for pool in pools for name in pool.resources}
     kinds = sorted(name.removeprefix(ACCELERATOR) for name in offered if name.startswith(ACCELERATOR))
     for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
@@ -54,45 +54,45 @@ def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding
                 continue
             if name.startswith(ACCELERATOR):
                 yield _error(
-                    f"{wanted.name} asks for accelerator_type {name.removeprefix(ACCELERATOR)}, "
+                    f"{wanted.name} needs accelerator_type {name.removeprefix(ACCELERATOR)}, "
                     f"and the nodes have {' and '.join(kinds) or 'no GPU'}"
                 )
             elif name == "GPU":
-                yield _error(f"{wanted.name} asks for GPUs, and no node has any")
+                yield _error(f"{wanted.name} needs GPUs, and no node has any")
             else:
-                yield _error(f"{wanted.name} asks for the resource {name!r}, which no node has")
+                yield _error(f"{wanted.name} needs the resource {name!r}, which no node has")
 
 
 def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
-    """Replicas without a place, and engines that would be cut in two."""
+    """Yield deployments whose replicas find no node, or whose engines would spread over several nodes."""
     for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
         missing = placed.missing.get(wanted.name, 0)
         if missing:
-            asked = ", ".join(
+            needed = ", ".join(
                 name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
                 for name, amount in total(wanted.bundles).items()
                 if amount
             )
             yield _error(
-                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each asks for {asked}"
+                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each needs {needed}"
                 + (f" by {wanted.strategy}" if len(wanted.bundles) > 1 else "")
             )
         spread = placed.spread.get(wanted.name, 0)
         if spread:
             yield _error(
                 f"{spread} of {wanted.count} {wanted.name} replicas would each spread over several nodes, "
-                "and their ranks talk in every layer: set placement_group_config's strategy to STRICT_PACK"
+                "whose ranks communicate in every layer: set placement_group_config's strategy to STRICT_PACK"
             )
 
 
 def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterator[Finding]:
-    """An engine that vLLM, or ours, refuses."""
+    """Yield why vLLM or our extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
     hidden = [name for name, hides in answer.kernels if hides]
     if hidden:
         yield _error(
-            f"{engines.role} on {kind} would run {hidden[0]}, which routes inside and hides its choices, so "
-            "that experts cannot be counted: set moe_backend in engine_kwargs to one that does not"
+            f"{engines.role} on {kind} would run {hidden[0]}, which routes internally and hides its choices, "
+            "so experts cannot be counted: set moe_backend in engine_kwargs to another kernel"
         )
     elif answer.weights and answer.kv <= 0 and gpu is not None:
         yield _error(
@@ -126,7 +126,7 @@ def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, Answer]]) ->
 
 
 def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Nodes whose CPU engines ask for more memory than there is."""
+    """Yield nodes whose CPU engines need more memory than the node has."""
     needed: dict[str, int] = {
         engines.role: answer.weights + answer.reserve + answer.kv
         for engines, answer in zip(deployment.engines, answers, strict=True)
@@ -142,20 +142,20 @@ def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer
 
 
 def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
-    """Ports that two on one node would listen at."""
+    """Yield ports at which two processes on one node would listen."""
     wanted = {engines.role: nixl_ports(engines) for engines in deployment.engines}
     for role, numbers in wanted.items():
-        for first, last, holder in _TAKEN:
+        for first, last, holder in _PORTS_IN_USE:
             if any(first <= number <= last for number in numbers):
                 yield _error(
-                    f"{role}'s NIXL ports {_span(numbers)} meet those of {holder} ({_span([first, last])}): "
+                    f"{role}'s NIXL ports {_span(numbers)} overlap {_span([first, last])} of {holder}: "
                     "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
                 )
     for one, other in combinations(wanted, 2):
         together = any({one, other} <= {name for name, _ in node.held} for node in placed.nodes)
         if together and set(wanted[one]) & set(wanted[other]):
             yield _error(
-                f"{one}'s NIXL ports {_span(wanted[one])} meet {other}'s {_span(wanted[other])} on one "
+                f"{one}'s NIXL ports {_span(wanted[one])} overlap {other}'s {_span(wanted[other])} on one "
                 "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
             )
     for engines in deployment.engines:
@@ -182,8 +182,8 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
         try:
             found = ports.state(host, port)
         except OSError as error:
-            said = error.strerror or error
-            yield _error(f"{where} has host {host!r} and port {port}, where none can listen: {said}")
+            reason = error.strerror or error
+            yield _error(f"{where} cannot listen at host {host!r} and port {port}: {reason}")
             continue
         if found == "taken":
             yield _error(
@@ -193,8 +193,8 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
         elif found == "shared" and where == "ingress":
             yield Finding(
                 "warning",
-                f"ingress.port is {port}, where a service of yours listens at {host}: a start beside it is "
-                "refused, one in its place is not",
+                f"ingress.port is {port}, where a service of yours listens at {host}: a second service "
+                "there is refused, a new one in its place is not",
             )
 
 
@@ -215,18 +215,17 @@ def keys_file(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding
 
 
 def settings(engines: EngineDeployment) -> Iterator[Finding]:
-    """What Serve is told of the engines."""
+    """Yield faults of the engines' Serve settings."""
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
     if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
         yield _error(
-            f"{engines.role}'s autoscaling policy is Serve's own, which sees none of the requests that come "
+            f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
             "through channels: leave `policy` out"
         )
     if engines.scaled and engines.least == 0:
         yield _error(
-            f"{engines.role} would scale to no replica, and nothing brings the first one back: "
-            "set min_replicas"
+            f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
         )
     yield from drain(engines.role, options)
     if engines.most > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
@@ -238,23 +237,23 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
 
 
 def drain(name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """How long the replicas of a deployment have to end their streams, by its options."""
+    """Yield a warning if the replicas of a deployment have little time to end their streams."""
     seconds = float(options.get("graceful_shutdown_timeout_s", 0))
     if seconds < _LEAST_DRAIN_S:
         yield Finding(
             "warning",
-            f"{name} replicas are ended {seconds:g} s after they were told to stop, streams or not: "
+            f"{name} replicas that stop are killed after {seconds:g} s, even with open streams: "
             "raise graceful_shutdown_timeout_s",
         )
 
 
 def source(engines: EngineDeployment) -> str:
-    """Where the model comes from."""
+    """Return the location of the model."""
     return engines.spec.model_source
 
 
 def from_hub(engines: EngineDeployment) -> bool:
-    """Whether it is a name on the model hub, neither a folder nor an address."""
+    """Return whether the location of the model is a name on the model hub."""
     return not source(engines).startswith(("/", "./", "../")) and "://" not in source(engines)
 
 

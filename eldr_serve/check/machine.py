@@ -1,4 +1,4 @@
-"""The cluster that a deployment is checked on: kinds of GPU, and nodes with their resources."""
+"""The cluster on which a deployment is checked: kinds of GPU, and nodes with their resources."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Gpu:
     """A kind of GPU.
 
     Attributes:
-        kind: Ray's name of it, an `accelerator_type`.
-        memory_gib: what PyTorch reports as its total memory, GiB, rounded down.
+        kind: Ray's name of the GPU, an `accelerator_type`.
+        memory_gib: total memory that PyTorch reports, GiB, rounded down.
         capability: CUDA compute capability.
-        multiprocessors: how many it has.
+        multiprocessors: number of multiprocessors.
     """
 
     kind: str
@@ -64,22 +64,22 @@ class Pool:
 
 
 def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
-    """The described kind of GPU, with another size of memory if one is given.
+    """Return a kind of GPU, with another size of memory if given.
 
     Raises:
-        ValueError: no such kind is described.
+        ValueError: the kind is unknown.
     """
     if kind not in GPUS:
-        raise ValueError(f"GPU kind {kind!r} is not described; there are {', '.join(GPUS)}")
+        raise ValueError(f"unknown GPU kind {kind!r}; known are {', '.join(GPUS)}")
     return replace(GPUS[kind], memory_gib=memory_gib) if memory_gib else GPUS[kind]
 
 
 def read_cluster(path: Path) -> list[Pool]:
-    """The pools of a file for `ray up`; the head is one node of its own pool.
+    """Return the pools of nodes in a file for `ray up`; the head is a pool of one node.
 
     Raises:
-        ValueError: it is not such a file, or says of no GPU what kind it is.
-        OSError: it cannot be read.
+        ValueError: the file has another format, or a node type does not name its kind of GPU.
+        OSError: the file cannot be read.
     """
     try:
         document = yaml.safe_load(path.read_text())
@@ -99,12 +99,12 @@ def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
         return None
     kinds = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
     if len(kinds) != 1:
-        raise ValueError(f"{path}: node type {name} has GPUs and no resource {ACCELERATOR}KIND")
+        raise ValueError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND")
     return gpu_of(kinds[0])
 
 
 def with_gpu(pools: list[Pool], gpu: Gpu) -> list[Pool]:
-    """The same pools with another kind of GPU where they have some."""
+    """Return the pools with another kind of GPU in the nodes that have GPUs."""
     return [
         replace(pool, gpu=gpu, resources=_renamed(pool.resources, gpu)) if pool.gpu else pool
         for pool in pools
@@ -125,7 +125,7 @@ def described(
     gpus_per_node: int = 0,
     resources: Mapping[str, float] | None = None,
 ) -> list[Pool]:
-    """One pool of like nodes, as options describe them."""
+    """Return one pool of identical nodes, as the command's options describe them."""
     found: dict[str, float] = {"CPU": cpus_per_node, **(resources or {})}
     if gpu is not None:
         found |= {"GPU": gpus_per_node, f"{ACCELERATOR}{gpu.kind}": 1}

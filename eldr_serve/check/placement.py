@@ -1,4 +1,4 @@
-"""How Ray would place replicas on nodes: bundles of resources, strategy by strategy, pool by pool."""
+"""Place replicas on nodes as Ray would, by their placement groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PART = 10_000  # Ray counts resources in ten-thousandths
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replicas that are alike.
+    """The replicas of one deployment.
 
     Attributes:
-        name: of their deployment.
-        count: how many there may be.
-        bundles: what each asks for; the first holds its actor.
-        strategy: PACK, STRICT_PACK, SPREAD or STRICT_SPREAD, as of Ray's placement groups.
+        name: name of the deployment.
+        count: maximum number of replicas.
+        bundles: resources of each replica; its actor runs in the first bundle.
+        strategy: strategy of Ray's placement groups: PACK, STRICT_PACK, SPREAD or STRICT_SPREAD.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Replicas:
 
 @dataclass
 class Node:
-    """A node, what is left of its resources (in ten-thousandths), and who is on it."""
+    """A node with its free resources (in ten-thousandths) and its replicas."""
 
     name: str
     pool: Pool
@@ -39,19 +39,19 @@ class Node:
     held: list[tuple[str, int]] = field(default_factory=list)  # deployment, number of the replica
 
     def fits(self, bundle: Bundle) -> bool:
-        """Whether the bundle's resources are left."""
+        """Return whether the bundle's resources are free."""
         return all(
             self.free.get(name, 0) >= round(_PART * amount) for name, amount in bundle.items() if amount
         )
 
     def take(self, bundle: Bundle) -> None:
-        """Give the bundle its resources."""
+        """Allocate the bundle's resources."""
         for name, amount in bundle.items():
             if amount:
                 self.free[name] -= round(_PART * amount)
 
     def give(self, bundle: Bundle) -> None:
-        """Take them back."""
+        """Free the bundle's resources."""
         for name, amount in bundle.items():
             if amount:
                 self.free[name] += round(_PART * amount)
@@ -59,12 +59,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where replicas went.
+    """A placement of replicas.
 
     Attributes:
-        nodes: all, as they were left.
-        missing: deployment -> how many of its replicas found no place.
-        spread: deployment -> how many of its replicas are on several nodes.
+        nodes: all nodes after the placement.
+        missing: deployment -> number of its replicas that found no node.
+        spread: deployment -> number of its replicas that are on several nodes.
     """
 
     nodes: Sequence[Node]
@@ -73,9 +73,9 @@ class Placed:
 
 
 def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
-    """Place all replicas, one after the other, each where least is left over.
+    """Place all replicas, one after the other, each where the least resources remain.
 
-    Ray places in the order in which replicas are asked for and moves none later, nor does this.
+    As Ray does, it places replicas in the given order and never moves them.
     """
     nodes = [
         Node(
@@ -103,13 +103,13 @@ def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
 
 
 def total(bundles: Sequence[Bundle]) -> dict[str, float]:
-    """What bundles ask for together."""
+    """Return the sum of the bundles' resources."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
 
 
 def _choose(nodes: Sequence[Node], replicas: Replicas) -> list[Node] | None:
-    """A node for each bundle, or none if it cannot be."""
+    """Return a node for each bundle; None if they do not fit."""
     order = sorted(nodes, key=_room)
     if replicas.strategy in ("PACK", "STRICT_PACK"):
         whole = total(replicas.bundles)
@@ -140,5 +140,5 @@ def _one_by_one(
 
 
 def _room(node: Node) -> tuple[int, int]:
-    """What placing there would waste: GPUs left first, then CPUs."""
+    """Return the free GPUs and CPUs of a node, which a placement there would waste."""
     return node.free.get("GPU", 0), node.free.get("CPU", 0)

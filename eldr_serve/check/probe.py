@@ -1,4 +1,4 @@
-"""The process that describes engines: they come in (JSON on stdin), answers go out (JSON, the last line)."""
+"""The probe process: it reads engines as JSON from stdin and prints answers as JSON in its last line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(
     memory_gib: float,
     capability: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """See eldr_serve.check.engines.Answer."""
+    """Return the fields of an eldr_serve.check.engines.Answer for the fields of an Engine."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config)
@@ -40,13 +40,13 @@ def answer(
                 utilization = engine.memory_utilization
                 found["kv"] = kv_bytes(memory_gib, utilization, found["weights"], found["reserve"])
             engine.check()
-            with suppress(ValueError):  # no room for one sequence: none is counted
+            with suppress(ValueError):  # no room for one sequence: both stay 0
                 found["kv_tokens"], found["sequences"] = engine.kv_cache(found["kv"])
         except ValidationError as error:
             found["refusal"] = problem(error, arguments, where=where)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            said = " ".join(str(error).split())
-            found["refusal"] = f"{where}.{said}" if said.partition(" is ")[0] in arguments else said
+            reason = " ".join(str(error).split())
+            found["refusal"] = f"{where}.{reason}" if reason.partition(" is ")[0] in arguments else reason
     return found
 
 

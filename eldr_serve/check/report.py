@@ -1,4 +1,4 @@
-"""A check's outcome, for people and for programs."""
+"""Print the outcome of a check as tables or JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eldr_serve.serving.autoscaling import by_requests_in_flight
 
 
 def show(checked: Checked, console: Console) -> None:
-    """One table, then one sentence a finding, errors first."""
+    """Print a table, then one sentence per finding, errors first."""
     if checked.deployment is not None:
         table = Table("")
         for engines, _, _ in checked.answers:
@@ -35,7 +35,7 @@ def show(checked: Checked, console: Console) -> None:
 
 
 def as_json(checked: Checked) -> dict[str, Any]:
-    """The same for programs; memory in bytes, times in s."""
+    """Return the outcome as JSON types; sizes in bytes, times in s."""
     return {
         "deployment": str(checked.path),
         "starts": checked.starts,

@@ -1,1 +1,1 @@
-"""Engines: what serving asks of one (`protocol`), vLLM's (`vllm`), and one that computes nothing (`fake`)."""
+"""The engine interface (`protocol`), its vLLM implementation (`vllm`), and a fake for tests (`fake`)."""

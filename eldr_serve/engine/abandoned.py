@@ -1,8 +1,8 @@
-"""Finished prompts whose KV blocks no decode engine will read, by the caller's names for them.
+"""Track prompts whose KV blocks no decode engine will read.
 
-A client that leaves may be heard of before its prompt ends, in the very step in which it ends, or after
-it, and the engine's own id of the prompt reaches the caller with the answer alone, which nobody waits
-for any more. So the caller names its prompts itself, and a name that is abandoned stays so.
+A client may disconnect before, in or after the step in which its prompt ends, and the engine's own id of
+the prompt reaches the caller only with the answer. So callers name their prompts themselves, and an
+abandoned name stays abandoned.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ REMEMBERED_S = 120.0  # longer than a prompt waits and computes after its client
 
 
 class AbandonedPrompts:
-    """A worker's half: prompts that it holds blocks of, and names that were abandoned."""
+    """The prompts whose blocks a worker holds, and the names of abandoned prompts."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._names: dict[str, str] = {}  # engine's id -> caller's name, of blocks that are held
-        self._abandoned: OrderedDict[str, float] = OrderedDict()  # caller's name -> since
+        self._names: dict[str, str] = {}  # engine's id -> caller's name, of prompts with held blocks
+        self._abandoned: OrderedDict[str, float] = OrderedDict()  # caller's name -> time of abandonment
 
     def hold(self, names: Mapping[str, str]) -> None:
-        """Prompts that ended and whose blocks are held: engine's id -> caller's name."""
+        """Record finished prompts whose blocks are held: engine's id -> caller's name."""
         self._names.update(names)
 
     def abandon(self, names: Iterable[str]) -> None:
-        """Nobody will read these prompts, whether they have ended or not."""
+        """Record that no engine will read these prompts, finished or not."""
         now = self._now()
         while self._abandoned and next(iter(self._abandoned.values())) < now - REMEMBERED_S:
             self._abandoned.popitem(last=False)
@@ -36,12 +36,12 @@ class AbandonedPrompts:
             self._abandoned.move_to_end(name)
 
     def due(self) -> list[str]:
-        """Engine's ids of the held prompts that nobody will read."""
+        """Return the engine's ids of abandoned prompts whose blocks are held."""
         if not self._abandoned:
             return []
         return [engine_id for engine_id, name in self._names.items() if name in self._abandoned]
 
     def freed(self, engine_ids: Iterable[str]) -> None:
-        """The blocks of these prompts are free, whoever asked for it."""
+        """Remove prompts whose blocks were freed, for whatever reason."""
         for engine_id in engine_ids:
             self._abandoned.pop(self._names.pop(engine_id, ""), None)

@@ -1,6 +1,6 @@
-"""What a kind of engine is built from, checked with and calibrated by; `chosen` says which kind runs.
+"""Interfaces to configure, check, start and calibrate engines of one kind; `chosen` selects the kind.
 
-A backend is light to import: what its engines need is imported by what needs it, or by `load`.
+A backend is cheap to import: its methods, or `load`, import the engine software when they need it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Device = Literal["gpu", "cpu"]
 
 @dataclass(frozen=True)
 class Step:
-    """What the largest step of one rank is made of.
+    """Sizes of the largest step of one rank.
 
     Attributes:
         tokens: `max_num_batched_tokens`.
         sequences: `max_num_seqs`.
         hidden: hidden size.
-        top_k: experts a token.
-        expert_width: an expert's intermediate size on this rank.
-        vocabulary: tokens in it.
-        element: bytes of an activation.
+        top_k: experts per token.
+        expert_width: intermediate size of an expert on this rank.
+        vocabulary: number of tokens in the vocabulary.
+        element: size of an activation, bytes.
     """
 
     tokens: int
@@ -42,47 +42,47 @@ class Step:
 
 
 class EngineSpec(Protocol):
-    """The engines of one role, as a deployment's `prefill_config` or `decode_config` describes them."""
+    """The engines of one role, as configured by a deployment's `prefill_config` or `decode_config`."""
 
     @property
     def model_id(self) -> str:
-        """The name that requests carry."""
+        """Return the model name that requests use."""
 
     @property
     def model_source(self) -> str:
-        """Where the model is: a folder, an address, or a name on the model hub."""
+        """Return the location of the model: a folder, a URL, or a name on the model hub."""
 
     @property
     def tokenizer(self) -> str:
-        """Where its tokenizer is, likewise."""
+        """Return the location of the tokenizer, in the same form as `model_source`."""
 
     @property
     def model_card(self) -> dict[str, Any]:
-        """What `GET /v1/models` says of it."""
+        """Return the model's entry in `GET /v1/models`."""
 
     @property
     def deployment_config(self) -> dict[str, Any]:
-        """Options of the Ray Serve deployment."""
+        """Return the options of the Ray Serve deployment."""
 
     @property
     def device(self) -> Device:
-        """What the engines run on."""
+        """Return the hardware that the engines run on."""
 
     @property
     def ranks(self) -> int:
-        """Processes, and GPUs, of one engine."""
+        """Return the number of processes, and of GPUs, of one engine."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its processes, as far as the file says."""
+        """Return the environment variables that the file sets for the engine's processes."""
 
     @property
     def host_kv_gib(self) -> float | None:
-        """KV cache of an engine on a CPU, GiB; None if nobody says."""
+        """Return the size of a CPU engine's KV cache, GiB; None if the file does not set it."""
 
     @property
     def fixed_port(self) -> str:
-        """The environment variable that would give all replicas one NIXL port."""
+        """Return the environment variable that would give all replicas the same NIXL port."""
 
     @property
     def host_kv_variable(self) -> str:
@@ -93,13 +93,13 @@ class EngineSpec(Protocol):
         """Return the name of the Ray Serve deployment, without the prefix."""
 
     def ports(self, replicas: int) -> list[int]:
-        """NIXL's side channel of each replica, by its rank; one port an engine."""
+        """Return the first port of each replica's NIXL side channel, in the order of the replicas."""
 
     def placement(self) -> tuple[list[dict[str, float]], str]:
-        """Bundles and strategy of the placement group of one replica."""
+        """Return bundles and strategy of the placement group of one replica."""
 
     def arguments(self) -> dict[str, Any]:
-        """Of one engine, for `Backend.describe`; JSON types."""
+        """Return the arguments of one engine for `Backend.describe`; JSON types."""
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
         """Build the Ray Serve deployment of these engines. Ray need not be running.
@@ -112,48 +112,51 @@ class EngineSpec(Protocol):
 
 
 class Described(Protocol):
-    """An engine on a described machine, of which nothing is computed. Bytes are those of one rank."""
+    """An engine on a described machine; it computes nothing. Sizes are those of one rank."""
 
-    max_model_len: int  # tokens of a prompt and its answer, at most
+    max_model_len: int  # maximum number of tokens of a prompt and its answer
     memory_utilization: float  # share of a GPU's memory that the engine may take
     agreed: Mapping[str, Any]  # resolved arguments that prefill and decode must share; JSON types
 
     def weight_bytes(self) -> int:
-        """Of the parameters."""
+        """Return the size of the parameters, bytes."""
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """(name of the MoE kernel, whether it hides the experts that it chooses) of all MoE layers."""
+        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
 
     def step(self) -> Step:
-        """The largest."""
+        """Return the sizes of the largest step."""
 
     def check(self) -> None:
-        """Raise ConfigurationError where an engine with expert counts would not start."""
+        """Raise ConfigurationError if an engine that counts experts would not start."""
 
     def kv_cache(self, available: int) -> tuple[int, float]:
-        """(KV tokens, sequences of max_model_len at the same time) in so many bytes.
+        """Return the capacity of a KV cache of `available` bytes.
+
+        Returns:
+            Number of tokens, and number of concurrent sequences of max_model_len tokens.
 
         Raises:
-            ValueError: there is no room for one sequence.
+            ValueError: the cache cannot hold one sequence.
         """
 
 
 class Backend(Protocol):
     """A kind of engine."""
 
-    describing: Mapping[str, str]  # environment of a process that calls `describe`
+    describing: Mapping[str, str]  # environment variables of a process that calls `describe`
 
     def load(self) -> None:
-        """Import what its engines need: to be called before anything else that may import it."""
+        """Import the engine software; call it before any other module may import that software."""
 
     def check(self) -> None:
-        """Raise RuntimeError, one sentence, if what is installed is not what it was made for."""
+        """Raise RuntimeError, one sentence, if an installed package is not a supported version."""
 
     def version(self) -> str:
         """Return the version of the engine software."""
 
     def requests(self) -> Mapping[str, Any]:
-        """Types of clients' requests, by method (see EngineRequest)."""
+        """Return the types of clients' requests by method (see EngineRequest)."""
 
     def check_config(self, where: str, config: Mapping[str, Any]) -> None:
         """Check names and simple values of a role's configuration without importing engine code.
@@ -180,6 +183,7 @@ class Backend(Protocol):
         """Return the specification of the engines, with the settings added that expert counts need.
 
         Args:
+            role: role of the engines.
             config: the role's configuration; it is modified.
             kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
 
@@ -191,36 +195,38 @@ class Backend(Protocol):
         """Start the engine of a replica."""
 
     def deployment_options(self, config: Any) -> dict[str, Any]:
-        """Options of the Ray Serve deployment, with the resources that a replica takes."""
+        """Return the options of the Ray Serve deployment, with the resources of a replica."""
 
     def describe(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
     ) -> Described:
-        """An engine as it would be on some machine.
+        """Return an engine as it would be on a machine.
 
         Args:
-            model: folder with its config.json.
+            model: folder with the model's config.json.
             arguments: see EngineSpec.arguments.
-            memory_gib: of its GPU.
-            capability: its GPU's of CUDA; None: it runs on a CPU.
+            memory_gib: memory of the GPU, GiB.
+            capability: CUDA compute capability of the GPU; None: the engine runs on a CPU.
 
         Raises:
-            ValueError, NotImplementedError, AssertionError: it would not start.
+            ValueError, NotImplementedError, AssertionError: the engine would not start.
         """
 
     def tracing(
         self, model: str, device: Device, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """What `tracer` takes, and the environment of its process.
+        """Return the settings for `tracer`, and the environment variables of its process.
 
         Args:
-            model: where it is.
-            arguments: of a deployment's engine.
+            model: location of the model.
+            device: the hardware that the engine runs on.
+            arguments: arguments of a deployment's engine.
         """
 
     def tracer(self, settings: dict[str, Any], port: int) -> Tracer:
         """Start an engine for calibration.
 
         Args:
-            port: the first of those that its ranks may listen at.
+            settings: see `tracing`.
+            port: first port at which its ranks may listen.
         """

@@ -1,4 +1,4 @@
-"""The kind of engine that the product runs, named here and nowhere else."""
+"""The engine backend in use; no other module names one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, for tests and benchmarks of all that stands before engines."""
+"""An engine that computes nothing, for tests and benchmarks of the serving code."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FakeConfig:
         signatures: uint32[L,E] each; they are assigned to prompts in turn.
         prompt_tokens: number of tokens of every prompt.
         prefill_s: duration of a prefill, s.
-        step_s: duration of a decode step, s; the tokens that all streams get in a step are sent together.
-        prefix_cache: tokens of a block, and of the KV cache.
-        top_k: experts a token; a decode step uses the first k of each layer.
+        step_s: duration of a decode step, s; all streams get their tokens of a step together.
+        prefix_cache: tokens per block, and capacity of the KV cache in tokens.
+        top_k: experts per token; a decode step uses the first k of each layer.
     """
 
     signatures: Sequence[Counts] | Counts
@@ -49,7 +49,7 @@ class FakeConfig:
 
 
 class InProcess:
-    """Of protocol.Engine, what is alike where an engine has no processes: neither ranks nor a core."""
+    """The methods of protocol.Engine that are equal in all engines without processes of their own."""
 
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None
@@ -75,12 +75,12 @@ class InProcess:
 class FakeEngine(InProcess):
     """See protocol.Engine.
 
-    A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`, as the request's body says. The events
-    of a stream are like an OpenAI server's; an answer that is not streamed is one JSON body.
+    A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`; both are fields of the request's body.
+    The events of a stream have the format of an OpenAI server; other answers are one JSON body.
 
     Attributes:
-        held: prompts that were computed and neither read nor released, by the caller's names.
-        running: calls that it computes a prompt or an answer for, likewise.
+        held: ids of prompts that were computed and neither read nor released.
+        running: ids of calls whose prompt or answer is being computed.
     """
 
     def __init__(self, config: FakeConfig) -> None:
@@ -89,35 +89,35 @@ class FakeEngine(InProcess):
         self._config = config
         self._packed = itertools.cycle([pack_counts(counts) for counts in config.signatures])
         self._due: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
-        self._number = 0  # of the newest step
+        self._number = 0  # number of the newest step
         self._samples = SampleBuffer()
         self._steps = asyncio.get_running_loop().create_task(self._step())
 
     @classmethod
     async def start(cls, config: FakeConfig) -> FakeEngine:
-        """As every engine is started."""
+        """Start the engine; the same signature as VllmEngine.start."""
         return cls(config)
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        """See protocol.Engine; the blocks' place is the prompt's name."""
-        _fields(request)
-        with self._runs(request):
+        """See protocol.Engine; the location of the blocks is the request's id."""
+        _body_fields(request)
+        with self._marked_running(request):
             await asyncio.sleep(self._config.prefill_s)
         self.held.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, SIGNATURE: next(self._packed)})
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """See protocol.Engine; no block comes from anywhere."""
-        asked = _fields(request)
-        gap_steps = max(1, round(asked.get("gap_ms", 0) / 1000 / self._config.step_s))
+        """See protocol.Engine; no blocks are transferred."""
+        body = _body_fields(request)
+        gap_steps = max(1, round(body.get("gap_ms", 0) / 1000 / self._config.step_s))
         made = len(request.generated) // 4
         answer = _Answer(
-            request.id, send, asked.get("max_tokens") or 1, gap_steps, bool(asked.get("stream")), made
+            request.id, send, body.get("max_tokens") or 1, gap_steps, bool(body.get("stream")), made
         )
         self._due[self._number + 1].append(answer)
         try:
-            with self._runs(request):
+            with self._marked_running(request):
                 await answer.ended.wait()
         finally:
             answer.ended.set()
@@ -139,7 +139,7 @@ class FakeEngine(InProcess):
         return self._config.prompt_tokens, next(self._packed)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
-        """See protocol.Engine; there are no such endpoints."""
+        """See protocol.Engine; this engine has no such endpoints."""
         raise Refused(f"an engine has no call {request.method!r}", status=400)
 
     async def release(self, request_id: str) -> None:
@@ -160,7 +160,7 @@ class FakeEngine(InProcess):
         return self._config.prefix_cache
 
     def take_steps(self) -> StepSums:
-        """See protocol.Engine; steps of nothing cost nothing."""
+        """See protocol.Engine; all sums are zero."""
         return StepSums()
 
     def take_samples(self) -> list[ExpertSample]:
@@ -180,7 +180,7 @@ class FakeEngine(InProcess):
         self._steps.cancel()
 
     @contextmanager
-    def _runs(self, request: EngineRequest) -> Iterator[None]:
+    def _marked_running(self, request: EngineRequest) -> Iterator[None]:
         self.running.add(request.id)
         try:
             yield
@@ -198,12 +198,12 @@ class FakeEngine(InProcess):
 
 
 class FakeTokenizer:
-    """A byte a token."""
+    """A tokenizer with one token per byte."""
 
     chat_template = None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
+        """Return the token ids of a text."""
         return list(text.encode())
 
 
@@ -211,8 +211,8 @@ class FakeTracer:
     """See protocol.Tracer.
 
     Args:
-        config: its signatures are assigned to prompts in turn.
-        max_model_len: tokens of a prompt and its answer, at most.
+        config: the configuration; its signatures are assigned to prompts in turn.
+        max_model_len: maximum number of tokens of a prompt and its answer.
     """
 
     def __init__(self, config: FakeConfig, max_model_len: int = 64) -> None:
@@ -226,13 +226,13 @@ class FakeTracer:
         return FakeTokenizer()
 
     def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
-        """See protocol.Tracer; the first token of an answer is the prefill's."""
-        return [self._traced(*pair) for pair in zip(prompts, sampling, strict=True)]
+        """See protocol.Tracer; prefill makes the first token of an answer."""
+        return [self._trace_one(*pair) for pair in zip(prompts, sampling, strict=True)]
 
-    def _traced(self, prompt: list[int], asked: Sampling) -> dict[str, Any]:
+    def _trace_one(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
         counts = np.asarray(next(self._signatures))
         layers, experts = counts.shape
-        steps = asked.max_tokens - 1
+        steps = sampling.max_tokens - 1
         routes = np.broadcast_to(np.arange(self._top_k), (steps, layers, self._top_k))
         decode = _decode_counts((layers, experts), steps, self._top_k)
         return {
@@ -240,13 +240,13 @@ class FakeTracer:
             "eldr_prefill": pack_counts(counts),
             "eldr_decode": pack_counts(decode),
             "eldr_decode_steps": steps,
-            "eldr_routes": pack_routes(routes) if asked.routes else None,
+            "eldr_routes": pack_routes(routes) if sampling.routes else None,
         }
 
 
 @dataclass(eq=False)
 class _Answer:
-    """One that is being made, a token a step of its own."""
+    """An answer in progress, which gets one token in each of its steps."""
 
     name: str
     send: Send
@@ -257,8 +257,8 @@ class _Answer:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def step(self) -> bool:
-        """Make a token; whether there are more."""
-        if self.ended.is_set():  # nobody waits for it any longer
+        """Send the next token; return whether more follow."""
+        if self.ended.is_set():  # the call was cancelled
             return False
         token = self.made.to_bytes(4, "little")
         self.made += 1
@@ -282,6 +282,6 @@ def _decode_counts(shape: tuple[int, ...], steps: int, top_k: int) -> Counts:
     return counts
 
 
-def _fields(request: EngineRequest) -> dict[str, Any]:
-    """The client's request; DecodeError if it is none."""
+def _body_fields(request: EngineRequest) -> dict[str, Any]:
+    """Return the fields of the request's body; raise DecodeError if it is not a JSON object."""
     return msgspec.json.decode(request.body, type=dict[str, Any])

@@ -1,10 +1,10 @@
-"""Keys of ours in `kv_transfer_params` that an engine's connector reads or writes, and headers."""
+"""Keys that our connector reads or writes in `kv_transfer_params`, and reserved HTTP headers."""
 
-SIGNATURE = "eldr_signature"  # on a prefill's answer: packed expert counts of the prompt
-REQUEST = "eldr_request"  # the caller's name for a prompt, to abandon its blocks or hear its signature by
+SIGNATURE = "eldr_signature"  # in a prefill answer: packed expert counts of the prompt
+REQUEST = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its signature
 CREATED = "eldr_created_cache_tokens"  # in a prefill answer: prompt tokens written to the prefix cache
 CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
-ROUTES = "eldr_routes"  # with CALIBRATE: asks for the routes too
+ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
 
-# Headers by which a client would tell an engine what only serving may say.
+# Headers that only the serving code may send to an engine; clients' own are dropped.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})

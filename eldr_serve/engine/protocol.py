@@ -1,7 +1,7 @@
-"""All that serving and calibration know of an engine.
+"""The engine interface that serving and calibration use.
 
-vLLM's are in `eldr_serve.engine.vllm`; `eldr_serve.engine.fake` has one that computes nothing.
-Array sizes: L MoE layers, E experts a layer, k experts a token, T tokens.
+`eldr_serve.engine.vllm` implements it with vLLM, `eldr_serve.engine.fake` without any computation.
+Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ MAX_SAMPLES = 256  # maximum that an engine keeps until `take_samples`
 
 
 class Send(Protocol):
-    """Takes a part of an answer as soon as it is made."""
+    """A callback that receives each part of an answer as soon as it is generated."""
 
     def __call__(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        """
+        """Receive a part of an answer.
+
         Args:
-            tokens: generated tokens in it.
-            ids: uint32 each, of all those tokens, if another engine can go on after them; else empty.
+            payload: bytes of the answer.
+            tokens: number of generated tokens in the payload.
+            ids: ids of all those tokens, uint32 bytes, if another engine could continue after them; else
+                empty.
         """
 
 
@@ -40,7 +43,7 @@ class EngineRequest:
         body: JSON, as the client sent it; the engine validates it.
         id: identifier that the caller assigned to this call.
         headers: HTTP headers of the client's request.
-        kv: result of `prefill`, if the prompt's KV blocks are to be read from another engine.
+        kv: `Prefilled.kv`, if the prompt's KV blocks are to be read from another engine.
         token_ids: token ids of the prompt, uint32 bytes, if prefill has already computed them.
         cache_salt: prompts share cached prefixes only with prompts of the same salt, and the client's
             priority is ignored. If empty, the client's own salt and priority apply.
@@ -71,12 +74,12 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV blocks an engine holds for another.
+    """A prompt whose KV blocks an engine holds for another engine.
 
     Attributes:
-        token_ids: uint32[T], without what was generated before.
-        kv: where the blocks lie, for `generate` of the other engine, which alone understands it; and, under
-            `keys.SIGNATURE`, the prompt's expert counts uint32[L,E] as `signature.pack_counts` writes them.
+        token_ids: uint32[T], without tokens that a lost engine had generated.
+        kv: location of the blocks, for `generate` of the other engine; opaque to callers. Under
+            `keys.SIGNATURE` it has the prompt's expert counts uint32[L,E], packed by `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]
@@ -96,84 +99,97 @@ class DescribesErrors(Protocol):
 class Engine(DescribesErrors, Protocol):
     """A running engine in this process, for one replica of a deployment.
 
-    Where a method refuses a request, it raises Refused, or CallFailed with the body that tells the client.
-    What else it raises is worded by `status_of`. A call that is cancelled ends the request in the engine.
+    A method that refuses a request raises Refused, or CallFailed with the body for the client.
+    `status_of` maps all other errors to an HTTP status. Cancelling a call ends the request in the engine.
     """
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        """Compute the prompt and hold its KV blocks until they are read, released, or their lease ends.
+        """Compute the prompt and hold its KV blocks until they are read or released, or their lease ends.
 
-        A request that `generate` would refuse is refused here, in the same words, before it costs a step.
+        It refuses the requests that `generate` would refuse, with the same message, before any step runs.
         """
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """Send the answer: the events of a stream, or one JSON body.
 
         Returns:
-            Time until the first step of the request began, s, in which its prompt's blocks came from another
-            engine, if they did; None if it is not known.
+            Time until the first step of the request began, s, including the transfer of its prompt's blocks
+            from another engine, if any; None if unknown.
         """
 
     async def signature(self, request_id: str) -> tuple[int, str]:
-        """Of the prompt that `generate` computes here, under this name: its tokens, and its expert counts
-        uint32[L,E] as `signature.pack_counts` writes them; as soon as it is computed.
+        """Wait until `generate` has computed a prompt, and return its expert signature.
 
-        Asked before `generate` is; where the engine counts nothing, the answer never comes.
+        Call it before `generate`. It never returns if the engine does not count experts.
+
+        Args:
+            request_id: EngineRequest.id of the `generate` call.
+
+        Returns:
+            Number of prompt tokens, and expert counts uint32[L,E] packed by `signature.pack_counts`.
         """
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
-        """Send the answer of an endpoint that generates nothing; Refused if the engine has none such."""
-
-    async def release(self, request_id: str) -> None:
-        """Nobody will read the blocks of this prefill: free them, now or, while it runs, when it ends."""
-
-    async def shape(self) -> tuple[int, int]:
-        """(L, E) of the signatures that `prefill` makes, as a prompt of its own shows.
+        """Send the answer of an endpoint that generates nothing.
 
         Raises:
-            ConfigurationError: the engine fails that prompt, or counts no experts; one sentence says why.
+            Refused: the engine has no such endpoint.
+        """
+
+    async def release(self, request_id: str) -> None:
+        """Free the KV blocks of a prefill that no engine will read; at its end if it still runs."""
+
+    async def shape(self) -> tuple[int, int]:
+        """Prefill a test prompt and return the shape (L, E) of its signature.
+
+        Raises:
+            ConfigurationError: the engine failed the prompt, or does not count experts; one sentence.
         """
 
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None
     ) -> dict[str, Any]:
-        """Bring the experts of the engine's ranks to a placement while it serves; answers do not change.
+        """Move the experts of the engine's ranks to a placement while it serves; answers do not change.
 
-        A call that is cancelled leaves the experts where it has moved them so far.
+        A cancelled call leaves the experts where it has moved them so far.
 
         Args:
-            load: float[L, E], tokens that each expert is expected to get, for replica choices that ask;
-                None: as before.
+            placement: the new placement.
+            load: float[L, E], expected number of tokens of each expert, for replica choices that use it;
+                None: unchanged.
 
         Returns:
-            What it took, JSON-able: `placement` (its id), `slices` between two steps each, `experts` that
+            JSON types: `placement` (its id), `slices` (each moved between two steps), `experts` that
             changed slots, `received_bytes` between ranks, `seconds`.
 
         Raises:
             Refused: the placement does not fit (400), another swap is under way (409), or the engine's
-                experts cannot be moved (400); all stays as it is.
+                experts cannot be moved (400); nothing was changed.
         """
 
     def experts(self) -> dict[str, Any] | None:
-        """What its ranks hold, JSON-able; None where experts cannot be moved.
+        """Return the expert placement of the ranks as JSON types; None if experts cannot be moved.
 
-        `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of a swap that is
-        under way, `experts_moved` since the start, and in bytes, over all ranks: `weight_bytes` without
-        replicas, `replica_bytes` of the redundant slots, `slice_bytes` that a swap may take beside them,
-        `bytes_received` since the start.
+        `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of the swap that
+        is under way, `experts_moved` since the start, and summed over all ranks, in bytes: `weight_bytes`
+        without replicas, `replica_bytes` of the redundant slots, `slice_bytes` (largest additional use of
+        a swap), `bytes_received` since the start.
         """
 
     def kv_usage(self) -> float:
-        """Share of KV blocks in use after the newest step, 0 to 1."""
+        """Return the share of KV blocks in use after the newest step, 0 to 1."""
 
     def prefix_cache(self) -> tuple[int, int]:
-        """Tokens of a block of the prefix cache, and tokens that the KV cache holds; (0, 0) without one."""
+        """Return tokens per block of the prefix cache, and capacity of the KV cache in tokens.
+
+        (0, 0) if the engine has no prefix cache.
+        """
 
     def seats(self) -> int:
         """Return how many requests one step can serve; further requests wait. 0 if unknown."""
 
     def take_steps(self) -> StepSums:
-        """Sums over the steps since the last call."""
+        """Return sums over the steps since the last call."""
 
     def take_samples(self) -> list[ExpertSample]:
         """Return samples of the sampled requests that ended since the last call, the oldest first.
@@ -183,36 +199,36 @@ class Engine(DescribesErrors, Protocol):
         """
 
     async def ping(self) -> None:
-        """Return when the engine's core has answered, as it does between two steps, be it busy or idle.
+        """Return when the engine's core has answered, which it does between two steps and when idle.
 
-        Never, perhaps, if the core has died or stands still.
+        May never return if the core is dead or stuck.
         """
 
     async def check_health(self) -> None:
-        """Raise if the engine must be replaced; what it knows of that it says at once."""
+        """Raise if the engine is known to need replacement; return at once otherwise."""
 
     async def stop(self) -> None:
-        """End it; nothing is asked of it afterwards."""
+        """Stop the engine; no other method is called afterwards."""
 
 
 class EngineConfig(Protocol):
-    """What serving reads of the settings that an engine is started with; Ray's LLMConfig is one."""
+    """The part of an engine's settings that serving reads; Ray's LLMConfig implements it."""
 
     @property
     def deployment_config(self) -> dict[str, Any]:
-        """Options of the Ray Serve deployment."""
+        """Return the options of the Ray Serve deployment."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a traced prompt goes on.
+    """Sampling parameters of a traced prompt.
 
     Attributes:
-        max_tokens: generated at most.
+        max_tokens: maximum number of generated tokens.
         temperature: 0 for greedy.
-        ignore_eos: go on after the model's end token.
-        seed: with one the same text can be sampled again.
-        routes: whether each decode step's experts are kept, too.
+        ignore_eos: continue after the model's end token.
+        seed: makes the sampled text reproducible.
+        routes: whether to return the experts of each decode step as well.
     """
 
     max_tokens: int
@@ -223,22 +239,24 @@ class Sampling:
 
 
 class Tracer(Protocol):
-    """An engine of its own for calibration, which counts the experts of prefill and decode apart."""
+    """An engine for calibration, which counts the experts of prefill and decode separately."""
 
-    max_model_len: int  # tokens of a prompt and its answer, at most
+    max_model_len: int  # maximum number of tokens of a prompt and its answer
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, as of transformers."""
+        """Return the model's tokenizer, with the interface of transformers."""
 
     def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
-        """Run prompts of token ids together; of each, as JSON types:
+        """Generate answers to a batch of tokenized prompts and return the counts of each.
 
-        `token_ids` (of the prompt), `eldr_prefill` and `eldr_decode` (uint32[L,E], as `pack_counts` writes
-        them), `eldr_decode_steps`, and `eldr_routes` (int[steps,L,k], as `pack_routes` does) or None.
+        Returns:
+            For each prompt, JSON types: `token_ids` (of the prompt), `eldr_prefill` and `eldr_decode`
+            (uint32[L,E], packed by `pack_counts`), `eldr_decode_steps`, and `eldr_routes` (int[steps,L,k],
+            packed by `pack_routes`) or None.
         """
 
 
 def several_prompts(prompt: Any) -> bool:
-    """Whether a completion's `prompt` is a list of prompts, be there but one, and not one of tokens."""
+    """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
     return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))

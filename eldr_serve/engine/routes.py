@@ -1,4 +1,4 @@
-"""The wire form of one request's routes."""
+"""Serialize the routes of one request: the experts that each decode step chose."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ _HEADER = struct.Struct("<IHH")  # steps, L, k
 
 
 def pack_routes(routes: NDArray[Any]) -> str:
-    """ASCII text of int[steps, L, k] expert ids below 65536."""
+    """Return expert ids int[steps, L, k], all below 65536, as ASCII text."""
     return base64.b64encode(
         _HEADER.pack(*routes.shape) + zlib.compress(routes.astype("<u2").tobytes(), level=1)
     ).decode()
 
 
 def unpack_routes(text: str) -> NDArray[np.uint16]:
-    """uint16[steps, L, k] from pack_routes's text; ValueError if it is anything else."""
+    """Return uint16[steps, L, k] from the text of pack_routes.
+
+    Raises:
+        ValueError: the text has another format.
+    """
     try:
         data = base64.b64decode(text, validate=True)
         shape = _HEADER.unpack_from(data)

@@ -1,1 +1,1 @@
-"""A deployment as a RayService, which KubeRay keeps on Kubernetes: `eldr kubernetes`. Nothing is started."""
+"""`eldr kubernetes`: write a deployment as a RayService for KubeRay, without starting anything."""

@@ -1,4 +1,4 @@
-"""`eldr kubernetes`: a deployment as a RayService."""
+"""The command `eldr kubernetes`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def kubernetes(
     deployment: Annotated[Path, typer.Argument(help="Deployment YAML.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default: standard output.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the RayService; default: the file's.", show_default=False)
+        str | None, typer.Option(help="Name of the RayService; default: the file's.", show_default=False)
     ] = None,
     image: Annotated[
         str | None,
@@ -57,7 +57,7 @@ def kubernetes(
 ) -> None:
     """Write a deployment as a RayService, for Kubernetes with KubeRay; nothing is started."""
     labels = dict(_label(word) for word in node_selector or ())
-    logging.disable(logging.WARNING)  # Ray and vLLM say at length what they import
+    logging.disable(logging.WARNING)  # Ray and vLLM log their imports at length
     try:
         from eldr_serve.check.deployment import read_deployment
         from eldr_serve.kubernetes.groups import SIZES

@@ -1,4 +1,4 @@
-"""Which pods a deployment's replicas run in, and what such a pod asks for."""
+"""Group a deployment's replicas into pods, and compute the pods' resources."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from eldr_serve.check.deployment import Deployment, EngineDeployment
 from eldr_serve.check.machine import ACCELERATOR
 from eldr_serve.check.placement import total
 
-_ANYWHERE = {"CPU", "GPU", "memory"}  # of these many nodes have some, so they tell no pods apart
+_COMMON = {"CPU", "GPU", "memory"}  # resources of many nodes, which do not identify a group of pods
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What replicas take of a machine beside GPUs; not measured on Kubernetes.
+    """Cores and host memory of replicas; not measured on Kubernetes.
 
     Attributes:
-        cpus_per_rank: cores of each process of an engine.
-        memory_gib_per_rank: its memory beside the KV cache, GiB.
-        ingress_cpus, ingress_gib: of an ingress replica.
-        head_cpus, head_gib: of the head, where no replica runs.
-        shm_gib: size of /dev/shm of each pod, GiB, beyond the memory of what runs there.
+        cpus_per_rank: cores per process of an engine.
+        memory_gib_per_rank: memory per process beside the KV cache, GiB.
+        ingress_cpus, ingress_gib: cores and memory (GiB) of an ingress replica.
+        head_cpus, head_gib: cores and memory (GiB) of the head, which runs no replica.
+        shm_gib: size of /dev/shm of each pod, GiB, in addition to its processes' memory.
     """
 
     cpus_per_rank: float
@@ -42,16 +42,16 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Group:
-    """Pods that are alike.
+    """A group of identical pods.
 
     Attributes:
-        name: of the group.
-        least, initial, most: pods.
-        cpus: cores that a pod asks for.
-        memory_gib: memory of a pod, GiB, /dev/shm included.
+        name: name of the group.
+        least, initial, most: minimum, initial and maximum number of pods.
+        cpus: cores of a pod.
+        memory_gib: memory of a pod, GiB, including /dev/shm.
         gpus: GPUs of a pod.
-        resources: Ray's other resources of a pod, by name.
-        answers: whether an ingress replica runs there.
+        resources: other Ray resources of a pod, by name.
+        answers: whether the pods have an ingress replica.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Group:
 
 
 def groups(deployment: Deployment, sizes: Sizes) -> list[Group]:
-    """A pod for each replica; one pod for all where no replica asks for more than cores.
+    """Return one pod per replica, or one pod for all replicas if they need only cores.
 
     Raises:
-        ValueError: replicas could come to the pods of others.
+        ValueError: Ray could place replicas in the pods of another group.
     """
     found = [_ingress(deployment, sizes), *(_engine(engines, sizes) for engines in deployment.engines)]
     if not any(group.gpus or group.resources for group in found):
@@ -79,8 +79,8 @@ def groups(deployment: Deployment, sizes: Sizes) -> list[Group]:
             others = {name for other in found if other is not group for name in _own(other)}
             if not _own(group) - others:
                 raise ValueError(
-                    f"{group.name} replicas name no resource of their own, so that they could come to the "
-                    f"pods of others: ask for one more, such as {group.name}: 1, as deployments/ do"
+                    f"{group.name} replicas name no resource of their own, so Ray could place them in other "
+                    f"pods: add one, such as {group.name}: 1, as the files in deployments/ do"
                 )
     return [replace(group, memory_gib=group.memory_gib + sizes.shm_gib) for group in found]
 
@@ -90,46 +90,54 @@ def _own(group: Group) -> set[str]:
 
 
 def _ingress(deployment: Deployment, sizes: Sizes) -> Group:
-    asked, count = total(deployment.ingress.bundles), deployment.ingress.count
-    cpus = max(asked.get("CPU", 0), sizes.ingress_cpus)
+    requested, count = total(deployment.ingress.bundles), deployment.ingress.count
+    cpus = max(requested.get("CPU", 0), sizes.ingress_cpus)
     return Group(
-        "ingress", count, count, count, cpus, sizes.ingress_gib, _gpus(asked), _named(asked), answers=True
+        "ingress",
+        count,
+        count,
+        count,
+        cpus,
+        sizes.ingress_gib,
+        _gpus(requested),
+        _named(requested),
+        answers=True,
     )
 
 
 def _engine(engines: EngineDeployment, sizes: Sizes) -> Group:
-    asked = total(engines.bundles)
+    requested = total(engines.bundles)
     kv_gib = (engines.spec.host_kv_gib or 0) if engines.spec.device == "cpu" else 0
     return Group(
         engines.role,
         engines.least,
         engines.initial,
         engines.most,
-        max(asked.get("CPU", 0), engines.spec.ranks * sizes.cpus_per_rank),
+        max(requested.get("CPU", 0), engines.spec.ranks * sizes.cpus_per_rank),
         engines.spec.ranks * (kv_gib + sizes.memory_gib_per_rank),
-        _gpus(asked),
-        _named(asked),
+        _gpus(requested),
+        _named(requested),
         answers=False,
     )
 
 
 def _together(found: Sequence[Group]) -> Group:
-    """One pod, as large as all of them may become."""
+    """Return one pod that is large enough for all groups at their maximum."""
     cpus = sum(group.most * group.cpus for group in found)
     memory_gib = sum(group.most * group.memory_gib for group in found)
     return Group("all", 1, 1, 1, cpus, memory_gib, 0, {}, answers=True)
 
 
-def _gpus(asked: dict[str, float]) -> int:
-    return math.ceil(asked.get("GPU", 0))
+def _gpus(requested: dict[str, float]) -> int:
+    return math.ceil(requested.get("GPU", 0))
 
 
-def _named(asked: dict[str, float]) -> dict[str, int]:
-    """Whole amounts, as KubeRay and its autoscaler take no others."""
-    return {name: math.ceil(amount) for name, amount in asked.items() if amount and name not in _ANYWHERE}
+def _named(requested: dict[str, float]) -> dict[str, int]:
+    """Return the other resources, rounded up: KubeRay and its autoscaler accept only whole amounts."""
+    return {name: math.ceil(amount) for name, amount in requested.items() if amount and name not in _COMMON}
 
 
 def accelerators(found: Sequence[Group]) -> Iterator[str]:
-    """Kinds of GPU that pods must have, as Ray names them."""
+    """Yield the kinds of GPU that pods need, by Ray's names."""
     names = {name for group in found for name in group.resources}
     yield from sorted(name.removeprefix(ACCELERATOR) for name in names if name.startswith(ACCELERATOR))

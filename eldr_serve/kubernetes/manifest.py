@@ -1,9 +1,9 @@
-"""The RayService of a deployment; the fields are those of KubeRay 1.7.0.
+"""Write a deployment as a RayService, with the fields of KubeRay 1.7.0.
 
-**Ready.** KubeRay gives Serve the application once the head is ready, so the head keeps KubeRay's own probe,
-which asks for nothing of the application.
-Its Service takes every worker pod that is ready. A pod with an ingress is ready when that says so; one
-without never is, by a readiness gate that nobody opens, though its containers are.
+Readiness: KubeRay submits the application once the head is ready, so the head keeps KubeRay's own probe,
+which does not depend on the application. KubeRay's Service routes to every ready worker pod. A pod with an
+ingress is ready when the ingress is; a pod without one is never ready, although its containers are, because
+of a readiness gate that nothing opens.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from eldr_serve.check.document import APPLICATION
 from eldr_serve.kubernetes.groups import Group, Sizes, accelerators, groups
 from eldr_serve.serving.ray_settings import QUIET
 
-# By table, KubeRay 1.7.0.
+# Copied from KubeRay 1.7.0.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-_SERVE_PORT = "serve"  # the name of the port that its Service leads to
+_SERVE_PORT = "serve"  # name of the port that KubeRay's Service routes to
 _AGENT_PORT = 52365
 _HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080}
 
 _GATE = "eldr-serve/answers-http"
 _OBJECT_STORE_BYTES = 512 * 2**20  # Ray would take nearly all of /dev/shm, which vLLM and UCX share
-_IDLE_S = 900  # as ray_cluster.yaml
+_IDLE_S = 900  # as in ray_cluster.yaml
 _ADMIN_KEY, _HF_TOKEN = "admin-key", "hf-token"  # in the Secret, beside the file of inference keys
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the deployment's file does not say.
+    """Settings that the deployment's file does not contain.
 
     Attributes:
-        name: of the RayService.
-        image: of all pods.
-        secret: Secret with the keys.
+        name: name of the RayService.
+        image: container image of all pods.
+        secret: name of the Secret with the keys.
         models_claim: PersistentVolumeClaim with the models, for engines that set HF_HOME.
         node_selector: labels of nodes for pods with GPUs.
-        sizes: of replicas and the head.
+        sizes: cores and memory of replicas and the head.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Options:
 
 
 def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
-    """The manifest as JSON types.
+    """Return the manifest as JSON types.
 
     Raises:
-        ValueError: KubeRay would not take it, or it would not serve as the deployment says.
+        ValueError: KubeRay would refuse the manifest, or would not serve the deployment as configured.
     """
     if not _NAME.fullmatch(options.name):
         raise ValueError(
@@ -75,13 +75,13 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
     if port is None:
         raise ValueError(
             "ingress.port is not set, and Serve's own proxy does not know when pairs of engines are warm: "
-            "set it, such as 8001"
+            "set it, for example to 8001"
         )
     found = groups(deployment, options.sizes)
     kinds = list(accelerators(found))
     if kinds and not options.node_selector:
         raise ValueError(
-            f"engines ask for accelerator_type {' and '.join(kinds)}: name a label that nodes with it have, "
+            f"engines need accelerator_type {' and '.join(kinds)}: give the label of such nodes with "
             "--node-selector KEY=VALUE"
         )
     pods = _Pods(deployment, options, port)
@@ -103,7 +103,7 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
         "metadata": {"name": options.name},
         "spec": {
             "excludeHeadPodFromServeSvc": True,
-            "rayClusterDeletionDelaySeconds": drain_s,  # an old cluster's streams end first
+            "rayClusterDeletionDelaySeconds": drain_s,  # lets an old cluster's streams end
             "serveConfigV2": text(_serve_config(deployment)),
             "rayClusterConfig": cluster,
         },
@@ -111,12 +111,12 @@ def rayservice(deployment: Deployment, options: Options) -> dict[str, Any]:
 
 
 def text(document: Any) -> str:
-    """As YAML: strings of several lines as such, and nothing by reference."""
+    """Return a document as YAML, with literal blocks for multi-line strings and without aliases."""
     return str(yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110))
 
 
 def _serve_config(deployment: Deployment) -> dict[str, Any]:
-    """The deployment's file, with the ingress where a Service reaches it and the proxy where it does not."""
+    """Return the deployment's file with an ingress that a Service can reach and a proxy only on the head."""
     document = copy.deepcopy(deployment.document)
     document["proxy_location"] = "HeadOnly"
     for application in document["applications"]:
@@ -126,26 +126,26 @@ def _serve_config(deployment: Deployment) -> dict[str, Any]:
 
 
 class _Pods:
-    """All have the image, the environment and the volumes; they differ in size and in when they are ready."""
+    """Builds the pods: equal image, environment and volumes; different sizes and readiness probes."""
 
     def __init__(self, deployment: Deployment, options: Options, port: int) -> None:
         self._options, self._port = options, port
         self._keys_file = deployment.args.ingress.keys_file
         if self._keys_file is not None and len(self._keys_file.parts) < 3:
             raise ValueError(
-                f"ingress.keys_file {self._keys_file} has no folder of its own, where the Secret could be: "
-                "name it such as /etc/eldr/keys.json"
+                f"ingress.keys_file {self._keys_file} has no folder of its own, where the Secret could be "
+                "mounted: use a path such as /etc/eldr/keys.json"
             )
         homes = {e.spec.environment["HF_HOME"] for e in deployment.engines if "HF_HOME" in e.spec.environment}
         if len(homes) > 1:
-            raise ValueError(f"engines set HF_HOME to {' and '.join(sorted(homes))}: name one folder for all")
+            raise ValueError(f"engines set HF_HOME to {' and '.join(sorted(homes))}: use one folder for all")
         self._hf_home = next(iter(homes), None)
 
     def head(self) -> dict[str, Any]:
-        """Ray's own processes alone."""
+        """Return the head group, which runs only Ray's own processes."""
         sizes = self._options.sizes
         container = self._container("ray-head", sizes.head_cpus, sizes.head_gib + sizes.shm_gib, 0)
-        # The port is named here for KubeRay, which makes the Service by what the head has.
+        # KubeRay makes the Service from the head's ports, so the serve port must be named here.
         ports = _HEAD_PORTS | {_SERVE_PORT: self._port}
         container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
         return {
@@ -154,7 +154,7 @@ class _Pods:
         }
 
     def workers(self, group: Group) -> dict[str, Any]:
-        """One group."""
+        """Return a worker group."""
         container = self._container("ray-worker", group.cpus, group.memory_gib, group.gpus)
         pod: dict[str, Any] = {"containers": [container], "volumes": self._volumes()}
         if group.answers:
@@ -179,7 +179,7 @@ class _Pods:
         }
 
     def _container(self, name: str, cpus: float, memory_gib: float, gpus: int) -> dict[str, Any]:
-        # No limit on cores: what a node has left is anybody's.
+        # No limit on cores: pods may use idle ones.
         fixed = {"memory": f"{round(1024 * memory_gib)}Mi", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
         return {
             "name": name,

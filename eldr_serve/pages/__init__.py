@@ -1,4 +1,4 @@
-"""Pages that are one file each and fetch nothing from elsewhere, and the look that they share."""
+"""Self-contained HTML pages and their common style sheet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.resources import files
 
 __all__ = ["SELF_CONTAINED", "live_page", "style"]
 
-# The policy under which a browser shows a page: all is in it, and it talks to its own host alone.
+# Content security policy of a page: it contains everything, and connects only to its own host.
 SELF_CONTAINED = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -15,13 +15,13 @@ SELF_CONTAINED = (
 
 
 def style() -> str:
-    """The style sheet of all pages."""
+    """Return the style sheet of all pages."""
     return _content("style.css")
 
 
 @cache
 def live_page() -> str:
-    """The live page, whole."""
+    """Return the live page as one HTML document."""
     return _content("live.html").replace("/* style */", style()).replace("/* script */", _content("live.js"))
 
 

@@ -1,6 +1,6 @@
 "use strict";
 const PERIOD_MS = 1000;
-const STUCK_S = 5;   // a prefill call that is older is shown in red
+const STUCK_S = 5;   // older prefill calls are shown in red
 const COLOURS = ["#3b82d0", "#d9812b", "#3f9d5a", "#b4559b", "#8a6bd1", "#a88a1f", "#2f9ea3", "#cf5560"];
 const $ = id => document.getElementById(id);
 const esc = value => String(value ?? "").replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
@@ -14,28 +14,28 @@ const named = policy => {
 const rows = table => table.rows.map(row => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
 
 let adminKey = "";   // in memory only: gone with the tab
-let live = null;     // the newest answer
+let live = null;     // newest answer of GET live
 
-// -- talking to the ingress ---------------------------------------------------------------------
+// -- calls to the ingress ---------------------------------------------------------------------
 
 async function ask(method, path, body) {
   const key = adminKey;
   const headers = key ? {authorization: `Bearer ${key}`} : {};
-  const answer = await fetch(path, {method, body, headers, cache: "no-store"});
-  const said = await answer.json().catch(() => ({}));
-  if (answer.ok) return said;
-  if ([401, 403].includes(answer.status) && key === adminKey) askForKey();
-  throw new Error(said.error?.message ?? `HTTP ${answer.status}`);
+  const response = await fetch(path, {method, body, headers, cache: "no-store"});
+  const content = await response.json().catch(() => ({}));
+  if (response.ok) return content;
+  if ([401, 403].includes(response.status) && key === adminKey) askForKey();
+  throw new Error(content.error?.message ?? `HTTP ${response.status}`);
 }
 
-// Nothing is polled without a key.
+// Show the form for the key; polling stops until there is one.
 function askForKey() {
   adminKey = "";
   $("key").hidden = false;
   $("connection").textContent = "waiting for the admin key";
 }
 
-// Whether it was accepted; if not, the page says why.
+// Send a change and show its outcome; return whether it was accepted.
 async function change(method, path, body, done) {
   try {
     await ask(method, path, body);
@@ -62,7 +62,7 @@ async function look() {
     $("connection").textContent = live.router ? `router ${live.router}` : `read at ${new Date().toLocaleTimeString()}`;
     if ($("said").dataset.lost) { say(""); delete $("said").dataset.lost; }
   } catch (error) {
-    if (adminKey && key !== adminKey) return;  // asked with a key that has been changed since
+    if (adminKey && key !== adminKey) return;  // the key has changed since this call
     if (adminKey) $("connection").textContent = "not connected";
     say(error.message, true);
     $("said").dataset.lost = "yes";
@@ -72,7 +72,7 @@ async function look() {
 function parsed(form) {
   const text = form.elements.parameters.value.trim();
   try { return JSON.stringify({name: form.elements.name.value, parameters: text ? JSON.parse(text) : {}}); }
-  catch { say("The parameters are no JSON object.", true); }
+  catch { say("The parameters are not a JSON object.", true); }
 }
 
 // -- drawing --------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ function options(select, names) {
     : live.comparison.now?.shadow.name ?? (live.policy === "shortest-queue" ? "marginal-cost" : "shortest-queue");
 }
 
-// Whether the interval leaves 0 out.
+// Return whether the confidence interval excludes 0.
 function differs(found) { return found.low_pct != null && found.low_pct * found.high_pct > 0; }
 
 function verdict(found) {
@@ -108,8 +108,8 @@ function verdict(found) {
   const interval = found.low_pct == null ? "" : ` [${fixed(ends[0])}, ${fixed(ends[1])}]`;
   const shown = `${percent} ${found.change_pct <= 0 ? "less" : "more"}${interval}`;
   if (found.low_pct == null) return `Too few tokens for an interval: ${shown}`;
-  if (!differs(found)) return `No difference is shown: ${shown}`;
-  return `${percent} ${found.change_pct <= 0 ? "less" : "more"} decode step time a token${interval}`;
+  if (!differs(found)) return `No significant difference: ${shown}`;
+  return `${percent} ${found.change_pct <= 0 ? "less" : "more"} decode step time per token${interval}`;
 }
 
 function measured({live_ms, measured_ms}) {
@@ -168,18 +168,18 @@ function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
 function short(name) { return name.length > 10 ? `…${name.slice(-6)}` : name; }
 
 function drawWorkers({live: shown, workers}) {
-  const charts = [["batch", "requests a step", 1], ["active_experts", "active experts, mean over layers", 1],
+  const charts = [["batch", "requests per step", 1], ["active_experts", "active experts, mean over layers", 1],
     ["step_ms", "step time, ms", 2]];
   $("workers").innerHTML = workers.map(w => `<div class="worker"><h3 title="${esc(w.replica)}"><i style="background:
     ${colour(w.worker)}"></i>worker ${w.worker} <span class="faint">${esc(short(w.replica))} ${esc(w.cluster_domain)}
     </span></h3>${charts.map(([key, label]) => `<div><div class="faint">${label}</div><div data-chart="${key}"
     data-worker="${w.worker}"></div></div>`).join("")}</div>`).join("");
-  const told = workers.map(w => shown.steps[w.replica] ? rows(shown.steps[w.replica]) : []);
+  const steps = workers.map(w => shown.steps[w.replica] ? rows(shown.steps[w.replica]) : []);
   for (const [key, , digits] of charts) {
-    const most = Math.max(1e-9, ...told.flat().map(step => step[key] ?? 0));
+    const most = Math.max(1e-9, ...steps.flat().map(step => step[key] ?? 0));
     workers.forEach((w, i) => {
       const here = document.querySelector(`[data-chart=${key}][data-worker="${w.worker}"]`);
-      const points = told[i].filter(s => s.ago_s < 120 && s[key] != null).map(s => [-s.ago_s, s[key]]);
+      const points = steps[i].filter(s => s.ago_s < 120 && s[key] != null).map(s => [-s.ago_s, s[key]]);
       const newest = points.length ? points.at(-1)[1].toFixed(digits) : "–";
       here.innerHTML = `<b>${newest}</b>` + plot(here.clientWidth, 44, [{points, stroke: colour(w.worker)}],
         {from: -120, most, idle: 10, bare: true});
@@ -203,7 +203,7 @@ function step(most) {
   return power * [1, 2, 5, 10].find(n => n * power >= rough);
 }
 
-// The parts of a line between which nothing came for longer than so many seconds.
+// Split a line where two points are more than `idle` seconds apart.
 function parts(points, idle) {
   const found = [];
   for (const [i, point] of points.entries()) {
@@ -213,7 +213,7 @@ function parts(points, idle) {
   return found;
 }
 
-// Lines over the seconds before now, as SVG of so many pixels; no line crosses a time of more than `idle` seconds.
+// Return an SVG of lines over the seconds before now; lines are interrupted by gaps of more than `idle` seconds.
 function plot(width, height, lines, {from, most, idle, marks = [], bare = false}) {
   most ??= 1.05 * Math.max(1e-9, ...lines.flatMap(line => line.points.map(p => p[1])));
   const [left, bottom, top] = bare ? [0, 2, 2] : [42, 20, 18];
@@ -228,7 +228,7 @@ function plot(width, height, lines, {from, most, idle, marks = [], bare = false}
     for (let s = from; s <= 0; s += -from / 5) {
       inside += `<text x="${x(s)}" y="${height - 4}" text-anchor="${s ? "middle" : "end"}">${s ? `${s / 60} min` : "now"}</text>`;
     }
-    let next = Infinity;  // names that would overlap a newer one are left out
+    let next = Infinity;  // omit names that would overlap a newer one
     for (const mark of marks.filter(m => m.at >= from).toReversed()) {
       inside += `<path class="axis" stroke-dasharray="2 3" d="M${x(mark.at)} ${top}V${height - bottom}"/>`;
       if (next - x(mark.at) < 8 * mark.text.length) continue;
@@ -280,7 +280,7 @@ function drawSettings({policy, parameters, table, workers, signatures}) {
     ? `; last refusal: ${esc(signatures.last_refusal.why)}` : ""}.</p>` : ""}`;
 }
 
-// -- what the operator does -------------------------------------------------------------------------
+// -- forms and buttons -------------------------------------------------------------------------
 
 $("key").onsubmit = event => {
   event.preventDefault();
@@ -292,9 +292,9 @@ $("key").onsubmit = event => {
 $("shadow-form").onsubmit = event => {
   event.preventDefault();
   const body = parsed(event.target);
-  if (body) change("PUT", "shadow", body, "It is compared from now on.");
+  if (body) change("PUT", "shadow", body, "The comparison has started.");
 };
-$("shadow-off").onclick = () => change("DELETE", "shadow", undefined, "No policy is compared any more.");
+$("shadow-off").onclick = () => change("DELETE", "shadow", undefined, "The comparison has stopped.");
 $("swap").onclick = async () => {
   const {live: before, shadow} = live.comparison.now;
   if (!await change("PUT", "policy", JSON.stringify(shadow), `${shadow.name} is live.`)) return;
@@ -309,7 +309,7 @@ $("table-form").onsubmit = event => {
   event.preventDefault();
   const file = $("table-file").files[0];
   if (file) change("PUT", "table", file, "The table is swapped in.");
-  else say("Choose a table's file first.", true);
+  else say("Choose a table file first.", true);
 };
 
 askForKey();

@@ -183,7 +183,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
         "signatures": signatures,
         "cached_tokens": cached,
         "preemptions": samples["vllm:num_preemptions_total"],
-        "left_behind": [len(connector._tracked), len(connector._requests), len(connector._whole)],
+        "left_behind": [len(connector._tracked), len(connector._requests), len(connector._signatures)],
         "counted_steps": samples["eldr_decode_step_seconds_count"],
         "cores": [sorted(cores), sorted(os.sched_getaffinity(0))],
         "capture": [samples["eldr_capture_seconds_sum"], samples["eldr_capture_seconds_count"]],

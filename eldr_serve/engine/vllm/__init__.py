@@ -1,5 +1,5 @@
-"""vLLM: the extension that makes it count experts, and its side of `eldr_serve.engine.protocol`.
+"""vLLM: the extension that makes it count experts, and the implementation of `eldr_serve.engine.protocol`.
 
-Inside vLLM's processes run the connector, scheduler, worker and what they use; `engine` and what it uses run
-in the replica, beside vLLM's client of them.
+Connector, scheduler, worker and the modules that they use run in vLLM's engine processes; `engine` and the
+modules that it uses run in the replica, beside vLLM's client of these processes.
 """

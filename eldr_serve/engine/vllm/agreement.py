@@ -9,7 +9,7 @@ from typing import Any
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.validation import shown
 
-_UNSAID = (None, "auto", "")
+_CHOSEN_BY_VLLM = (None, "auto", "")
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Agreed:
 
 _KV = "decode engines read KV blocks as prefill engines wrote them"
 _WEIGHTS = "both must compute with the same weights"
-_PROMPT = "both must make the same tokens of a prompt"
-_ANSWER = "both engines read each request, and refuse what their parsers cannot serve"
+_PROMPT = "both must turn a prompt into the same tokens"
+_ANSWER = "both engines read each request, and refuse those that their parsers do not support"
 _SAMPLING = "the first token is sampled by prefill engines, the others by decode engines"
 
 AGREED = (
     Agreed(
         "max_model_len",
-        "a request passes both, and /v1/models shows one length",
+        "a request passes through both, and /v1/models shows one length",
         "model_config.max_model_len",
     ),
     Agreed("dtype", _KV, "model_config.dtype"),
@@ -86,7 +86,7 @@ def compare_specs(prefill: Any, decode: Any) -> None:
     for field in AGREED:
         default = _DEFAULTS.get(field.name)
         one, other = one_side.get(field.name, default), other_side.get(field.name, default)
-        if field.resolved and (one in _UNSAID or other in _UNSAID):
+        if field.resolved and (one in _CHOSEN_BY_VLLM or other in _CHOSEN_BY_VLLM):
             continue
         if one != other:
             raise ConfigurationError(_sentence(f"engine_kwargs.{field.name}", one, other, field.reason))
@@ -114,10 +114,10 @@ def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterat
 
 def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:
     return (
-        f"prefill_config.{name} is {_said(prefill)} and decode_config.{name} is {_said(decode)}: "
+        f"prefill_config.{name} is {_text(prefill)} and decode_config.{name} is {_text(decode)}: "
         f"give both the same, since {reason}"
     )
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return "not given" if value is None else shown(value)

@@ -1,4 +1,4 @@
-"""vLLM as a kind of engine, in Ray Serve LLM's deployments."""
+"""The vLLM backend, which runs in Ray Serve LLM's deployments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class VllmBackend:
 
     describing: Mapping[str, str] = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # nothing is allocated
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # any value: nothing is allocated
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_TARGET_DEVICE": "cpu",

@@ -1,4 +1,4 @@
-"""The worker's part: what each step's tokens chose, counted as soon as the forward has run."""
+"""The worker's part: count the experts that each step's tokens chose, after the forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eldr_serve.engine.vllm.signature_cache import SignatureCache, active_expert
 
 
 class Router(Protocol):
-    """What is needed of vLLM's BaseRouter."""
+    """The part of vLLM's BaseRouter that is used here."""
 
     top_k: int
     global_num_experts: int
@@ -50,12 +50,12 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """One token of each request, and drafts that follow it: a pure decode step."""
+        """Return whether this is a pure decode step: one token per request, and drafts after it."""
         return self.tokens - self.drafts == self.requests > 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that are computed beyond one of each request: prompts without their last, or parts."""
+        """Return the number of tokens beyond one per request: parts of prompts."""
         return max(0, self.tokens - self.drafts - self.requests)
 
 
@@ -90,19 +90,21 @@ class StepCounts:
 
 
 class ExpertCapture:
-    """Hooks on the MoE routers, and the signature cache that they feed.
+    """Hooks on the MoE routers, and the signature cache that they fill.
 
-    The hooks only copy into a fixed buffer, so that they can be part of a CUDA graph; all counting is
-    done after the forward, on the device: no step waits for it.
+    The hooks only copy into a fixed buffer, so that they can be part of a CUDA graph; all counting runs
+    after the forward, on the device, and no step waits for it.
 
     Args:
-        routers: one a MoE layer, ascending by layer.
-        max_tokens: tokens that a step can have, padding included.
-        num_blocks, block_size: of the KV cache; None where no signature is asked for (decode).
-        reports: whether what is counted leaves the device; ranks of tensor parallelism choose alike, and
-            only the first reports.
-        on_host: the device is the host, and nothing writes to a router's tensor after it was shown, as where
-            models are not compiled: choices are not copied, and are counted without torch.
+        routers: one per MoE layer, ascending by layer.
+        max_tokens: maximum number of tokens in a step, including padding.
+        device: device of the KV cache.
+        num_blocks, block_size: sizes of the KV cache; num_blocks is None if no signatures are needed
+            (decode).
+        reports: whether counts leave the device. Ranks of tensor parallelism choose the same experts, so
+            only the first one reports.
+        on_host: the device is the host, and no router's tensor is overwritten after its hook has run, which
+            holds if the model is not compiled. Then choices are not copied, and are counted without torch.
     """
 
     def __init__(
@@ -118,9 +120,9 @@ class ExpertCapture:
     ) -> None:
         first = routers[0]
         if any((r.top_k, r.global_num_experts) != (first.top_k, first.global_num_experts) for r in routers):
-            raise ValueError("the MoE layers differ in experts or top-k, a signature needs them equal")
+            raise ValueError("the MoE layers differ in experts or top-k; a signature needs them equal")
         self.num_layers, self.num_experts, self.top_k = len(routers), first.global_num_experts, first.top_k
-        self._shown: list[Tensor] = [torch.zeros((0, self.top_k), dtype=torch.int32)] * self.num_layers
+        self._referenced: list[Tensor] = [torch.zeros((0, self.top_k), dtype=torch.int32)] * self.num_layers
         shape = (self.num_layers, 0 if on_host else max_tokens, self.top_k)
         self._chosen = torch.zeros(shape, dtype=torch.int16, device=device)
         self.cache = (
@@ -130,22 +132,22 @@ class ExpertCapture:
         )
         self._copies = HostCopies(device)
         self._reports = reports
-        self._layers: tuple[Tensor, ...] = ()  # of `_chosen`, as many tokens as the last batch has
+        self._layers: tuple[Tensor, ...] = ()  # views of `_chosen` by layer, with the size of the last batch
         self._width = -1
         self._on_host = on_host
-        if on_host and self.cache is not None:  # compiles the loop now rather than with the first prompt
-            self.cache.record_on_host(torch.zeros(0, dtype=torch.int64), self._shown, self.top_k, [])
+        if on_host and self.cache is not None:  # compile the loop now rather than with the first prompt
+            self.cache.record_on_host(torch.zeros(0, dtype=torch.int64), self._referenced, self.top_k, [])
         for layer, router in enumerate(routers):
-            router.set_capture_fn(partial(self._hold if on_host else self._keep, layer))
+            router.set_capture_fn(partial(self._reference if on_host else self._copy, layer))
 
-    def _hold(self, layer: int, experts: Tensor) -> None:
-        self._shown[layer] = experts
+    def _reference(self, layer: int, experts: Tensor) -> None:
+        self._referenced[layer] = experts
 
-    def _keep(self, layer: int, experts: Tensor) -> None:
+    def _copy(self, layer: int, experts: Tensor) -> None:
         if len(experts) != self._width:
             self._width = len(experts)
             self._layers = self._chosen[:, : self._width].unbind()
-        if experts.shape[1] > self.top_k:  # shared experts that a kernel runs with the others: every token's
+        if experts.shape[1] > self.top_k:  # followed by shared experts, which all tokens use
             experts = experts[:, : self.top_k]
         self._layers[layer].copy_(experts)
 
@@ -153,14 +155,15 @@ class ExpertCapture:
         """Count the step that has just run.
 
         Args:
-            slots: int64[T], KV slot of each token; what follows the step's tokens is padding.
+            slots: int64[T], KV slot of each token, then padding.
+            plan: the step's plan.
 
         Returns:
-            What was asked for, and the active experts int64[L] if it was a pure decode step.
+            The counts that the plan requests, and the active experts int64[L] of a pure decode step.
         """
         slots, counts = slots[: plan.tokens], StepCounts()
         if self.cache is not None and self._on_host:
-            self.cache.record_on_host(slots, self._shown, self.top_k, plan.begun)
+            self.cache.record_on_host(slots, self._referenced, self.top_k, plan.begun)
         elif self.cache is not None:
             self.cache.record(slots, self._chosen[:, : plan.tokens], to_device(plan.begun, slots.device))
         if not self._reports:
@@ -176,7 +179,7 @@ class ExpertCapture:
             return counts, None
         chosen = self._chosen[:, : plan.tokens]
         if self._on_host:
-            shown = [experts[: plan.tokens, : self.top_k] for experts in self._shown]
+            shown = [experts[: plan.tokens, : self.top_k] for experts in self._referenced]
             chosen = torch.stack(shown).to(torch.int16)
         if plan.traced:
             counts.routes = self._routes(slots, chosen, plan.traced)
@@ -185,9 +188,9 @@ class ExpertCapture:
         return counts, self._copies.start(active_experts(chosen, self.num_experts))
 
     def _routes(self, slots: Tensor, chosen: Tensor, traced: dict[str, tuple[int, list[int]]]) -> StepRoutes:
-        """Gather the routes of all traced requests at once: the cost hardly grows with their number."""
+        """Gather the routes of all traced requests at once: the cost hardly depends on their number."""
         wanted = [slot for _, of_request in traced.values() for slot in of_request]
-        if self._on_host:  # numpy takes half the time for few tokens
+        if self._on_host:  # for few tokens numpy is twice as fast as torch
             held = slots.numpy()
             order = held.argsort()
             rows = order[held[order].searchsorted(wanted)]
@@ -201,13 +204,12 @@ class ExpertCapture:
 
 
 class StepTimer:
-    """Time from the start of a step in the worker to the end of its forward, s.
+    """Measures the time from the start of a step in the worker to the end of its forward, s.
 
-    On CPU the forward has really ended when it returns, and the time is that of the thread: engines may
-    share cores, and what others run in between is no cost of this step. (It would also grow with how
-    many requests run anywhere, and a cost fitted to it would take that for the cost of a request.) On
-    CUDA the forward has only been launched, so events are recorded instead, and a step's time is known
-    one or more steps later.
+    On CPU the forward has ended when it returns, and thread time is measured: engines may share cores, and
+    the work of others is no cost of this step. (Wall time would also grow with the number of requests on
+    the machine, and a fit would attribute that to the requests of the step.) On CUDA the forward has only
+    been launched, so CUDA events are recorded, and a step's time is known one or more steps later.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -217,24 +219,24 @@ class StepTimer:
         self._waiting: deque[tuple[Any, Any, HostCopy | None, dict[str, int]]] = deque()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._start, self._end = self._now(), None
 
     def stop(self) -> None:
-        """The step's forward is over; the first call of a step stands.
+        """Record the end of the step's forward; only the first call in a step counts.
 
-        Model Runner V2 says so at once (`finish_forward`). V1 does not, but there nothing lies between
-        the forward and `wait_for_save`; with V2 sampling does.
+        Model Runner V2 reports the end (`finish_forward`), since sampling comes before `wait_for_save`. V1
+        does not, but runs nothing between the forward and `wait_for_save`.
         """
         if self._end is None:
             self._end = self._now()
 
     def finish(self, record: dict[str, int], active: HostCopy | None) -> None:
-        """`record` is the stopped step's, and `active` its active experts int64[L], if they are counted."""
+        """Store the record of the step just stopped, and its active experts int64[L] if counted."""
         self._waiting.append((self._start, self._end, active, record))
 
     def known(self) -> list[dict[str, Any]]:
-        """The records of steps whose time and experts have come to be known; each is returned once."""
+        """Return the records of steps whose time and experts have become available; each only once."""
         found = []
         while self._waiting and self._ready(*self._waiting[0][1:3]):
             start, end, active, record = self._waiting.popleft()

@@ -19,12 +19,12 @@ _MAPPINGS = (
     "placement_group_config",
     "runtime_env",
 )
-# environment variables that are whole numbers -> the least and the most
+# Environment variables that are whole numbers -> minimum, maximum, meaning.
 _NUMBERS = {
     "VLLM_CPU_KVCACHE_SPACE": (1, 1_000_000, "GiB of an engine's KV cache on a CPU"),
     "VLLM_NIXL_SIDE_CHANNEL_PORT": (1, 65535, "a port"),
 }
-_MODEL_ID = "the name that requests give as their model"
+_MODEL_ID = "the model name that requests use"
 _PORT_BASE = "NIXL_SIDE_CHANNEL_PORT_BASE"
 
 

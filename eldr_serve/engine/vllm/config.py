@@ -1,4 +1,4 @@
-"""Engine arguments that make a vLLM engine one of ours."""
+"""Engine arguments that load our extension into a vLLM engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from eldr_serve.errors import ConfigurationError
 
 Role = Literal["prefill", "decode", "whole", "calibrate"]
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "whole": "kv_both", "calibrate": "kv_both"}
-# Of an engine's process. NIXL moves the states of recurrent layers (GDN, Mamba) in this layout alone, and
-# vLLM chooses it by itself for no connector but its own, on CPUs.
+# Environment of an engine's processes. NIXL transfers the states of recurrent layers (GDN, Mamba) only in
+# this layout, which vLLM on CPUs selects only for its own connector.
 ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
-# The same, of an engine whose scheduler and model run in one process: else vLLM's platform undoes it.
+# Additional environment of an engine that runs scheduler and model in one process; without it vLLM's CPU
+# platform separates them.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Methods of speculative decoding that vLLM does not schedule asynchronously, and with the last those
-# whose drafter has no KV cache.
+# Methods of speculative decoding that vLLM does not schedule asynchronously; methods whose drafter has no KV
+# cache.
 _SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")
 _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
-# vLLM makes spans of its statistics, and without them fails with the first request.
+# Tracing arguments. vLLM derives spans from its statistics; without these the first request fails.
 _SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")
 
 logger = logging.getLogger(__name__)
@@ -27,21 +28,21 @@ logger = logging.getLogger(__name__)
 def engine_kwargs(
     role: Role, *, device: str = "gpu", kv_lease_s: float = 30.0, **overrides: Any
 ) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs, LLM or Ray Serve LLM's `engine_kwargs`.
+    """Return arguments for AsyncEngineArgs, LLM or Ray Serve LLM's `engine_kwargs`.
 
     Args:
-        role: what the engine is for; a whole one prefills and decodes.
-        device: "cpu" or "gpu", where the KV cache lies.
+        role: role of the engine; a whole engine prefills and decodes.
+        device: "cpu" or "gpu", the location of the KV cache.
         kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
-        overrides: any further engine arguments; they win, but for `kv_transfer_config`, whose keys
-            are laid over ours, and `speculative_config`, which serves engines that decode. A prefill engine
-            keeps it where the drafter has a KV cache, since NIXL wants that equal on both sides. A
-            calibrating engine, whose prompts are no requests, makes no spans. `disable_log_stats` is
-            warned of, but where an engine calibrates.
+        overrides: further engine arguments, which replace ours. Exceptions: the keys of
+            `kv_transfer_config` are merged into ours. `speculative_config` applies to engines that decode; a
+            prefill engine keeps it if the drafter has a KV cache, since NIXL needs equal caches on both
+            sides. A calibrating engine emits no spans, since its prompts are no requests.
+            `disable_log_stats` causes a warning, except on a calibrating engine.
 
     Raises:
         ValueError: an unknown role.
-        ConfigurationError: vLLM is asked for spans, and to keep no statistics.
+        ConfigurationError: the overrides enable spans and disable the statistics that spans need.
     """
     if role not in _KV_ROLE:
         raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
@@ -59,7 +60,7 @@ def engine_kwargs(
             "statistics that the second one switches off"
         )
     elif overrides.get("disable_log_stats"):
-        logger.warning("the %s engine has disable_log_stats: its steps and KV use are not known", role)
+        logger.warning("the %s engine has disable_log_stats: its steps and KV usage are unknown", role)
     asynchronous = overrides.get("async_scheduling", role != "calibrate" and method not in _SYNCHRONOUS)
     transfer = {
         "kv_connector": "EldrConnector",

@@ -1,14 +1,14 @@
-"""The KV connector: NIXL's pull connector, with expert signatures riding on `kv_transfer_params`.
+"""The KV connector: NIXL's pull connector, which also returns expert signatures in `kv_transfer_params`.
 
 Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.connector"`
 (see eldr_serve.engine.vllm.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both
-(calibration, and whole engines, which prefill and decode); there NIXL is left out, as nothing is transferred.
+(calibration, and whole engines, which prefill and decode); kv_both transfers nothing and runs without NIXL.
 
-A step goes so: the scheduler's half says which prompts end in it and where their blocks lie
-(`build_connector_meta`); the worker's half counts after the forward (`get_transfer_results`) and sends the
-sums back (`build_connector_worker_meta`); the scheduler takes them before it finishes requests
-(eldr_serve.engine.vllm.scheduler), and `request_finished` puts them on the answer. A whole engine's answer is
-far off then; its sums go at once, with the stats (`take_signatures`).
+In each step, the scheduler half lists the prompts that end in it and their blocks (`build_connector_meta`).
+The worker half counts after the forward (`get_transfer_results`) and returns the sums
+(`build_connector_worker_meta`). The scheduler stores them before it finishes requests
+(eldr_serve.engine.vllm.scheduler), and `request_finished` adds them to the answer. A whole engine's answer
+comes much later, so its sums are sent at once, with the stats (`take_signatures`).
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ logger = logging.getLogger(__name__)
 
 
 class EldrMetadata(NixlConnectorMetadata):
-    """What the scheduler sends to the workers: NIXL's part, the step's plan, and prompts that ended."""
+    """The message from the scheduler to the workers: NIXL's part, the step's plan, and finished prompts."""
 
     plan: StepPlan
-    held: dict[str, str]  # engine's id -> caller's name, of prompts whose blocks wait for a decode engine
+    held: dict[str, str]  # engine's id -> caller's name, of finished prompts whose blocks are held
 
 
 @dataclass
 class EldrWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the first worker sends back."""
+    """The message from the first worker to the scheduler."""
 
     counts: StepCounts
 
@@ -93,17 +93,17 @@ class EldrConnector(NixlPullConnector):
             with clear_refusal(), polled_nixl(), kept_affinity():
                 super().__init__(vllm_config, role, kv_cache_config)
         self._drafts = vllm_config.speculative_config is not None
-        self._said_cut = False
+        self._warned_of_cut = False
         # scheduler half
         self._tracked: dict[str, TrackedRequest] = {}
         self._requests: dict[str, Any] = {}
-        self._held: dict[str, str] = {}  # since the last step
+        self._held: dict[str, str] = {}  # see EldrMetadata.held; since the last step
         self._handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
-        self._whole: dict[str, Signature] = {}  # of prompts that decode here, likewise
+        self._signatures: dict[str, Signature] = {}  # of a whole engine, by callers' names; until taken
         # worker half
         self._capture: ExpertCapture | None = None
         self._timer: StepTimer | None = None
-        self._slots: Tensor | None = None  # int64[T], of the step under way
+        self._slots: Tensor | None = None  # int64[T], KV slots of the current step
         self._counts = StepCounts()
         self._stats = EldrStats()
         self._abandoned = AbandonedPrompts()
@@ -114,15 +114,15 @@ class EldrConnector(NixlPullConnector):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         if isinstance(self.connector_scheduler, WithoutTransfers):
-            return  # nobody will ask
+            return  # no other engine will connect
         check_side_channel(self.connector_scheduler)
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         self._handshake = metadata
 
     def _watch_side_channel(self) -> None:
-        """Anybody who reaches the port can end vLLM's listener with one packet: it starts again."""
+        """Restart vLLM's listener if it has stopped: one malformed packet to its port ends it."""
         if self._handshake and side_channel_stopped(self.connector_scheduler):
-            logger.warning("NIXL's side channel had stopped listening; it is started again")
+            logger.warning("NIXL's side channel had stopped listening; restarting it")
             try:
                 self.set_xfer_handshake_metadata_pp_aware(self._handshake)
             except UnsupportedEngineError:  # the next request tries again
@@ -131,10 +131,10 @@ class EldrConnector(NixlPullConnector):
     def on_new_request(self, request: Any) -> None:
         self._watch_side_channel()
         if request.prompt_token_ids is not None:
-            # NIXL shortens prompts of recurrent models in place; in one process the answer names that list.
+            # NIXL shortens prompts of recurrent models in place; in one process the answer shares the list.
             request.prompt_token_ids = list(request.prompt_token_ids)
         super().on_new_request(request)
-        self._cut_to_one(request)
+        self._limit_to_one_token(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
         # Otherwise rejected drafts would be counted as decode steps.
@@ -144,12 +144,12 @@ class EldrConnector(NixlPullConnector):
             decode = RouteCounts(request.num_prompt_tokens, keep=routes) if calibrate else None
             self._tracked[request.request_id] = TrackedRequest(request, routes, decode)
 
-    def _cut_to_one(self, request: Any) -> None:
-        """On a prefill engine with a drafter, answers end before a draft could be rejected, and counted."""
+    def _limit_to_one_token(self, request: Any) -> None:
+        """On a prefill engine with a drafter, end answers before a rejected draft could be counted."""
         if not self._drafts or not self._is_producer_only or request.max_tokens <= 1:
             return
-        if not self._said_cut:
-            self._said_cut = True
+        if not self._warned_of_cut:
+            self._warned_of_cut = True
             logger.warning(
                 "this prefill engine has a drafter, whose rejected tokens would be counted: answers are cut "
                 "to one token"
@@ -187,8 +187,8 @@ class EldrConnector(NixlPullConnector):
     def _plan_tracked(self, plan: StepPlan, tracked: TrackedRequest, before: int, after: int) -> None:
         request_id, prompt = tracked.request.request_id, tracked.request.num_prompt_tokens
         size = self.counted.block_size
-        # After a preemption a prompt may end a second time, together with tokens that followed it:
-        # the first sum stands.
+        # After a preemption a prompt may end a second time, in one step with generated tokens: keep the
+        # first sum.
         if before < prompt <= after and tracked.prompt_counts is None and not self._is_consumer_only:
             plan.finished_prompts[request_id] = self._blocks(request_id)[: -(-prompt // size)]
         first = max(before, prompt)
@@ -203,12 +203,12 @@ class EldrConnector(NixlPullConnector):
         return blocks
 
     def take_counts(self, meta: EldrWorkerMetadata) -> None:
-        """Take what the workers counted, before the requests of the step are finished."""
+        """Store the workers' counts, before the requests of the step are finished."""
         for request_id, counts in meta.counts.prompts.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.prompt_counts is None:
                 tracked.prompt_counts = counts.wait()
-                self._keep_whole(tracked.request, tracked.prompt_counts)
+                self._keep_signature(tracked.request, tracked.prompt_counts)
         routes = meta.counts.routes
         if routes is None:
             return
@@ -217,14 +217,19 @@ class EldrConnector(NixlPullConnector):
             if tracked is not None and tracked.decode is not None:
                 tracked.decode.take(first, chosen, routes.num_experts)
 
-    def _keep_whole(self, request: Any, counts: NDArray[np.int32]) -> None:
+    def _keep_signature(self, request: Any, counts: NDArray[np.int32]) -> None:
+        """Keep the signature of a prompt that decodes here for `take_signatures`."""
         params = request.kv_transfer_params or {}
         if REQUEST in params and not params.get("do_remote_decode"):
-            self._whole[str(params[REQUEST])] = request.num_prompt_tokens, pack_counts(counts)
+            self._signatures[str(params[REQUEST])] = request.num_prompt_tokens, pack_counts(counts)
 
     def take_signatures(self) -> dict[str, Signature]:
-        """Of prompts that were prefilled since the last call and decode in this engine, by callers' names."""
-        taken, self._whole = self._whole, {}
+        """Return the signatures of prompts prefilled since the last call that decode in this engine.
+
+        Returns:
+            Caller's name of the prompt -> signature.
+        """
+        taken, self._signatures = self._signatures, {}
         return taken
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -263,7 +268,7 @@ class EldrConnector(NixlPullConnector):
             [router for _, router in moe_routers(self._vllm_config)],
             max_tokens=max([scheduler.max_num_batched_tokens, scheduler.max_num_seqs, *graphs]),
             device=device,
-            # A decode engine's prompts were counted elsewhere; their blocks have no rows here.
+            # A decode engine's prompts were counted by prefill engines; no rows are needed here.
             num_blocks=None if self._is_consumer_only else self._kv_cache_config.num_blocks,
             block_size=self.counted.block_size,
             reports=get_tensor_model_parallel_rank() == 0,
@@ -295,16 +300,16 @@ class EldrConnector(NixlPullConnector):
         return EldrWorkerMetadata(counts) if counts.prompts or counts.routes is not None else None
 
     def abandon(self, names: list[str]) -> None:
-        """Free the blocks of these prompts as soon as they have ended: no decode engine will read them."""
+        """Free the blocks of prompts that no decode engine will read, once these have ended."""
         self._abandoned.abandon(names)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        # Both model runners come here after the forward and before they ask for what was counted;
-        # V1 calls `wait_for_save` later if it drafts tokens (speculative decoding). It also gets here after
-        # an exception in the forward pass: then nothing is counted, and that exception must propagate.
+        # Both model runners call this after the forward and before they collect the counts; V1 calls
+        # `wait_for_save` later if it drafts tokens (speculative decoding). They also call it after an
+        # exception in the forward: then nothing is counted, and that exception must propagate.
         if sys.exc_info()[0] is None:
             self._count()
-        # In every step: a decode engine's heartbeat may have prolonged the lease since the last one.
+        # In every step: a decode engine's heartbeat may have extended the lease since the last step.
         expire_send_leases(self.connector_worker, self._abandoned.due())
         results = super().get_transfer_results(finished_req_ids)
         self._abandoned.freed(results.finished_sending)
@@ -318,14 +323,14 @@ class EldrConnector(NixlPullConnector):
             return
         if self._capture is None or self._timer is None or slots is None or len(slots) < plan.tokens:
             raise UnsupportedEngineError(
-                f"{model_runner(self._vllm_config)} ran {plan.tokens} tokens and did not show the ELDR "
+                f"{model_runner(self._vllm_config)} ran {plan.tokens} tokens without giving the ELDR "
                 f"connector their KV slots, so their experts cannot be counted; it was checked on {CHECKED}"
             )
         self._timer.stop()
         start = time.perf_counter()
         counts, active = self._capture.after_forward(slots, plan)
         if get_tensor_model_parallel_rank() != 0:
-            return  # ranks choose alike, the first one reports
+            return  # all ranks choose the same experts, so only the first one reports
         self._counts = counts
         self._stats.data["capture_s"].append(time.perf_counter() - start)
         size = {"requests": plan.requests, "kv_tokens": plan.kv_tokens}

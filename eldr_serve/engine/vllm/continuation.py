@@ -1,10 +1,9 @@
-"""Answers that another engine can go on with, and those that another engine has begun.
+"""Generate answers that another engine can continue, and continue answers that another engine has begun.
 
-The ingress is sent the ids of generated tokens with the bytes that were made of them. If the engine is lost,
-another one is given the ids. It computes prompt and ids as one prompt, and vLLM's own output processor is
-fed with the ids first and then with what the engine makes. So text that was held back, stop strings,
-log-probabilities, usage and reasons to finish are those of one engine. What is made of the ids has been sent
-before and is dropped.
+The ingress receives the ids of generated tokens with the bytes made from them. If the engine is lost, another
+one receives the ids and computes prompt and ids as one prompt. Its vLLM output processor first processes the
+ids, whose output was already sent and is dropped, and then the new tokens. So buffered text, stop strings,
+log-probabilities, usage and finish reasons are equal to those of a single engine.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 
 _CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
 _FINISHES = {str(reason): reason for reason in FinishReason}
-_TOKENS_A_FRAME = 8  # of an answer whose bytes all come at the end
-_TURN = 32  # tokens that are replayed before others' turn in the event loop
+_TOKENS_A_FRAME = 8  # of an answer that is not streamed, whose bytes all come at the end
+_REPLAY_BATCH = 32  # tokens to replay before yielding to the event loop
 
 
-def begun_prompt(prompt: Any, generated: list[int]) -> Any:
-    """vLLM's input of the prompt and of what was generated from it."""
+def prompt_with_generated(prompt: Any, generated: list[int]) -> Any:
+    """Return vLLM's input for the prompt followed by the tokens generated from it."""
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *generated]} if generated else prompt
 
 
-def can_go_on(params: SamplingParams, *, stream: bool) -> bool:
-    """Whether prompt and generated ids are all that the rest of one answer depends on.
+def is_resumable(params: SamplingParams, *, stream: bool) -> bool:
+    """Return whether the rest of an answer depends only on the prompt and the generated ids.
 
-    Not with a seeded generator, whose position is lost, nor where something looks at generated tokens alone.
-    A whole answer's log-probabilities are not kept.
+    It does not with a seeded generator, whose state is lost, or if a parameter treats prompt and generated
+    tokens differently. Log-probabilities of an answer that is not streamed would be lost.
     """
     return (
         params.sampling_type is not SamplingType.RANDOM_SEED
@@ -60,17 +59,23 @@ def can_go_on(params: SamplingParams, *, stream: bool) -> bool:
 
 
 class Continuation:
-    """Stands before a vLLM engine client. What a serving object makes of its outputs is written here.
+    """A proxy of a vLLM engine client, which also receives the bytes that a serving object makes.
 
-    Everything made of one output is one frame, with the output's tokens: wherever an answer is cut, bytes
-    and tokens end together. The frame that ends an answer holds all of its end.
+    The bytes made from one output and its tokens are sent as one frame, so that they end together wherever
+    an answer is cut. The last frame holds everything that follows the last token.
 
     Args:
-        client: vLLM's.
-        send: takes the frames.
-        request: ChatCompletionRequest or CompletionRequest of one prompt and one answer.
-        generated: ids that another engine has generated, and the ingress has got.
-        created: the time in the chunks that were sent before, s since 1970; None if none were.
+        client: vLLM's client of the engine.
+        send: callback that receives the frames.
+        request: ChatCompletionRequest or CompletionRequest with one prompt and one answer.
+        generated: ids that another engine generated and the ingress received.
+        created: timestamp in the chunks that were already sent, s since 1970; None if none were.
+
+    Attributes:
+        failure: the engine's error, even if the serving object has handled it; None if there is none.
+        metrics: vLLM's RequestStateStats; set at the end of the answer, if there are any.
+        prompt_token_ids: set at the end of the answer.
+        counts: what our connector added to the answer, set at its end; clients do not receive it.
     """
 
     def __init__(
@@ -79,23 +84,23 @@ class Continuation:
         self._client = client
         self._send = send
         self._stream = bool(request.stream)
-        self._tools = bool(getattr(request, "tools", None))  # their calls get random ids
+        self._tools = bool(getattr(request, "tools", None))  # vLLM gives tool calls random ids
         self._generated = generated
         self._created = None if created is None else b'"created":%d' % created
         self._replays = bool(generated)
         self._with_ids = False
         self._bytes: list[bytes] = []
         self._ids: list[int] = []
-        self.failure: Exception | None = None  # the engine's, whatever the serving object has made of it
-        self.metrics: Any = None  # vLLM's RequestStateStats, at the end of the answer and if there are any
-        self.prompt_token_ids: list[int] = []  # set at the end of the answer
-        self.counts: dict[str, Any] = {}  # set by our connector at the end of the answer; not sent to clients
+        self.failure: Exception | None = None
+        self.metrics: Any = None
+        self.prompt_token_ids: list[int] = []
+        self.counts: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def write(self, part: bytes) -> None:
-        """Take what was made of the newest output; sent with its tokens when the next one is asked for."""
+        """Buffer bytes made from the newest output; they are sent when the next output is requested."""
         self._bytes.append(part)
 
     def _flush(self) -> None:
@@ -108,7 +113,7 @@ class Continuation:
         self._send(payload, len(ids), array("I", ids).tobytes() if self._with_ids else b"")
 
     def end(self, part: bytes = b"") -> None:
-        """Send the answer's end; raises what has failed the engine, if anything has."""
+        """Send the last frame; raise the engine's error if it has failed."""
         if self.failure is not None:
             raise self.failure
         self.write(part)
@@ -118,9 +123,9 @@ class Continuation:
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As the client's; a whole answer's output comes at its end."""
+        """Generate as the client does; an answer that is not streamed is yielded once, at its end."""
         one_prompt = isinstance(prompt, dict) and "prompt_token_ids" in prompt
-        self._with_ids = one_prompt and not self._tools and can_go_on(params, stream=self._stream)
+        self._with_ids = one_prompt and not self._tools and is_resumable(params, stream=self._stream)
         if not self._stream:
             params = params.clone()
             params.output_kind = RequestOutputKind.DELTA
@@ -128,7 +133,7 @@ class Continuation:
         # If the prompt's blocks come from a prefill engine, the prompt was written to that engine's cache.
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         created = transfer.get(CREATED)
-        make = self._go_on if self._generated else self._client.generate
+        make = self._resume if self._generated else self._client.generate
         whole: Any = None
         output: Any = None
         try:
@@ -148,7 +153,7 @@ class Continuation:
                         whole = output
                     else:
                         whole.add(output, aggregate=True)
-                    if not output.finished:  # whoever reads them has made all of the last one
+                    if not output.finished:  # the serving object has processed this output completely
                         self._flush()
         except Exception as error:
             self.failure = error
@@ -162,12 +167,12 @@ class Continuation:
         if whole is not None:
             yield whole
 
-    async def _go_on(
+    async def _resume(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         client, generated = self._client, self._generated
         each = params.clone()
-        each.stream_interval = None  # the ids that are sent are those that bytes were made of
+        each.stream_interval = None  # bytes were made from each of the ids
         request = client.input_processor.process_inputs(
             request_id, prompt, each, await client.get_supported_tasks()
         )
@@ -180,22 +185,22 @@ class Continuation:
                 core.new_logprobs = _no_logprobs(token)
             for output in processor.process_outputs([core]).request_outputs:
                 yield output
-            if number % _TURN == _TURN - 1:
+            if number % _REPLAY_BATCH == _REPLAY_BATCH - 1:
                 await asyncio.sleep(0)
         rest = params.clone()
         rest.max_tokens = None if params.max_tokens is None else max(params.max_tokens - len(generated), 1)
         rest.min_tokens = max(params.min_tokens - len(generated), 0)
         rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
         rest.output_kind = RequestOutputKind.DELTA
-        made = client.generate(begun_prompt(prompt, generated), rest, request_id, **kwargs)
+        made = client.generate(prompt_with_generated(prompt, generated), rest, request_id, **kwargs)
         async with aclosing(made) as outputs:
             async for found in outputs:
                 self._replays = False
-                done = processor.process_outputs([_of_engine(found.outputs[0], request_id, params)])
+                done = processor.process_outputs([_core_output(found.outputs[0], request_id, params)])
                 for output in done.request_outputs:
                     output.num_cached_tokens = found.num_cached_tokens
                     yield output
-                if done.reqs_to_abort:  # by a stop string, of which the engine does not know
+                if done.reqs_to_abort:  # a stop string, which the engine does not look for
                     return
 
 
@@ -203,8 +208,8 @@ def _no_logprobs(token: int) -> LogprobsLists:
     return LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.array([1]))
 
 
-def _of_engine(output: Any, request_id: str, params: SamplingParams) -> EngineCoreOutput:
-    """The engine's own output, of which vLLM has made this one without text."""
+def _core_output(output: Any, request_id: str, params: SamplingParams) -> EngineCoreOutput:
+    """Rebuild the engine core's output from vLLM's output without text."""
     core = EngineCoreOutput(request_id, list(output.token_ids), stop_reason=output.stop_reason)
     if output.finish_reason is not None:
         core.finish_reason = _FINISHES[output.finish_reason]
@@ -219,7 +224,7 @@ def _of_engine(output: Any, request_id: str, params: SamplingParams) -> EngineCo
 
 
 def _logprob_row(found: dict[int, Any], top: int) -> list[tuple[int, Any]]:
-    """The sampled token, then the `top` most likely ones: the sampled one again, if it is among them."""
+    """Return the sampled token, then the `top` most likely ones, which may include it again."""
     sampled, *others = found.items()
     if len(others) < top:
         others.insert(sampled[1].rank - 1, sampled)

@@ -1,4 +1,4 @@
-"""A vLLM engine that is described and not made: what `eldr check` asks of it."""
+"""Describe a vLLM engine without starting it, for `eldr check`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from eldr_serve.engine.vllm.agreement import resolved
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.errors import ConfigurationError
 
-# By table, vLLM 0.32.0: tokens a KV block on CUDA where nobody says; its CPU platform has others.
+# Copied from vLLM 0.32.0: default block size on CUDA, tokens; vLLM's CPU platform has other defaults.
 _GPU_BLOCK = 16
 
 
 class VllmDescribed:
-    """See backend.Described; arguments as Backend.describe takes them."""
+    """See backend.Described; the arguments are those of Backend.describe."""
 
     def __init__(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
     ) -> None:
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
-        with _refusing():
+        with _configuration_errors():
             from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
             self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
@@ -65,7 +65,7 @@ class VllmDescribed:
 
     def check(self) -> None:
         """See Described."""
-        with _refusing():
+        with _configuration_errors():
             self._engine.check()
 
     def kv_cache(self, available: int) -> tuple[int, float]:
@@ -74,8 +74,8 @@ class VllmDescribed:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """What our extension refuses is a fault of the configuration."""
+def _configuration_errors() -> Iterator[None]:
+    """Raise errors of our vLLM extension as ConfigurationError."""
     try:
         yield
     except UnsupportedEngineError as error:
@@ -83,7 +83,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:
-    """By table, vLLM 0.32.0: a step's tokens and sequences where nobody says, by the GPU's memory."""
+    """Return the default tokens and sequences of a step on a GPU; copied from vLLM 0.32.0."""
     if memory_gib >= 160:
         return {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}
     if memory_gib >= 70 and capability != (8, 0):

@@ -1,4 +1,4 @@
-"""vLLM's engine in a replica: behind Ray Serve LLM's server of it, and vLLM's own OpenAI endpoints."""
+"""A vLLM engine in a replica, used through Ray Serve LLM's server and vLLM's own OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from eldr_serve.expert_sample import ExpertSample
 from eldr_serve.routing.cost import StepSums
 from eldr_serve.signature import unpack_counts
 
-# What NIXL's connector must be asked for so that it holds the prompt's blocks.
+# kv_transfer_params that make NIXL's connector hold the prompt's blocks.
 _HAND_OVER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -63,8 +63,8 @@ class VllmEngine:
     """See protocol.Engine.
 
     Args:
-        server: Ray Serve LLM's server, started.
-        model_id: the name that requests carry.
+        server: Ray Serve LLM's server; it has been started.
+        model_id: the model name that requests use.
     """
 
     def __init__(self, server: Any, model_id: str) -> None:
@@ -78,8 +78,8 @@ class VllmEngine:
         """Start the engine of an LLMConfig (see serving.app).
 
         Raises:
-            UnsupportedEngineError: vLLM is another than the checked one, or refuses the model.
-            RuntimeError: Ray has moved what is needed of it.
+            UnsupportedEngineError: vLLM is not a supported version, or refuses the model.
+            RuntimeError: Ray lacks internal names that this package uses.
         """
         register_connector()
         server = QuietLLMServer.sync_init(config)
@@ -91,24 +91,24 @@ class VllmEngine:
         parallel = engine_client(server.engine).vllm_config.parallel_config
         if parallel.enable_expert_parallel and switched_on():
             engine._held = HeldExperts(server.collective_rpc)
-            await engine._held.look()
+            await engine._held.refresh()
         return engine
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """See protocol.Engine."""
         parsed = parse_request(replace(request, kv=_HAND_OVER | {REQUEST: request.id}))
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
-        made = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
-        ids = made.prompt_token_ids[: len(made.prompt_token_ids) - len(generated)]
-        kv = made.kv_transfer_params or {}
-        if (created := getattr(made, "num_cache_creation_tokens", None)) is not None:
+        output = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
+        ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
+        kv = output.kv_transfer_params or {}
+        if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:
             kv[CREATED] = min(created, len(ids))
         return Prefilled(np.asarray(ids, np.uint32), kv)
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """See protocol.Engine; under `disable_log_stats`, or after another engine, the time is not known."""
+        """See protocol.Engine; the time is unknown with `disable_log_stats`, or if the answer is resumed."""
         called_s = time.monotonic()
-        if signatures.asked(request.id):
+        if signatures.is_awaited(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = parse_request(request)
         if request.token_ids:
@@ -126,17 +126,17 @@ class VllmEngine:
                 chat = request.method == "chat"
                 name = "chat_completion_stream_generator" if chat else "completion_stream_generator"
                 setattr(serving, name, PlainStream(getattr(serving, name), single.write))
-        made = await getattr(serving, create)(parsed, _raw_request(parsed, request))
-        if not isinstance(made, AsyncGenerator):
-            whole, tokens = _whole(made)
+        answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
+        if not isinstance(answer, AsyncGenerator):
+            body, tokens = _body(answer)
             if single is None:
-                send(whole, tokens)
+                send(body, tokens)
                 return None
-            single.end(whole)
+            single.end(body)
             self._keep_sample(request, single)
-            return _waited(single, called_s)
+            return _queued_s(single, called_s)
         begun = False
-        async for chunk in made:
+        async for chunk in answer:
             if not begun and chunk.startswith('data: {"error"'):
                 _refuse_streamed(chunk)
             begun = True
@@ -148,7 +148,7 @@ class VllmEngine:
             return None
         single.end()
         self._keep_sample(request, single)
-        return _waited(single, called_s)
+        return _queued_s(single, called_s)
 
     def _keep_sample(self, request: EngineRequest, single: Continuation) -> None:
         counts = single.counts
@@ -158,8 +158,8 @@ class VllmEngine:
             self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
 
     async def signature(self, request_id: str) -> tuple[int, str]:
-        """See protocol.Engine; never returns under `disable_log_stats`."""
-        return await signatures.of(request_id)
+        """See protocol.Engine; never returns with `disable_log_stats`."""
+        return await signatures.wait_for(request_id)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
         """See protocol.Engine."""
@@ -168,11 +168,11 @@ class VllmEngine:
         parsed = parse_request(request)
         if request.method in ("tokenize", "detokenize"):
             serving, create = openai_serving(self.server.engine, request.method)
-            send(*_whole(await getattr(serving, create)(parsed, _raw_request(parsed, request))))
+            send(*_body(await getattr(serving, create)(parsed, _raw_request(parsed, request))))
             return
         info = RawRequestInfo(headers=request.headers)
-        async for made in await getattr(self.server, request.method)(parsed, info):
-            send(*_whole(made))
+        async for response in await getattr(self.server, request.method)(parsed, info):
+            send(*_body(response))
 
     async def release(self, request_id: str) -> None:
         """See protocol.Engine."""
@@ -205,7 +205,8 @@ class VllmEngine:
         """See protocol.Engine."""
         if self._held is None:
             raise Refused(
-                "this engine's experts cannot be moved: it has no expert parallelism of ours", status=400
+                "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism",
+                status=400,
             )
         return await self._held.place(placement, load)
 
@@ -246,7 +247,7 @@ class VllmEngine:
         return parameter_of(error)
 
     async def ping(self) -> None:
-        """See protocol.Engine: of what the core is asked between two steps, this takes it the least."""
+        """See protocol.Engine; this is the cheapest call that the core answers between two steps."""
         await engine_client(self.server.engine).is_sleeping()
 
     async def check_health(self) -> None:
@@ -255,7 +256,7 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """See protocol.Engine."""
-        late_metrics.tell_now()
+        late_metrics.flush()
         await self.server.engine.shutdown()
 
 
@@ -264,8 +265,8 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
     return RawRequestInfo.to_starlette_request_optional(info)
 
 
-def _waited(single: Continuation, called_s: float) -> float | None:
-    """From the call to the first step that it had a part in, s: on one machine vLLM's clock is ours."""
+def _queued_s(single: Continuation, called_s: float) -> float | None:
+    """Return the time from the call to its first step, s; vLLM uses the same monotonic clock."""
     scheduled_s: float = getattr(single.metrics, "scheduled_ts", 0.0)
     return max(scheduled_s - called_s, 0.0) if scheduled_s else None
 
@@ -280,13 +281,17 @@ def _has_one_answer(parsed: Any) -> bool:
     return not several and not several_prompts(getattr(parsed, "prompt", None))
 
 
-def _whole(made: Any) -> tuple[bytes, int]:
-    """A response of vLLM or Ray, and how many tokens it has; CallFailed if it is an error."""
-    error = getattr(made, "error", None)
-    body = made.model_dump_json().encode()
+def _body(response: Any) -> tuple[bytes, int]:
+    """Return the JSON body of a response of vLLM or Ray, and its number of generated tokens.
+
+    Raises:
+        CallFailed: the response is an error.
+    """
+    error = getattr(response, "error", None)
+    body = response.model_dump_json().encode()
     if error is not None:
         raise CallFailed(int(error.code), body)
-    tokens = getattr(getattr(made, "usage", None), "completion_tokens", None)
+    tokens = getattr(getattr(response, "usage", None), "completion_tokens", None)
     return body, int(tokens or 0)
 
 
@@ -300,9 +305,9 @@ def _refuse_streamed(chunk: str) -> None:
 
 
 def generated_tokens(chunk: str) -> int:
-    """Tokens in an event of vLLM's stream.
+    """Return the number of tokens in an event of vLLM's stream.
 
-    An event carries one token. The event that opens a chat (it alone names a role), usage and `[DONE]`
-    carry none. Nothing is parsed: quotes within generated text are escaped, so that they do not match.
+    An event has one token. The first event of a chat (the only one with a role), usage and `[DONE]` have
+    none. The event is not parsed: quotes within generated text are escaped and do not match.
     """
     return 0 if '"role":' in chunk else chunk.count('"choices":[{')

@@ -1,4 +1,4 @@
-"""An expert placement and a replica choice of ours in vLLM's expert parallelism (EP).
+"""Use our expert placements and replica choices with vLLM's expert parallelism (EP).
 
 Engine arguments, on GPUs (docs/replica_routing.md):
 
@@ -6,8 +6,8 @@ Engine arguments, on GPUs (docs/replica_routing.md):
     eplb_config={"num_redundant_experts": P - E, "use_async": False, "step_interval": 10**9},
     additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
 
-vLLM has no option for either. The worker does both when the weights are loaded, before memory is profiled
-and CUDA graphs are captured: a captured graph keeps the replica choice that it was captured with.
+vLLM has no option for either. The worker applies both after it has loaded the weights and before memory is
+profiled and CUDA graphs are captured: a captured graph keeps its replica choice.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Ints = NDArray[np.int64]
 
 
 class PlacedWorker(Worker):
-    """vLLM's GPU worker, with experts where the placement says."""
+    """vLLM's GPU worker, which places experts by an ExpertPlacement."""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """As the base class; then place the experts and choose replicas."""
+        """Load the model as the base class does, then place the experts and set the replica choice."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         config = experts_config(self.vllm_config)
         placement = ExpertPlacement.load(config.placement)
@@ -53,7 +53,7 @@ class PlacedWorker(Worker):
 
 
 def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
-    """What the engine was given; UnsupportedEngineError, with one sentence, if it cannot be had."""
+    """Return the engine's setting; raise UnsupportedEngineError if it is invalid or not supported."""
     check_expert_placement(vllm_config)
     given = vllm_config.additional_config
     if not isinstance(given, dict) or CONFIG_KEY not in given:
@@ -62,10 +62,10 @@ def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
 
 
 def place_experts(state: EplbState, placement: Ints) -> None:
-    """Move the weights of all ranks, which call it together, to the placement [L, P]; and keep them there.
+    """Move the weights of all ranks to a placement [L, P] for good; all ranks call this together.
 
     Raises:
-        UnsupportedEngineError: the model has other layers, experts or slots, or vLLM did not move them.
+        UnsupportedEngineError: the placement does not fit the model, or vLLM did not move the experts.
     """
     models = list(state.model_states.values())
     if len(models) != 1:
@@ -86,7 +86,7 @@ def place_experts(state: EplbState, placement: Ints) -> None:
 
 
 def fixed_policy(placement: Ints) -> type[AbstractEplbPolicy]:
-    """An EPLB policy that always answers with the placement; a later rearrangement moves nothing."""
+    """Return an EPLB policy that always returns this placement; later rearrangements move nothing."""
     slots = torch.from_numpy(placement)
 
     class FixedPlacement(AbstractEplbPolicy):
@@ -98,10 +98,11 @@ def fixed_policy(placement: Ints) -> type[AbstractEplbPolicy]:
 
 
 def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
-    """Make each MoE layer's router choose replicas so; call it after `place_experts`.
+    """Set the replica choice of each MoE layer's router; call it after `place_experts`.
 
     Raises:
-        UnsupportedEngineError: "local" where each router sees the tokens of all ranks, which must agree.
+        UnsupportedEngineError: the choice is "local", and routers see the tokens of all ranks, so that all
+            ranks must make the same choice.
     """
     if choice == "even":
         return
@@ -111,21 +112,22 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
         own, state = routes_own_tokens(layer), layer.router.eplb_state
         slots, device = _slots(state, topology.ranks), state.logical_replica_count.device
         if choice == "metro":
-            put(layer.router, Metro(slots, device, group.all_reduce if own else None))
+            set_choice(layer.router, Metro(slots, device, group.all_reduce if own else None))
         elif own:
-            put(layer.router, Nearest(slots, topology, group.rank_in_group, device))
+            set_choice(layer.router, Nearest(slots, topology, group.rank_in_group, device))
         else:
             raise UnsupportedEngineError(
-                f"layer {index} routes the tokens of all ranks, which must agree: a local choice would not"
+                f"layer {index} routes the tokens of all ranks, which must choose equally: use another "
+                "replica_choice than local"
             )
 
 
-def put(router: Any, choice: OnePerExpert) -> None:
-    """Have a BaseRouter, whose EPLB maps are set, serve by this choice.
+def set_choice(router: Any, choice: OnePerExpert) -> None:
+    """Make a BaseRouter, whose EPLB maps are set, use a replica choice.
 
-    vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which are ours
-    from now on: one replica an expert, chosen anew before each call, at addresses that do not change.
-    EPLB's own maps of all layers stay as they are.
+    vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which this
+    replaces: one replica per expert, updated before each call, at fixed addresses. EPLB's own maps of all
+    layers do not change.
     """
     state = router.eplb_state
     state.logical_to_physical_map = choice.chosen[:, None]
@@ -134,7 +136,7 @@ def put(router: Any, choice: OnePerExpert) -> None:
 
 
 def _slots(state: Any, ranks: int) -> Ints:
-    """int64[E, G], as `slots_by_rank`, of a layer's EPLB maps."""
+    """Return a layer's EPLB maps as int64[E, G]; see `slots_by_rank`."""
     replicas = state.logical_to_physical_map.cpu().numpy()
     row = np.full(state.expert_load_view.shape[0], -1, np.int64)
     expert, column = np.nonzero(replicas >= 0)

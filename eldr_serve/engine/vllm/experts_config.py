@@ -1,4 +1,4 @@
-"""`additional_config["eldr_experts"]` of an engine: where its experts are, and which replica serves whom."""
+"""The engine setting `additional_config["eldr_experts"]`: expert placement and replica choice."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class ExpertsConfig(BaseModel):
-    """Of a GPU engine, under vLLM's own expert parallelism (engine/eplb.py).
+    """Setting of a GPU engine, with vLLM's own expert parallelism (eplb.py).
 
     Attributes:
-        placement: file of an ExpertPlacement (`offline.place --out`), its sidecar beside it.
-        replica_choice: even: vLLM's own, by the token's position; metro: one replica a batch, so that no
-            rank activates too many experts; local: the rank's own replica, else one of its node, else any.
+        placement: file of an ExpertPlacement (`offline.place --out`), with its sidecar file beside it.
+        replica_choice: even: vLLM's own, by the token's position; metro: one replica per batch, so that no
+            rank activates too many experts; local: the rank's own replica, else one on its node, else any.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -30,14 +30,14 @@ class ExpertsConfig(BaseModel):
 
 
 class CpuExpertsConfig(BaseModel):
-    """Of a CPU engine, under expert parallelism of ours (engine/ep); all may be left out.
+    """Setting of a CPU engine, with our expert parallelism (ep/); all fields are optional.
 
     Attributes:
-        placement: as above; None: experts in equal blocks, and the redundant slots empty.
-        redundant_experts: slots of a layer beyond one an expert, over all ranks; None: the placement's.
-        replica_choice: even, metro and local as above, weighted: GRACE-MoE's polling by load; a token's own
-            rank is by its place in the batch. none: an expert's first replica, whatever others there are.
-        moves_a_slice: experts that change slots between two steps, at most, when a placement is swapped.
+        placement: as in ExpertsConfig; None: experts in equal blocks, redundant slots empty.
+        redundant_experts: slots of a layer beyond one per expert, over all ranks; None: the placement's.
+        replica_choice: even, metro and local as in ExpertsConfig, where a token's own rank follows from its
+            position in the batch; weighted: GRACE-MoE's polling by load; none: an expert's first replica.
+        moves_a_slice: maximum number of experts that move between two steps during a swap.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,7 +49,11 @@ class CpuExpertsConfig(BaseModel):
 
 
 def parse(config: type[Config], given: Any) -> Config:
-    """The validated value of CONFIG_KEY; UnsupportedEngineError, with one sentence, if it does not fit."""
+    """Validate the value of CONFIG_KEY.
+
+    Raises:
+        UnsupportedEngineError: the value is invalid; one sentence.
+    """
     try:
         return config.model_validate(given)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The prefill call: all of vLLM's checks of the client's request, then one token in place of its answer."""
+"""The prefill call: run all of vLLM's checks of the client's request, then generate only one token."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from eldr_serve.channel import CallFailed
 from eldr_serve.engine.vllm.compat.serve_llm import openai_serving
-from eldr_serve.engine.vllm.continuation import begun_prompt
+from eldr_serve.engine.vllm.continuation import prompt_with_generated
 
 
-class _Engine:
-    """Stands before a vLLM engine client: `generate` checks what it is asked for and makes one token."""
+class _OneTokenClient:
+    """A proxy of a vLLM engine client whose `generate` checks the request and generates one token."""
 
     def __init__(self, client: Any, generated: list[int]) -> None:
         self._client = client
         self._generated = generated
-        self.output: AsyncGenerator[Any, None] | None = None  # of the last `generate`
+        self.output: AsyncGenerator[Any, None] | None = None  # result of the last `generate`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -31,48 +31,48 @@ class _Engine:
         return self.output
 
     async def _generate(
-        self, prompt: Any, asked: SamplingParams, request_id: str, kwargs: dict[str, Any]
+        self, prompt: Any, params: SamplingParams, request_id: str, kwargs: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         client = self._client
         checked = {name: kwargs.get(name) for name in ("lora_request", "priority", "data_parallel_rank")}
         client.input_processor.process_inputs(
-            request_id, prompt, asked, await client.get_supported_tasks(), **checked
+            request_id, prompt, params, await client.get_supported_tasks(), **checked
         )
-        # Whatever the token is, the request must end for its length: only then are its blocks handed over.
+        # Blocks are handed over only if the request ends by its length, so no token may end it.
         one = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=asked.extra_args,
+            extra_args=params.extra_args,
         )
-        prompt = begun_prompt(prompt, self._generated)
+        prompt = prompt_with_generated(prompt, self._generated)
         async for output in client.generate(prompt, one, request_id, **kwargs):
             yield output
 
 
 async def first_token(engine: Any, method: str, request: Any, raw_request: Any, generated: list[int]) -> Any:
-    """vLLM's output of the prompt: without text, but with its token ids and `kv_transfer_params`.
+    """Prefill a prompt; return vLLM's output, without text but with token ids and `kv_transfer_params`.
 
-    The prompt is rendered from the whole request, as the decode engine would render it: a chat template
-    may write tools, tool choice and response format into it. A request that vLLM refuses is refused
-    here with the same words, before it has cost a step.
+    The prompt is rendered from the whole request, as the decode engine would render it, since a chat
+    template may insert tools, tool choice and response format. A request that vLLM refuses is refused here
+    with vLLM's message, before any step runs.
 
     Args:
         engine: Ray's VLLMEngine.
         method: "chat" or "completions".
-        request: the client's, with the hand-over's `kv_transfer_params`.
-        raw_request: with the client's headers.
-        generated: tokens that another engine has made of the prompt, which follow it.
+        request: the client's request, with `kv_transfer_params` for the hand-over.
+        raw_request: a Starlette request with the client's headers, or None.
+        generated: tokens that another engine generated from the prompt, appended to it.
 
     Raises:
         CallFailed: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
     serving = copy.copy(serving)
-    serving.engine_client = client = _Engine(serving.engine_client, generated)
-    # A stream is returned before it is begun, and then is not: nothing of the answer is made.
+    serving.engine_client = client = _OneTokenClient(serving.engine_client, generated)
+    # vLLM returns a stream before it begins; this one is never read, so no answer is made.
     answer = await getattr(serving, create)(request.model_copy(update={"stream": True}), raw_request)
     if client.output is None:
         raise CallFailed(int(answer.error.code), answer.model_dump_json().encode())

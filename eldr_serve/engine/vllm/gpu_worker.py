@@ -1,4 +1,4 @@
-"""vLLM's GPU worker, with MoE kernels that show which experts they choose; set as `worker_cls`."""
+"""vLLM's GPU worker, with MoE kernels that expose the experts that they choose; set as `worker_cls`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from eldr_serve.engine.vllm.compat.moe import choose_open_kernel
 
 
 class EldrWorker(Worker):
-    """vLLM's worker; it settles the kernel before the model is made."""
+    """vLLM's worker, which selects the MoE kernel before it loads the model."""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """As the base class."""
+        """See the base class."""
         choose_open_kernel(self.vllm_config)
         super().load_model(load_dummy_weights=load_dummy_weights)

@@ -1,4 +1,4 @@
-"""Tensors on their way from the device to the host, for which no step waits."""
+"""Copy tensors from the device to the host asynchronously, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class HostCopy:
-    """One tensor's values on the host, there or on their way.
+    """A copy of a tensor on the host, possibly still in progress.
 
     Args:
-        host: where they are or will be.
-        event: CUDA event after which they are there; None: they are.
-        source: the device tensor, kept until then.
+        host: destination of the copy.
+        event: CUDA event that marks the end of the copy; None: it is complete.
+        source: the device tensor, referenced until the copy is complete.
     """
 
     def __init__(self, host: NDArray[Any], event: Any = None, source: Tensor | None = None) -> None:
@@ -24,30 +24,30 @@ class HostCopy:
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether the copy is complete."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> NDArray[Any]:
-        """The values, once they are there."""
+        """Wait for the copy and return the values."""
         if self._event is not None:
             self._event.synchronize()
             self._event = self._source = None
         return self._host
 
     def __reduce__(self) -> tuple[type[HostCopy], tuple[NDArray[Any]]]:
-        # A worker's output is pickled in a thread that has waited for the step's tokens already.
+        # A worker's output is pickled in a thread that has already waited for the step's tokens.
         return HostCopy, (self.wait(),)
 
 
 class HostCopies:
-    """Starts copies: on CUDA to pinned memory on a stream of their own, on CPU there is nothing to copy."""
+    """Starts copies: on CUDA to pinned memory in a separate stream; on CPU nothing is copied."""
 
     def __init__(self, device: torch.device | str) -> None:
         cuda = torch.device(device).type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if cuda else None
 
     def start(self, tensor: Tensor) -> HostCopy:
-        """Copy a tensor that nothing will overwrite; work that is under way on it is waited for there."""
+        """Copy a tensor that nothing will overwrite, after the pending work of the current stream."""
         if self._stream is None:
             return HostCopy(tensor.numpy())
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -60,6 +60,6 @@ class HostCopies:
 
 
 def to_device(values: list[int], device: torch.device) -> Tensor:
-    """int64[n] on the device; the host does not wait for the copy."""
+    """Return int64[n] on the device; the host does not wait for the copy."""
     host = torch.from_numpy(np.array(values, np.int64))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

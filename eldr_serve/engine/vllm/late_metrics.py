@@ -1,7 +1,7 @@
-"""vLLM's metrics and ours in Ray, told once a second what came with the steps of the engine.
+"""Report vLLM's metrics and ours to Ray once a second instead of in each step of the engine.
 
-To tell Ray takes some microseconds a value, and vLLM has about forty values for a step. Gauges are told while
-the engine is idle too: Ray drops one that it was not told for two of its reports.
+A report to Ray takes some microseconds per value, and vLLM has about forty values per step. Gauges are also
+reported while the engine is idle, since Ray drops a gauge that was not set during two of its exports.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from eldr_serve.engine.vllm.compat.stat_loggers import (
     RaySpecDecodingProm,
 )
 
-_EVERY_S = 1.0  # between two times that Ray is told
+_FLUSH_PERIOD_S = 1.0
 
 
 class _Pending:
-    """What this process's counters and histograms hold and Ray was not told yet, and its gauges' values."""
+    """Values of this process's counters and histograms not yet reported to Ray, and its gauges' values."""
 
     def __init__(self, values: dict[LateGauge, float] | None = None) -> None:
         self.values = dict(values or {})
         self.sums: defaultdict[LateCounter, float] = defaultdict(int)
         self.observed: defaultdict[LateHistogram, list[float]] = defaultdict(list)
 
-    def tell(self) -> None:
-        """Tell Ray; in any thread, once it is not written to any more."""
+    def report(self) -> None:
+        """Report all values to Ray, in any thread; nothing may be added any more."""
         for gauge, value in self.values.items():
-            gauge.tell(value)
+            gauge.report(value)
         for counter, total in self.sums.items():
-            counter.tell(total)
+            counter.report(total)
         for histogram, observed in self.observed.items():
             for value in observed:
-                histogram.tell(value)
+                histogram.report(value)
 
 
 class _Labelled(RayPrometheusMetric):
-    """Makes each labelled metric once: vLLM asks for some in every step."""
+    """A metric that caches its labelled children, since vLLM requests some in every step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._made: dict[tuple[str, ...], Any] = {}
 
     def labels(self, *labels: Any, **named: Any) -> Any:
-        """As of prometheus_client's metrics."""
+        """Return the child with these labels, as metrics of prometheus_client do."""
         key = (*map(str, labels), *(f"{name}={value}" for name, value in named.items()))
         made = self._made.get(key)
         if made is None:
@@ -60,39 +60,39 @@ class _Labelled(RayPrometheusMetric):
 
 
 class LateGauge(_Labelled, RayGaugeWrapper):
-    """The newest value counts."""
+    """A gauge that reports its newest value."""
 
     def set(self, value: float) -> None:
-        """As of prometheus_client's Gauge."""
+        """Set the value, as prometheus_client's Gauge does."""
         _pending.values[self] = value
 
-    def tell(self, value: float) -> None:
-        """Tell Ray."""
+    def report(self, value: float) -> None:
+        """Report to Ray."""
         super().set(value)
 
 
 class LateCounter(_Labelled, RayCounterWrapper):
-    """Values are added up."""
+    """A counter that reports the sum of its increments."""
 
     def inc(self, value: float = 1.0) -> None:
-        """As of prometheus_client's Counter."""
+        """Increment the counter, as prometheus_client's Counter does."""
         if value:
             _pending.sums[self] += value
 
-    def tell(self, value: float) -> None:
-        """Tell Ray."""
+    def report(self, value: float) -> None:
+        """Report to Ray."""
         super().inc(value)
 
 
 class LateHistogram(_Labelled, RayHistogramWrapper):
-    """All observations are kept: Ray has no way to take several at once."""
+    """A histogram that reports each observation: Ray cannot receive several at once."""
 
     def observe(self, value: float) -> None:
-        """As of prometheus_client's Histogram."""
+        """Observe a value, as prometheus_client's Histogram does."""
         _pending.observed[self].append(value)
 
-    def tell(self, value: float) -> None:
-        """Tell Ray."""
+    def report(self, value: float) -> None:
+        """Report to Ray."""
         super().observe(value)
 
 
@@ -111,7 +111,7 @@ class _LatePerf(RayPerfMetricsProm):
 
 
 class LateStatLogger(RayPrometheusStatLogger):
-    """vLLM's logger of Ray's metrics; to be made and called in the engine's event loop."""
+    """vLLM's logger for Ray's metrics; create and call it in the engine's event loop."""
 
     _gauge_cls = LateGauge
     _counter_cls = LateCounter
@@ -120,40 +120,40 @@ class LateStatLogger(RayPrometheusStatLogger):
     _kv_connector_cls = _LateKVConnector
     _perf_metrics_cls = _LatePerf
 
-    _telling: asyncio.Task[None] | None = None
+    _flushing: asyncio.Task[None] | None = None
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        """As of vLLM's stat loggers."""
+        """See vLLM's stat loggers."""
         super().record(*args, **kwargs)
-        self._tell_from_now_on()
+        self._start_flushing()
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """As of vLLM's stat loggers."""
+        """See vLLM's stat loggers."""
         super().record_sleep_state(sleep, level)
-        self._tell_from_now_on()
+        self._start_flushing()
 
     def record_admission_rejection(self, reason: str) -> None:
-        """As of vLLM's stat loggers."""
+        """See vLLM's stat loggers."""
         super().record_admission_rejection(reason)
-        self._tell_from_now_on()
+        self._start_flushing()
 
-    def _tell_from_now_on(self) -> None:
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(_tell_each_second())
+    def _start_flushing(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(_flush_periodically())
 
 
-async def _tell_each_second() -> None:
+async def _flush_periodically() -> None:
     while True:
-        await asyncio.sleep(_EVERY_S)
-        await asyncio.to_thread(_taken().tell)
+        await asyncio.sleep(_FLUSH_PERIOD_S)
+        await asyncio.to_thread(_take_pending().report)
 
 
-def tell_now() -> None:
-    """Tell Ray what it was not told yet: the engine ends."""
-    _taken().tell()
+def flush() -> None:
+    """Report all pending values to Ray, before the engine ends."""
+    _take_pending().report()
 
 
-def _taken() -> _Pending:
+def _take_pending() -> _Pending:
     global _pending
     taken, _pending = _pending, _Pending(_pending.values)
     return taken

@@ -1,7 +1,7 @@
-"""Chunks of plain streams, without a pydantic model each: byte for byte what vLLM's server makes.
+"""Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does.
 
-vLLM's own generator makes the first chunks of a stream, those that end it, and one more of a text that no
-stream has. That one, cut at its text, is the form of all chunks in between.
+vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. That
+chunk, split at the marker, is the template of all chunks in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MARK_JSON = pydantic_core.to_json(_MARK).decode()
 
 
 def is_plain(serving: Any, request: Any) -> bool:
-    """Whether chunks in the middle of the stream differ from each other in their text alone.
+    """Return whether chunks in the middle of the stream differ from each other only in their text.
 
     Args:
         serving: vLLM's OpenAI serving object.
@@ -30,7 +30,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     return (
         (request.n or 1) == 1
         and not several_prompts(getattr(request, "prompt", None))
-        and (request.logprobs is None or request.logprobs is False)  # a completion's 0 asks for some
+        and (request.logprobs is None or request.logprobs is False)  # 0 requests some in a completion
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
         and getattr(serving, "parser_cls", None) is None
@@ -39,11 +39,11 @@ def is_plain(serving: Any, request: Any) -> bool:
 
 
 class PlainStream:
-    """Stands in for vLLM's generator of a stream, and for the engine's outputs that the generator reads.
+    """A proxy of vLLM's generator of a stream, and of the engine's outputs that the generator reads.
 
     Args:
-        generator: vLLM's.
-        send: takes a chunk that was made here.
+        generator: vLLM's generator.
+        send: callback that receives the chunks made here.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class PlainStream:
         self._generator = generator
         self._send = send
         self._outputs: AsyncIterator[Any]
-        self._mark: Any = None  # an output of that text, until the generator has made a chunk of it
-        self._form: tuple[bytes, bytes] | None = None
+        self._mark: Any = None  # an output with the marker, until the generator has made its chunk
+        self._template: tuple[bytes, bytes] | None = None
         self._uncounted: list[int] = []  # tokens that the generator has not seen
 
     async def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-        """The chunks that vLLM's generator makes; `args` are its own."""
+        """Yield the chunks that vLLM's generator makes; the arguments are those of the generator."""
         at = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
         self._outputs = args[at]
         async for chunk in self._generator(*args[:at], self, *args[at + 1 :], **kwargs):
             head, found, tail = chunk.partition(_MARK_JSON) if self._mark is not None else ("", "", "")
             if found:
-                self._mark, self._form = None, (head.encode(), tail.encode())
+                self._mark, self._template = None, (head.encode(), tail.encode())
             else:
                 yield chunk
 
@@ -71,16 +71,16 @@ class PlainStream:
         return self
 
     async def __anext__(self) -> Any:
-        """The next output for vLLM's generator."""
+        """Return the next output for vLLM's generator."""
         if self._mark is not None:
             return self._mark
         while True:
-            item = await anext(self._outputs)  # with the prompt's number before it, of completions
+            item = await anext(self._outputs)  # of completions: a tuple of the prompt's index and the result
             result = item[1] if isinstance(item, tuple) else item
             output = result.outputs[0]
-            if self._form is None or output.finish_reason is not None:
+            if self._template is None or output.finish_reason is not None:
                 break
-            self._send(self._form[0] + pydantic_core.to_json(output.text) + self._form[1])
+            self._send(self._template[0] + pydantic_core.to_json(output.text) + self._template[1])
             self._uncounted += output.token_ids
         if output.finish_reason is not None:
             output.token_ids, self._uncounted = [*self._uncounted, *output.token_ids], []

@@ -1,4 +1,4 @@
-"""Clients' requests as vLLM's and Ray's endpoints take them."""
+"""Parse clients' requests into the types of vLLM's and Ray's endpoints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from eldr_serve.errors import Refused, sentence
 
 _MAX_PATTERN_TOKENS = 1024
 
-# By method.
-REQUESTS: dict[str, Any] = {
+REQUESTS: dict[str, Any] = {  # by method
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,
     **ENDPOINT_REQUESTS,
@@ -30,41 +29,41 @@ _VALIDATORS: dict[str, TypeAdapter[Any]] = {
 }
 
 
-def parse_request(asked: EngineRequest) -> Any:
-    """The request as vLLM's model of it; valid in all its parts.
+def parse_request(engine_request: EngineRequest) -> Any:
+    """Return the request as an instance of vLLM's model, completely validated.
 
-    vLLM's own validators stumble over values of other types than they expect, and leave the parts of a
-    chat's messages to be validated when they are first looked at.
+    vLLM's own validators fail on values of unexpected types, and validate the parts of a chat's messages
+    only when these are first read.
 
     Raises:
         Refused: 400, one sentence.
-        ValidationError: it says where.
+        ValidationError: a field is invalid; the error has its location.
     """
-    fields = pydantic_core.from_json(asked.body)
+    fields = pydantic_core.from_json(engine_request.body)
     if not isinstance(fields, dict):
         raise Refused("the body must be a JSON object", status=400)
-    fields |= {"kv_transfer_params": None, "ec_transfer_params": None}  # clients name no engines to read from
-    if asked.cache_salt:
-        fields |= {"cache_salt": asked.cache_salt, "priority": 0}
+    fields |= {"kv_transfer_params": None, "ec_transfer_params": None}  # not for clients to set
+    if engine_request.cache_salt:
+        fields |= {"cache_salt": engine_request.cache_salt, "priority": 0}
     try:
-        request = _VALIDATORS[asked.method].validate_python(fields)
+        request = _VALIDATORS[engine_request.method].validate_python(fields)
     except ValidationError:
         raise
     except Exception as error:
         raise Refused(sentence(error), status=400, param=parameter_of(error)) from error
-    ours = {"request_id": asked.id, "kv_transfer_params": asked.kv}
+    ours = {"request_id": engine_request.id, "kv_transfer_params": engine_request.kv}
     known = type(request).model_fields
     request = request.model_copy(
         update={name: value for name, value in ours.items() if name in known and value}
     )
     detection = getattr(request, "repetition_detection", None)
     if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
-        # vLLM's scheduler tries each size at each token, before all other requests go on.
+        # At each token vLLM's scheduler tries each size, which delays all other requests.
         raise Refused(f"repetition_detection.max_pattern_size is at most {_MAX_PATTERN_TOKENS}", status=400)
-    return _sound_messages(request) if "messages" in known else request
+    return _validate_messages(request) if "messages" in known else request
 
 
-def _sound_messages(request: Any) -> Any:
+def _validate_messages(request: Any) -> Any:
     try:
         request = picklable_chat(request)
         roles = [message.get("role") for message in request.messages]
@@ -76,7 +75,7 @@ def _sound_messages(request: Any) -> Any:
 
 
 def set_prompt(request: Any, ids: list[int]) -> None:
-    """Have the prompt not made of text again, where nothing of the answer needs its text."""
+    """Replace the request's prompt by token ids, unless the answer needs the prompt's text."""
     if request.echo:
         return
     if isinstance(request, CompletionRequest):

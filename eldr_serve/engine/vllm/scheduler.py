@@ -1,9 +1,9 @@
-"""vLLM's schedulers, with one thing moved and one added.
+"""vLLM's schedulers with two changes.
 
-The connector sees the workers' counts first: vLLM tells it what they report after it has finished the
-step's requests, and a prefill that ends in that step would leave without its signature. And the share
-of KV blocks in use, and signatures of prompts that decode here, go with the connector's stats, which come to
-us in the engine's client process.
+The connector receives the workers' counts earlier: vLLM would pass them on after it has finished the step's
+requests, so a prefill that ends in that step would have no signature. The connector's stats, which reach the
+engine's client process, also contain the share of KV blocks in use and the signatures of prompts that decode
+in this engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Expert counts at KV-block granularity (ELDR, section 4.4): one row a block, indexed by its id.
+"""Expert counts per KV block (ELDR, section 4.4): one row per block, indexed by the block's id.
 
-Array sizes: B KV blocks, L MoE layers, E experts a layer, k experts a token, T tokens of a step.
+Array sizes: B KV blocks, L MoE layers, E experts per layer, k experts per token, T tokens of a step.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch import Tensor
 
 
 def cell_dtype(block_size: int) -> torch.dtype:
-    """The narrowest type of a cell, which counts at most one a token of its block."""
+    """Return the narrowest type for a cell: it counts each token of a block at most once."""
     kinds = (torch.uint8, torch.int16, torch.int32)
     return next(kind for kind in kinds if block_size <= torch.iinfo(kind).max)
 
 
 class SignatureCache:
-    """[B,L,E] of `cell_dtype`: how many tokens of block b chose expert e in layer l.
+    """[B,L,E] of `cell_dtype`: number of tokens of block b that chose expert e in layer l.
 
-    It needs no life cycle of its own. A row means what its block's KV means: a block that is written
-    at offset 0 is a new block, so its row starts again from zero; a block that is found in the prefix
-    cache keeps the row of whoever computed it.
+    Rows follow the life cycle of their KV blocks. Writing a block at offset 0 begins a new block, so its
+    row is reset; a block that is found in the prefix cache keeps the row of the request that computed it.
 
     Args:
-        num_blocks: KV blocks of the engine.
-        block_size: tokens a block.
-        device: where the counts lie; that of the KV cache.
+        num_blocks: number of KV blocks of the engine.
+        block_size: tokens per block.
+        num_layers: L.
+        num_experts: E.
+        device: device of the counts; that of the KV cache.
     """
 
     def __init__(
@@ -50,16 +51,16 @@ class SignatureCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory, bytes."""
+        """Return the size of the cache, bytes."""
         return self.rows.nbytes
 
     def record(self, slots: Tensor, experts: Tensor, begun: Tensor) -> None:
         """Count one step's tokens.
 
         Args:
-            slots: int64[T], the KV slot that each token's KV was written to.
-            experts: int[L,T,k], the experts chosen.
-            begun: int64[n], the blocks that some of the slots are the first of.
+            slots: int64[T], the KV slot to which each token's KV was written.
+            experts: int[L,T,k], the chosen experts.
+            begun: int64[n], the blocks whose first slot is among `slots`.
         """
         self.rows[begun] = 0
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
@@ -71,13 +72,13 @@ class SignatureCache:
     def record_on_host(
         self, slots: Tensor, experts: Sequence[Tensor], top_k: int, begun: Sequence[int]
     ) -> None:
-        """The same, where all lies in the host's memory: one loop in place of a dozen of torch's operations.
+        """Do the same as `record` with host memory: one loop replaces a dozen torch operations.
 
         Args:
             slots: int64[T].
             experts: for each layer, int[T,k] or larger.
             top_k: k.
-            begun: the blocks that some of the slots are the first of.
+            begun: the blocks whose first slot is among `slots`.
         """
         rows, where = self.rows.numpy(), slots.numpy()
         for block in begun:
@@ -87,31 +88,31 @@ class SignatureCache:
             count(rows, where, chosen.numpy(), layer, top_k, self._block_size)
 
     def total_on_host(self, blocks: Sequence[int]) -> NDArray[np.int32]:
-        """As `total`, likewise."""
+        """Do the same as `total` with host memory."""
         found: NDArray[np.int32] = self.rows.numpy()[blocks].sum(0, dtype=np.int32)
         return found
 
     def total(self, blocks: Tensor) -> Tensor:
-        """int32[L,E], the counts of the tokens that lie in `blocks` (int64[n])."""
+        """Return int32[L,E], the counts of all tokens in `blocks` (int64[n])."""
         return self.rows.index_select(0, blocks).sum(dim=0, dtype=torch.int32)
 
 
 @cache
 def _counting_loop() -> Any:
-    """Compiled on first use, by a package that vLLM brings along."""
+    """Return the loop, compiled on first use by numba, a dependency of vLLM."""
     from numba import njit
 
     def count(rows: Any, slots: Any, experts: Any, layer: int, top_k: int, size: int) -> None:
         for token in range(len(slots)):
             block = slots[token] // size
-            for place in range(top_k):
-                rows[block, layer, experts[token, place]] += 1
+            for choice in range(top_k):
+                rows[block, layer, experts[token, choice]] += 1
 
     return njit(boundscheck=True)(count)
 
 
 def active_experts(experts: Tensor, num_experts: int) -> Tensor:
-    """int64[L], distinct experts that a step's tokens chose, from int[L,T,k]."""
+    """Return int64[L], the number of distinct experts in each layer of int[L,T,k]."""
     chosen = torch.zeros((experts.shape[0], num_experts), dtype=torch.bool, device=experts.device)
     chosen.scatter_(1, experts.flatten(1).long(), True)
     return chosen.sum(dim=1)

@@ -1,4 +1,4 @@
-"""True signatures of this process's engine, for whoever has asked for them."""
+"""Deliver the signatures that this process's engine measures to the calls that wait for them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import asyncio
 import threading
 from collections.abc import Mapping
 
-Signature = tuple[int, str]  # tokens of the prompt, its packed counts (see pack_counts)
+Signature = tuple[int, str]  # number of prompt tokens, packed counts (see pack_counts)
 
 _lock = threading.Lock()
 _waiting: dict[str, asyncio.Future[Signature]] = {}
 
 
-def asked(name: str) -> bool:
-    """Whether somebody waits for the prompt of this name."""
+def is_awaited(name: str) -> bool:
+    """Return whether a call waits for the signature of this prompt."""
     return name in _waiting
 
 
-async def of(name: str) -> Signature:
-    """The signature of the prompt that a caller names so; ask before the engine is given the prompt."""
+async def wait_for(name: str) -> Signature:
+    """Wait for the signature of a prompt; call it before the prompt is given to the engine.
+
+    Args:
+        name: the caller's name of the prompt.
+    """
     loop = asyncio.get_running_loop()
     with _lock:
-        asked = _waiting[name] = loop.create_future()
+        future = _waiting[name] = loop.create_future()
     try:
-        signature: Signature = await asked
+        signature: Signature = await future
         return signature
     finally:
         with _lock:
@@ -31,13 +35,13 @@ async def of(name: str) -> Signature:
 
 
 def put(found: Mapping[str, Signature]) -> None:
-    """Prompts have been prefilled, by their names; may be called in any thread."""
+    """Deliver signatures by their prompts' names; thread-safe."""
     with _lock:
-        answered = [(_waiting.pop(name), signature) for name, signature in found.items() if name in _waiting]
-    for asked, signature in answered:
-        asked.get_loop().call_soon_threadsafe(_answer, asked, signature)
+        awaited = [(_waiting.pop(name), signature) for name, signature in found.items() if name in _waiting]
+    for future, signature in awaited:
+        future.get_loop().call_soon_threadsafe(_set_result, future, signature)
 
 
-def _answer(asked: asyncio.Future[Signature], signature: Signature) -> None:
-    if not asked.done():
-        asked.set_result((signature[0], signature[1]))
+def _set_result(future: asyncio.Future[Signature], signature: Signature) -> None:
+    if not future.done():
+        future.set_result((signature[0], signature[1]))

@@ -1,4 +1,4 @@
-"""vLLM engines as a deployment describes them: Ray Serve LLM's configuration, with ours filled in."""
+"""The vLLM engines of a deployment: Ray Serve LLM's configuration, completed with our settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
 from eldr_serve.home import model_folder
 
-# NIXL side channels; replicas add their rank
+# First port of the NIXL side channels; each replica adds an offset by its rank.
 _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole": 22000}
 
 
 def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
-    """Ray's LLMConfig with the ELDR connector and scheduler filled in; see Backend.spec."""
+    """Return Ray's LLMConfig with our connector and scheduler added; see Backend.spec."""
     for part in ("engine_kwargs", "experimental_configs", "runtime_env"):
         config[part] = config.get(part) or {}
     loading = config.get("model_loading_config") or {}
@@ -39,7 +39,7 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
     config["engine_kwargs"] = engine_kwargs(
         role, device=accelerator, kv_lease_s=kv_lease_s, **config["engine_kwargs"]
     )
-    # Serve LLM gathers streamed tokens for 50 ms by default; inter-token latency would hide in it.
+    # By default Serve LLM batches streamed tokens for 50 ms, which would distort the inter-token latency.
     experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
     config["experimental_configs"] = experimental | config["experimental_configs"]
     kind = LLMConfig
@@ -67,7 +67,7 @@ class VllmSpec:
     """See backend.EngineSpec.
 
     Attributes:
-        config: Ray Serve LLM's.
+        config: Ray Serve LLM's configuration.
     """
 
     config: LLMConfig
@@ -119,9 +119,9 @@ class VllmSpec:
 
     @property
     def host_kv_gib(self) -> float | None:
-        """See EngineSpec; vLLM's own size is 4 GiB."""
-        said = self.environment.get(self.host_kv_variable)
-        return None if said is None else float(said)
+        """See EngineSpec; vLLM's default is 4 GiB."""
+        value = self.environment.get(self.host_kv_variable)
+        return None if value is None else float(value)
 
     @property
     def deployment_name(self) -> str:
@@ -129,7 +129,7 @@ class VllmSpec:
         return str(self.deployment_config.get("name") or deployment_name(self.config))
 
     def ports(self, replicas: int) -> list[int]:
-        """See EngineSpec; at intervals of an engine's ranks."""
+        """See EngineSpec; an engine takes as many consecutive ports as it has ranks."""
         fixed = self.environment.get(self.fixed_port)
         if fixed is not None:
             return [int(fixed)] * replicas
@@ -141,7 +141,7 @@ class VllmSpec:
         return engine_placement(self.config)
 
     def arguments(self) -> dict[str, Any]:
-        """See EngineSpec: AsyncEngineArgs's, without the model."""
+        """See EngineSpec; they are those of AsyncEngineArgs, without the model."""
         kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
         return kwargs
 

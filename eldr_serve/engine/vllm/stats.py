@@ -1,4 +1,4 @@
-"""What a step cost and how many experts it touched, on vLLM's own way to its metrics."""
+"""Carry step costs and active experts from vLLM's workers to its metrics, as connector stats."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from eldr_serve.engine.vllm import kv_usage, signatures, steps
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
 from eldr_serve.metrics import COUNTER, ENGINE
 
-_KEPT = 4096  # records between two readings of the metrics; the oldest go first
+_MAX_RECORDS = 4096  # between two readings of the metrics; the oldest are dropped
 
-# What of one decode step a histogram observes, and what a counter adds up; each step counts as 1 without.
+# Histogram -> field of a decode step that it observes; counter -> field that it sums (1 per step if empty).
 _OBSERVED = {
     "eldr_active_experts": "active_experts",
     "eldr_decode_step_seconds": "seconds",
@@ -24,7 +24,7 @@ _SUMMED = {
     "eldr_decode_step_requests_total": "requests",
     "eldr_decode_seconds_total": "seconds",
 }
-_WAITED = "eldr_decode_token_seconds_total"
+_TOKEN_SECONDS = "eldr_decode_token_seconds_total"
 
 
 class EldrStats(KVConnectorStats):
@@ -32,10 +32,9 @@ class EldrStats(KVConnectorStats):
 
     data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
     "active_by_layer", "seconds"}] of decode steps, "prompt_steps": [{"requests", "kv_tokens",
-    "prompt_tokens", "seconds"}] of steps in which a whole engine computed prompts, "capture_s": [...]}; the
+    "prompt_tokens", "seconds"}] of steps in which a whole engine computed prompts, "capture_s": [...]}. The
     scheduler adds "kv_usage", the share of KV blocks in use, and "signatures"
-    (EldrConnector.take_signatures). Where a step verifies drafts, experts are those of all its tokens, and
-    KV tokens reach to the last draft.
+    (EldrConnector.take_signatures). If a step verifies drafts, its experts and KV tokens include the drafts.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -47,7 +46,7 @@ class EldrStats(KVConnectorStats):
         self.data: dict[str, Any] = {"nixl": None, "steps": [], "prompt_steps": [], "capture_s": []}
 
     def aggregate(self, other: KVConnectorStats) -> EldrStats:
-        """Join two; ranks other than the first report no steps, so that none is counted twice."""
+        """Merge another rank's stats; only the first rank reports steps, so none is counted twice."""
         mine, theirs = self.data["nixl"], other.data["nixl"]
         if mine and theirs:
             joined = NixlKVConnectorStats(data=mine).aggregate(NixlKVConnectorStats(data=theirs))
@@ -55,7 +54,7 @@ class EldrStats(KVConnectorStats):
         else:
             self.data["nixl"] = mine or theirs
         for key in ("steps", "prompt_steps", "capture_s"):
-            self.data[key] = (self.data[key] + other.data[key])[-_KEPT:]
+            self.data[key] = (self.data[key] + other.data[key])[-_MAX_RECORDS:]
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -82,19 +81,19 @@ class EldrStats(KVConnectorStats):
 
 
 class EldrPromMetrics(KVConnectorPromMetrics):
-    """NIXL's Prometheus metrics and ours, each labelled as vLLM labels its own."""
+    """NIXL's Prometheus metrics and ours, with the labels of vLLM's metrics."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._steps = {name: (self._made(name, labelnames), key) for name, key in _OBSERVED.items()}
-        self._totals = {name: (self._made(name, labelnames), key) for name, key in _SUMMED.items()}
-        self._waited = self._made(_WAITED, labelnames)
-        self._capture = self._made("eldr_capture_seconds", labelnames)
+        self._steps = {name: (self._create(name, labelnames), key) for name, key in _OBSERVED.items()}
+        self._totals = {name: (self._create(name, labelnames), key) for name, key in _SUMMED.items()}
+        self._token_seconds = self._create(_TOKEN_SECONDS, labelnames)
+        self._capture = self._create("eldr_capture_seconds", labelnames)
 
-    def _made(self, name: str, labelnames: list[str]) -> dict[int, Any]:
+    def _create(self, name: str, labelnames: list[str]) -> dict[int, Any]:
         metric = ENGINE[name]
         about = f"{metric.about}, {metric.unit}"
         if metric.kind == COUNTER:
@@ -109,7 +108,7 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take one EldrStats.data."""
+        """Update all metrics from one EldrStats.data."""
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         if "kv_usage" in transfer_stats_data:
@@ -128,4 +127,4 @@ class EldrPromMetrics(KVConnectorPromMetrics):
                 histogram[engine_idx].observe(step[key])
         for counter, key in self._totals.values():
             counter[engine_idx].inc(sum(step[key] if key else 1 for step in records))
-        self._waited[engine_idx].inc(sum(step["requests"] * step["seconds"] for step in records))
+        self._token_seconds[engine_idx].inc(sum(step["requests"] * step["seconds"] for step in records))

@@ -1,4 +1,4 @@
-"""The steps of this process's engine since somebody last asked, as sums for a cost fit."""
+"""Accumulate the steps of this process's engine as sums for a fit of the step cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from eldr_serve.routing.cost import StepSums
 
-_MOST = 4096  # records that are kept as they came
+_MAX_RECORDS = 4096  # records to buffer before summing them
 
 _Records = list[dict[str, Any]]
 _lock = threading.Lock()
@@ -17,19 +17,19 @@ _prompt_steps: _Records = []
 
 
 def add(steps: _Records, prompt_steps: _Records) -> None:
-    """Take records of decode steps and of steps that computed prompts (see EldrStats).
+    """Add records of decode steps and of steps that computed prompts (see EldrStats).
 
-    They are summed when somebody asks: to sum each by itself takes longer than all else that is done for it.
+    Records are buffered, since summing each one separately would dominate their cost.
     """
     with _lock:
         _steps.extend(steps)
         _prompt_steps.extend(prompt_steps)
-        if len(_steps) + len(_prompt_steps) > _MOST:
+        if len(_steps) + len(_prompt_steps) > _MAX_RECORDS:
             _sum()
 
 
 def take() -> StepSums:
-    """What came since the last call."""
+    """Return the sums over the steps since the last call."""
     global _sums
     with _lock:
         _sum()

@@ -1,4 +1,4 @@
-"""A vLLM engine of its own for calibration."""
+"""A vLLM engine for calibration."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class VllmTracer:
     """See protocol.Tracer.
 
     Args:
-        kwargs: of `engine_kwargs("calibrate", ...)`, and the model.
-        port: of NIXL's side channel; the ranks of tensor parallelism take those that follow.
+        kwargs: the result of `engine_kwargs("calibrate", ...)`, and the model.
+        port: first port of NIXL's side channel; ranks of tensor parallelism take the following ones.
 
     Raises:
-        UnsupportedEngineError: the engine cannot be had, or could not count exactly; one sentence.
+        UnsupportedEngineError: the engine cannot start, or could not count exactly; one sentence.
     """
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
@@ -39,13 +39,13 @@ class VllmTracer:
         """See protocol.Tracer."""
         params = [
             SamplingParams(
-                max_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                ignore_eos=asked.ignore_eos,
-                seed=asked.seed,
-                extra_args={"kv_transfer_params": {CALIBRATE: True, ROUTES: asked.routes}},
+                max_tokens=one.max_tokens,
+                temperature=one.temperature,
+                ignore_eos=one.ignore_eos,
+                seed=one.seed,
+                extra_args={"kv_transfer_params": {CALIBRATE: True, ROUTES: one.routes}},
             )
-            for asked in sampling
+            for one in sampling
         ]
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [

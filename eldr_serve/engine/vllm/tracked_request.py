@@ -39,7 +39,7 @@ class RouteCounts:
     def take(self, first: int, routes: NDArray[np.int16], num_experts: int) -> None:
         """Add the experts int16[n,L,k] of n consecutive tokens that start at this position."""
         new = routes[max(0, self._next - first) :]
-        if first > self._next or not len(new):  # tokens after a gap are not counted: see `complete`
+        if first > self._next or not len(new):  # tokens after a gap are not counted; see `complete`
             return
         self._next += len(new)
         self._num_experts = num_experts

@@ -1,6 +1,6 @@
-"""What can be asked of a worker by `collective_rpc`; set as vLLM's `worker_extension_cls`.
+"""Methods of a worker for `collective_rpc`; set as vLLM's `worker_extension_cls`.
 
-No call of ours raises: after a rank has, vLLM takes the next rank's answer for that of the next call.
+None of them raises: after an exception in one rank, vLLM would return answers to the wrong calls.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ with internal_imports():
 
 
 class EldrWorkerExtension:
-    """Mixed into vLLM's worker."""
+    """Mixin of vLLM's worker."""
 
     vllm_config: Any
     _eldr_experts: Any = None  # LiveExperts
 
     def eldr_abandon(self, names: list[str]) -> None:
-        """Free the blocks of prompts that no decode engine will read, once they have ended."""
+        """Free the blocks of prompts that no decode engine will read, once these have ended."""
         if has_kv_transfer_group():
             get_kv_transfer_group().abandon(names)
 
     def eldr_experts(self, method: str, *arguments: Any) -> Any:
-        """What a method of `LiveExperts` returns; a str is a sentence that says why it did nothing."""
+        """Call a method of `LiveExperts` and return its result; a str is the reason of a refusal."""
         try:
-            return getattr(self._experts(), method)(*arguments)
+            return getattr(self._live_experts(), method)(*arguments)
         except ValueError as error:
             return str(error)
 
-    def _experts(self) -> Any:
-        """LiveExperts of this worker; ValueError where its experts cannot be moved."""
+    def _live_experts(self) -> Any:
+        """Return the LiveExperts of this worker; raise ValueError if its experts cannot be moved."""
         if self._eldr_experts is None:
             from eldr_serve.engine.vllm.compat.ep import live_experts  # imports vLLM's MoE layers
 

@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
     "a_block_size_that_no_attention_takes": (
         "cpu_demo_whole",
         lambda args: args["decode_config"]["engine_kwargs"].update(block_size=16),
-        "decode_config.engine_kwargs.block_size is 16: the CPU's attention takes multiples of 32 alone",
+        "decode_config.engine_kwargs.block_size is 16: attention on CPUs supports only multiples of 32",
     ),
     "block_sizes_of_two_defaults": ("cpu_demo", prefill_engine(block_size=64), "block_size is 64 and decode"),
     "dtypes_of_which_vllm_chooses_one": (
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
     "nixl_ports_meet": (
         "cpu_demo",
         decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}),
-        "meet decode's 20000-20001 on one node",
+        "overlap decode's 20000-20001 on one node",
     ),
     "one_port_twice": (
         *qwen(lambda args: args["ingress"].update(port=8000)),

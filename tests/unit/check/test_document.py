@@ -63,8 +63,8 @@ def sentences(found: Checked, severity: str = "error") -> list[str]:
         ("applications: [\n  a: {", "made.yaml, line 2"),
         ("a: b: c\n", "made.yaml, line 1, column 5: mapping values are not allowed here"),
         ("a: &x 1\nb: *y\n", "made.yaml, line 2, column 4: found undefined alias 'y'"),
-        ("- 1\n", "made.yaml is no mapping"),
-        ("", "made.yaml is no mapping"),
+        ("- 1\n", "made.yaml is not a mapping"),
+        ("", "made.yaml is not a mapping"),
     ],
 )
 def test_what_is_no_yaml_is_said_with_its_place(text: str, said: str, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_is_no_yaml_is_said_with_its_place(text: str, said: str, tmp_path: 
 def test_what_is_no_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "made.yaml").write_bytes(b"\xff\xfe\x00")
     (found,) = checking.check([tmp_path / "made.yaml"], lambda path, device: HERE)
-    assert "is no text" in sentences(found)[0]
+    assert "is not text" in sentences(found)[0]
 
 
 # -- Serve's own keys ------------------------------------------------------------------------------------

@@ -184,15 +184,15 @@ async def test_they_hold_what_those_of_each_step_hold(told: Told, seed: int) -> 
     for stats in sequence:
         late.record(**stats)
         if draw.random() < 0.1:
-            late_metrics.tell_now()
-    late_metrics.tell_now()
+            late_metrics.flush()
+    late_metrics.flush()
     assert _held(told) == expected
 
 
 async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late_metrics, "_EVERY_S", 0.02)
+    monkeypatch.setattr(late_metrics, "_FLUSH_PERIOD_S", 0.02)
     late = LateStatLogger(_config(), [0])
     key = "Counter", "vllm_generation_tokens", ("ReplicaId", ""), ("engine", "0"), ("model_name", "m")
     running = "Gauge", "vllm_num_requests_running", *key[2:]
@@ -213,14 +213,14 @@ async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
 async def test_what_ray_did_not_take_once_does_not_end_the_telling(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late_metrics, "_EVERY_S", 0.01)
+    monkeypatch.setattr(late_metrics, "_FLUSH_PERIOD_S", 0.01)
     late = LateStatLogger(_config(), [0])
     with monkeypatch.context() as broken:
-        broken.setattr(late_metrics._Pending, "tell", MagicMock(side_effect=RuntimeError("Ray is away")))
+        broken.setattr(late_metrics._Pending, "report", MagicMock(side_effect=RuntimeError("Ray is away")))
         late.record(SchedulerStats(num_running_reqs=1), None)
-        assert late._telling is not None
+        assert late._flushing is not None
         with pytest.raises(RuntimeError, match="Ray is away"):
-            await late._telling
+            await late._flushing
     late.record(SchedulerStats(num_running_reqs=2), None)
     async with asyncio.timeout(20):
         while [2] not in told.values():
@@ -229,7 +229,7 @@ async def test_what_ray_did_not_take_once_does_not_end_the_telling(
 
 async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
     late = LateStatLogger(_config(), [0])
-    waiting = asyncio.create_task(signatures.of("prompt"))
+    waiting = asyncio.create_task(signatures.wait_for("prompt"))
     await asyncio.sleep(0)
     steps.take()
     step = {

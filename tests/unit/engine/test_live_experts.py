@@ -137,7 +137,7 @@ def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
         with pytest.raises(PlacementError, match=sentence):
             asyncio.run(swap_placement(call_on(experts), placement))
         assert experts.status() == before
-    with pytest.raises(ValueError, match="the load is of shape"):
+    with pytest.raises(ValueError, match="the load has shape"):
         experts.begin(good, 1, [[1.0]])
     with pytest.raises(ValueError, match="unknown replica choice 'best'"):
         experts.choose("best")
@@ -219,7 +219,7 @@ def test_an_engine_says_what_its_ranks_hold_and_refuses_two_swaps(alone: None) -
 
     async def swapped() -> None:
         held, wanted = HeldExperts(held_up), placed(placements(5)[0])
-        await held.look()
+        await held.refresh()
         before = held.status
         assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
         assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
@@ -254,7 +254,7 @@ def test_after_a_cancelled_swap_an_engine_says_where_the_experts_are(alone: None
 
     async def cancelled() -> None:
         held, wanted = HeldExperts(held_up), placed(placements(5)[0])
-        await held.look()
+        await held.refresh()
         before = held.status["placement"]
         swap = asyncio.create_task(held.place(wanted))
         await moved.wait()
@@ -274,7 +274,7 @@ def test_an_engine_without_ranks_of_ours_says_so() -> None:
         return ["this engine's experts cannot be moved"]
 
     with pytest.raises(Refused, match="cannot be moved"):
-        asyncio.run(HeldExperts(call).look())
+        asyncio.run(HeldExperts(call).refresh())
 
 
 def test_slots_that_shall_be_empty_are(alone: None) -> None:

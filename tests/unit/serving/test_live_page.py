@@ -59,7 +59,7 @@ async def test_the_page_shows_all_and_fetches_from_its_host_alone(tmp_path: Path
     async with opened(actor, tmp_path) as (_, page):
         await page.evaluate(f"adminKey = {KEY!r}")
         text = await shown(page)
-        for said in ("marginal-cost", "shortest-queue", "decode step time a token", "The engines measured",
+        for said in ("marginal-cost", "shortest-queue", "decode step time per token", "The engines measured",
                      "worker 0", "worker 1"):  # fmt: skip
             assert said in text
         running = len(actor.running)
@@ -194,7 +194,7 @@ async def test_a_table_is_swapped_in_from_the_page(tmp_path: Path) -> None:
         await page.evaluate(f"adminKey = {KEY!r}")
         assert "No routing table" in await shown(page)
         await pressed(page, "table-form")
-        await page.until("document.getElementById('said').textContent === 'Choose a table\\'s file first.'")
+        await page.until("document.getElementById('said').textContent === 'Choose a table file first.'")
         await page.choose_file("#table-file", bad)
         await pressed(page, "table-form")
         await page.until("document.getElementById('said').className === 'bad'")

@@ -438,9 +438,9 @@ async def test_a_client_that_goes_leaves_nothing_behind(monkeypatch: pytest.Monk
 
 
 async def test_the_engines_end_answers_whoever_asked_first_and_forgets_the_rest() -> None:
-    asking, gone = (asyncio.create_task(signatures.of(name)) for name in "ab")
+    asking, gone = (asyncio.create_task(signatures.wait_for(name)) for name in "ab")
     await asyncio.sleep(0)
-    assert [signatures.asked(name) for name in "abc"] == [True, True, False]
+    assert [signatures.is_awaited(name) for name in "abc"] == [True, True, False]
     gone.cancel()
     await asyncio.to_thread(signatures.put, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unasked")})
     assert await asking == (9, "packed")

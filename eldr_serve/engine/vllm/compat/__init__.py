@@ -1,4 +1,4 @@
-"""The internal names of vLLM and of Ray Serve LLM that this package leans on, and no other module names.
+"""The internal names of vLLM and Ray Serve LLM that this package uses; no other module names them.
 
-One module for each part of vLLM; what each needs is checked when an engine starts (`checked.check_names`).
+One module per part of vLLM. Engines check at their start that these names exist (`checked.check_names`).
 """

@@ -21,7 +21,7 @@ with internal_imports():
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-# Configuration classes whose fields have the names of the engine arguments that fill them; the exceptions.
+# Configuration classes whose fields have the names of engine arguments, and arguments with another name.
 _CONFIGS = (ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig)
 _OTHER_NAMES = {"kv_cache_dtype": (CacheConfig, "cache_dtype")}
 

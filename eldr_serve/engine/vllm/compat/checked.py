@@ -1,4 +1,4 @@
-"""Which vLLM this was checked on, and what is said of any other."""
+"""The supported version of vLLM, and the errors for any other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _REMEDY = f"it was checked on {CHECKED}: pip install vllm=={CHECKED} (on CPUs vl
 
 
 class UnsupportedEngineError(RuntimeError):
-    """The engine cannot serve as it is set up, or its counts would not be exact; one sentence says how."""
+    """The engine cannot serve as configured, or its counts would not be exact; the message says why."""
 
 
 def check_version() -> None:
-    """Raise UnsupportedEngineError with any vLLM but the checked one and later patches of it.
+    """Raise UnsupportedEngineError unless vLLM is the checked version or a later patch of it.
 
-    0.32.0, 0.32.1 and a build's own suffix (0.32.1+cpu, 0.32.1.post1) are taken: a patch mends what was
-    released, and what we need of it is checked by name. Not taken are other minor versions, older patches,
-    and what comes before a release (0.32.1rc1, 0.32.1.dev7), which may hold any state of vLLM.
+    0.32.0, 0.32.1 and suffixes of builds (0.32.1+cpu, 0.32.1.post1) are accepted: a patch fixes a release,
+    and the names that we need are checked. Other minor versions, older patches and pre-releases (0.32.1rc1,
+    0.32.1.dev7), which may contain any state of vLLM, are not accepted.
     """
     minor, patch = CHECKED.rsplit(".", 1)
     found = re.fullmatch(rf"{re.escape(minor)}\.(\d+)(\.post\d+)?(\+.*)?", vllm.__version__)
@@ -37,19 +37,19 @@ def check_version() -> None:
 
 @contextmanager
 def internal_imports() -> Iterator[None]:
-    """Around imports of vLLM's internals: UnsupportedEngineError where vLLM is another, or has not all."""
+    """Raise UnsupportedEngineError if vLLM's version is unsupported or an import of its internals fails."""
     check_version()
     try:
         yield
     except ImportError as error:
         raise UnsupportedEngineError(
-            f"vLLM {vllm.__version__} has not what eldr-serve extends ({error}); {_REMEDY}"
+            f"vLLM {vllm.__version__} lacks a name that eldr-serve extends ({error}); {_REMEDY}"
         ) from error
 
 
 @contextmanager
 def clear_start() -> Iterator[None]:
-    """Around the start of an engine: another vLLM, or what vLLM refuses in several lines, in one sentence."""
+    """Raise UnsupportedEngineError with one sentence for an unsupported vLLM or a ValidationError of it."""
     check_version()
     try:
         yield
@@ -57,16 +57,21 @@ def clear_start() -> Iterator[None]:
         remedy = ""
         if "failed to be inspected" in str(error):
             remedy = (
-                ": vLLM cannot import the model's code, and its log says why; Qwen3.5's wants torchvision, "
-                "on CPUs the build of PyTorch's own index"
+                ": vLLM cannot import the model's code, and its log says why; Qwen3.5 needs torchvision, on "
+                "CPUs the build from PyTorch's own index"
             )
         raise UnsupportedEngineError(sentence(error) + remedy) from error
 
 
 def check_names(user: str, *needed: tuple[Any, str]) -> None:
-    """Raise UnsupportedEngineError if a name of an owner is not there: no public interface promises them."""
+    """Raise UnsupportedEngineError if an owner lacks a name; these names are not public.
+
+    Args:
+        user: the part of eldr-serve that needs the names.
+        needed: (owner, name) pairs.
+    """
     for owner, name in needed:
-        # A dataclass's field without a default is no attribute of the class.
+        # A dataclass field without a default is not an attribute of the class.
         if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", {}):
             raise UnsupportedEngineError(
                 f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which {user} needs; {_REMEDY}"

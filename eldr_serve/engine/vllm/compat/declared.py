@@ -1,4 +1,4 @@
-"""Names that Ray Serve LLM and vLLM declare, read from their source, since importing them is slow."""
+"""Read names that Ray Serve LLM and vLLM declare from their source, since importing them is slow."""
 
 from __future__ import annotations
 

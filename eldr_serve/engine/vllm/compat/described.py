@@ -1,4 +1,4 @@
-"""An engine that is described and not made, for `eldr check`."""
+"""Describe an engine without starting it, for `eldr check`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import counted_group
 from eldr_serve.engine.vllm.compat.moe import choose_open_kernel, hides_choices
 
-# By table: kernel libraries that come with vLLM's GPU wheel, for which its selectors look in vain elsewhere.
+# Copied from vLLM: its functions that look for kernel libraries of the GPU wheel, absent on this machine.
 _GPU_WHEEL = (
     "has_deep_gemm",
     "has_flashinfer",
@@ -51,7 +51,7 @@ _SELECTORS = (
 
 
 class _FirstRank:
-    """The first rank of a group: knows how many there are, and talks to none of them."""
+    """The first rank of a group that has a size but no communication."""
 
     def __init__(self, size: int) -> None:
         self.world_size = size
@@ -67,7 +67,7 @@ class _FirstRank:
 
 
 class _Weightless(TorchFunctionMode):
-    """Within it, tensors of more than a few thousand elements are made with a shape and no storage."""
+    """A mode in which tensors of more than 4096 elements are created without storage."""
 
     _MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 
@@ -84,7 +84,7 @@ class _Weightless(TorchFunctionMode):
 
 @contextmanager
 def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Within it, vLLM selects MoE kernels as on a GPU of that CUDA capability; none: as on this machine."""
+    """Make vLLM select MoE kernels for a GPU of this compute capability; None: for this machine."""
     if capability is None:
         yield
         return
@@ -99,18 +99,18 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
             return DeviceCapability(major, minor)
 
     for found in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
-        with suppress(ImportError, AttributeError):  # not all can be imported without their kernels
+        with suppress(ImportError, AttributeError):  # some modules need their kernel library
             importlib.import_module(found.name)
-    told = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
+    replaced = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
     usual = [
         (module, name, vars(module)[name])
         for key, module in list(sys.modules.items())
         if key.startswith(_SELECTORS)
-        for name in told.keys() & vars(module).keys()
+        for name in replaced.keys() & vars(module).keys()
     ]
     try:
         for module, name, _ in usual:
-            setattr(module, name, told[name])
+            setattr(module, name, replaced[name])
         yield
     finally:
         for module, name, value in usual:
@@ -118,7 +118,7 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 class KvCapacity(NamedTuple):
-    """KV tokens, and sequences of max_model_len at the same time."""
+    """Capacity of a KV cache: number of tokens, and of concurrent sequences of max_model_len tokens."""
 
     tokens: int
     sequences: float
@@ -129,16 +129,16 @@ def _block_sizes(declared: int | MultipleOf) -> str:
 
 
 class DescribedEngine:
-    """An engine's configuration and its first rank's model, whose tensors have shapes and no storage.
+    """An engine's configuration and its first rank's model, whose tensors have no storage.
 
-    All is vLLM's own on its CPU platform, but for the selection of MoE kernels.
+    vLLM builds both on its CPU platform; only MoE kernels are selected for the described GPU.
 
     Args:
-        arguments: for AsyncEngineArgs; the model is a folder with a config.json.
-        capability: CUDA capability of the described GPU; none: the engine is one for CPUs.
+        arguments: arguments of AsyncEngineArgs; the model is a folder with a config.json.
+        capability: compute capability of the described GPU; None: the engine runs on a CPU.
 
     Raises:
-        ValueError: vLLM refuses them.
+        ValueError: vLLM refuses the arguments.
     """
 
     def __init__(self, arguments: dict[str, Any], capability: tuple[int, int] | None) -> None:
@@ -153,7 +153,7 @@ class DescribedEngine:
             setattr(parallel_state, f"_{name}", _FirstRank(size))
         for name in ("PP", "DP", "DCP", "PCP", "EPLB"):
             setattr(parallel_state, f"_{name}", _FirstRank(1))
-        get_model_architecture(self.config.model_config)  # its modules see this machine
+        get_model_architecture(self.config.model_config)  # imports the model's modules for this machine
         usual = torch.get_default_dtype()
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
@@ -166,11 +166,11 @@ class DescribedEngine:
         self._layers = self.config.compilation_config.static_forward_context
 
     def weight_bytes(self) -> int:
-        """Of the first rank's parameters."""
+        """Return the size of the first rank's parameters, bytes."""
         return sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """(name of the MoE kernel, whether it hides the experts that it chooses) of all MoE layers."""
+        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
         methods = [
             layer._quant_method
             for layer in self._layers.values()
@@ -183,7 +183,7 @@ class DescribedEngine:
         }
 
     def check(self) -> None:
-        """Raise UnsupportedEngineError where our connector would."""
+        """Raise UnsupportedEngineError if our connector would."""
         check_engine(self.config)
         planned = self._planned(2**60)
         counted_group(self.config, planned)
@@ -201,17 +201,17 @@ class DescribedEngine:
                 declared = [size for b in backends for size in b.get_supported_kernel_block_sizes()]
                 taken = sorted({_block_sizes(size) for size in declared})
                 raise UnsupportedEngineError(
-                    f"block_size is {size}: the CPU's attention takes {' and '.join(taken)} alone"
+                    f"block_size is {size}: attention on CPUs supports only {' and '.join(taken)}"
                 ) from error
 
     def kv_cache(self, available: int) -> KvCapacity:
-        """What a KV cache of so many bytes holds.
+        """Return the capacity of a KV cache.
 
         Args:
-            available: bytes for the KV cache of one rank.
+            available: size of the KV cache of one rank, bytes.
 
         Raises:
-            ValueError: there is no room for one sequence.
+            ValueError: the cache cannot hold one sequence.
         """
         planned = self._planned(available)
         sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(self.config, planned)

@@ -1,4 +1,4 @@
-"""Which engines can be served with exact signatures, as their configuration says."""
+"""Check by its configuration whether an engine can be served with exact signatures."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def model_runner(vllm_config: VllmConfig) -> str:
-    """vLLM's version and which of its model runners the engine uses, for messages."""
+    """Return vLLM's version and the model runner that the engine uses, for messages."""
     return f"vLLM {vllm.__version__}, Model Runner {'V2' if vllm_config.use_v2_model_runner else 'V1'}"

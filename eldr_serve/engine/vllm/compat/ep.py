@@ -1,4 +1,4 @@
-"""The internal names of vLLM that expert parallelism on CPUs leans on. Checked on vLLM 0.32.0."""
+"""The internal names of vLLM that expert parallelism on CPUs uses. Checked on vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.start import started
+from eldr_serve.engine.vllm.ep.start import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
 from eldr_serve.expert_placement import Topology
 
@@ -27,10 +27,10 @@ with internal_imports():
 
 
 def register_layers() -> None:
-    """Have vLLM make the classes below in the place of its own (its out-of-tree registration).
+    """Make vLLM use the classes below instead of its own, by its out-of-tree registration.
 
     Raises:
-        UnsupportedEngineError: another vLLM than the checked one, or not on a CPU.
+        UnsupportedEngineError: vLLM is not the checked version, or does not run on a CPU.
     """
     if vllm.__version__.split("+")[0] != CHECKED:
         raise UnsupportedEngineError(
@@ -47,14 +47,14 @@ def register_layers() -> None:
 
 
 class PlacedMoERunner(MoERunner):
-    """vLLM's MoE layer, which a compiler takes for one operator, as on GPUs: its sizes follow the data."""
+    """vLLM's MoE layer as one opaque operator for the compiler, as on GPUs: its sizes depend on the data."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         if self.moe_config.moe_parallel_config.use_ep and not isinstance(self._quant_method, PlacedMoEMethod):
             raise UnsupportedEngineError(
                 f"expert parallelism on CPUs does not support {type(self._quant_method).__name__}: "
-                "experts that are not quantised alone"
+                "only experts that are not quantised"
             )
 
     def _select_forward(self) -> Any:
@@ -65,7 +65,7 @@ class PlacedMoERunner(MoERunner):
 
 
 class PlacedMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's unquantised experts; under expert parallelism a rank computes its own slots alone."""
+    """vLLM's unquantised experts; with expert parallelism a rank computes only its own slots."""
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
@@ -77,10 +77,12 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def live_experts(vllm_config: VllmConfig) -> LiveExperts:
-    """The experts of a worker's model; ValueError where they stay where vLLM put them."""
+    """Return the experts of a worker's model; raise ValueError if they cannot be moved."""
     layers = list(_live(vllm_config))
     if not layers:
-        raise ValueError("this engine's experts cannot be moved: it has no expert parallelism of ours")
+        raise ValueError(
+            "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism"
+        )
     return LiveExperts(layers, _config(vllm_config).moves_a_slice, get_ep_group().cpu_group)
 
 
@@ -113,7 +115,7 @@ def _check(vllm_config: VllmConfig, moe: Any) -> None:
 
 
 def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
-    """The kernel's class, computing the pairs of a token and an expert that this rank serves."""
+    """Return a subclass of a kernel that computes only the (token, expert) pairs of this rank."""
 
     class Placed(kernel):
         placed: LayerExperts
@@ -122,7 +124,7 @@ def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
             super().process_weights_after_loading(layer)
             group = get_ep_group()
             names = vllm_config.compilation_config.static_all_moe_layers
-            self.placed = started(
+            self.placed = start_layer(
                 [weight for name, weight in layer.named_parameters() if name.startswith(("w13_", "w2_"))],
                 _config(vllm_config),
                 layer=names.index(layer.layer_name),
@@ -143,7 +145,7 @@ def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
             if not len(token):
                 return
             rows = output.new_empty(len(token), output.shape[1])
-            # A pair is a row with one expert, so that the kernel computes no other.
+            # Give the kernel one row with one expert per pair, so that it computes no other pairs.
             super().apply(
                 output=rows, hidden_states=hidden_states[token], w1=w1, w2=w2,
                 topk_weights=topk_weights[token, column][:, None],

@@ -1,4 +1,4 @@
-"""vLLM's expert-parallel load balancer, whose maps hold placements of ours."""
+"""vLLM's expert-parallel load balancer (EPLB), whose maps receive our placements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def check_expert_placement(vllm_config: VllmConfig) -> None:
-    """Raise UnsupportedEngineError if this engine cannot hold a placement of ours (engine/eplb.py)."""
+    """Raise UnsupportedEngineError if this engine does not support our placements (vllm/eplb.py)."""
     check_names(
         "expert placement",
         (BaseRouter, "_apply_eplb_mapping"),
@@ -54,9 +54,9 @@ def check_expert_placement(vllm_config: VllmConfig) -> None:
 
 
 def routes_own_tokens(layer: Any) -> bool:
-    """Whether the layer's router sees the tokens of its own rank alone, which are dispatched afterwards.
+    """Return whether the layer's router sees only the tokens of its own rank, before their dispatch.
 
-    Else it sees those of all ranks: they are gathered before it, or all ranks hold the same.
+    Otherwise it sees the tokens of all ranks, because they were gathered or all ranks have the same ones.
     """
     own: bool = (
         layer.moe_config.moe_parallel_config.use_all2all_kernels and not layer.do_naive_dispatch_combine

@@ -1,4 +1,4 @@
-"""The groups of vLLM's KV cache, and the slots of a step's tokens in them."""
+"""The groups of vLLM's KV cache, and the KV slots of a step's tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CountedGroup:
     """The KV cache group by whose blocks tokens are counted.
 
     Attributes:
-        index: its place among the engine's groups.
-        block_size: tokens a block.
-        layer: the name of one of its layers.
+        index: index of the group in the engine.
+        block_size: tokens per block.
+        layer: name of one of the group's layers.
     """
 
     index: int
@@ -32,25 +32,28 @@ class CountedGroup:
 
 
 def counted_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CountedGroup:
-    """The group whose blocks hold all tokens of a prompt until it ends: one of full attention.
+    """Return the group whose blocks hold all tokens of a prompt until it ends: one of full attention.
 
-    Groups of sliding windows, chunks and recurrent states give blocks back before, or keep a state
-    instead of tokens. UnsupportedEngineError if the engine has no other, or if a prefix hit could end
-    within a block of the group: what the block counted beyond the hit could not be told apart.
+    Groups of sliding windows, chunks and recurrent states free blocks earlier, or hold a state instead of
+    tokens.
+
+    Raises:
+        UnsupportedEngineError: the engine has no such group, or a prefix hit could end within a block of
+            the group: the counts of tokens after the hit could not be separated.
     """
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        stands = is_full_attention_spec(spec) or (
+        complete = is_full_attention_spec(spec) or (
             isinstance(spec, SlidingWindowSpec)
             and spec.sliding_window >= vllm_config.model_config.max_model_len
         )
-        if stands and not group.host_resident:
+        if complete and not group.host_resident:
             _check_whole_hits(vllm_config, kv_cache_config, spec.block_size)
             return CountedGroup(index, spec.block_size, group.layer_names[0])
     kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups)
     raise UnsupportedEngineError(
-        f"the ELDR connector does not support a KV cache without full attention ({kinds}): blocks are given "
-        "back before their prompt ends; set max_model_len to at most the sliding window, if it has one"
+        f"the ELDR connector does not support a KV cache without full attention ({kinds}): blocks are freed "
+        "before their prompt ends; set max_model_len to at most the sliding window, if it has one"
     )
 
 
@@ -69,10 +72,10 @@ def _check_whole_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, b
 
 
 def forward_slots(layer: str) -> Tensor | None:
-    """int64[T], the layer's KV slot of each token of the forward that is about to run; None outside of one.
+    """Return int64[T], the layer's KV slot of each token of the next forward; None without a forward context.
 
-    Both of vLLM's model runners bind a step's metadata to the connector within the forward's context.
-    Only where Model Runner V2 replays a full CUDA graph is there none: see `graph_slots`.
+    Both of vLLM's model runners bind a step's metadata to the connector within the forward's context, except
+    when Model Runner V2 replays a full CUDA graph: see `graph_slots`.
     """
     if not is_forward_context_available():
         return None
@@ -84,14 +87,14 @@ def forward_slots(layer: str) -> Tensor | None:
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
-    """The same, from what Model Runner V2 passes to `start_load_kv` around a full CUDA graph, else None."""
+    """Return the same from the arguments that Model Runner V2 passes to `start_load_kv`, else None."""
     attention = (load_kwargs.get("attn_metadata") or {}).get(layer)
     slots: Tensor | None = getattr(attention, "slot_mapping", None)
     return slots
 
 
 def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Tokens of a block, and tokens that the KV cache of a started engine holds; (0, 0): none are shared."""
+    """Return tokens per block, and the KV cache's capacity in tokens; (0, 0) without prefix caching."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return 0, 0
@@ -99,7 +102,7 @@ def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 def check() -> None:
-    """Raise UnsupportedEngineError if vLLM has moved what this module uses."""
+    """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
     check_names(
         "the ELDR connector",
         (ForwardContext, "slot_mapping"),

@@ -1,4 +1,4 @@
-"""vLLM's MoE layers: their routers, and kernels that route inside."""
+"""vLLM's MoE layers: their routers, and kernels with internal routing."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ with internal_imports():
 
 logger = logging.getLogger(__name__)
 
-# By table, vLLM 0.32.0: models with experts that embed positions in [tokens, heads, size], with heads apart.
-_TURNED_BY_HEAD = ("lfm2_moe",)
+# Copied from vLLM 0.32.0: MoE models that embed positions in tensors [tokens, heads, size].
+_ROTARY_BY_HEAD = ("lfm2_moe",)
 
 
 def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
-    """(layer index, layer) of each MoE layer of the model, ascending; a drafter's layers are left out.
+    """Return (layer index, layer) of each MoE layer of the model, ascending, without a drafter's layers.
 
     Raises:
-        UnsupportedEngineError: a router that shows no choices, or no MoE layer.
+        UnsupportedEngineError: a router does not expose its choices, or the model has no MoE layer.
     """
     found: list[tuple[int, Any]] = []
-    model = None  # what the names of the model's layers begin with; it is made before its drafter
+    model = None  # prefix of the names of the model's layers, which come before its drafter's
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:
@@ -71,22 +71,22 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
 
 
 def _check_ranks(name: str, layer: Any) -> None:
-    """Raise UnsupportedEngineError before vLLM's CPU kernel reads experts that are on another rank."""
+    """Raise UnsupportedEngineError if vLLM's CPU kernel would read experts of another rank."""
     if type(layer) is MoERunner and current_platform.is_cpu() and layer.moe_config.moe_parallel_config.use_ep:
         raise UnsupportedEngineError(
-            f"layer {name} is under expert parallelism, of which vLLM {vllm.__version__} dies on CPUs: set "
+            f"layer {name} uses expert parallelism, with which vLLM {vllm.__version__} crashes on CPUs: set "
             "ELDR_EXPERT_PARALLEL=1 in the environment of the engine"
         )
 
 
 def _check_rotary(vllm_config: VllmConfig) -> None:
-    """Raise UnsupportedEngineError where vLLM's CPU kernel embeds positions of other tokens.
+    """Raise UnsupportedEngineError if vLLM's CPU kernel would embed wrong positions.
 
-    It takes heads that come apart for tokens, so that all but the first has another's position or none.
+    It treats a separate axis of heads as tokens, so all heads but the first get a wrong position.
     """
     model = vllm_config.model_config.hf_text_config.model_type
     if (
-        model in _TURNED_BY_HEAD
+        model in _ROTARY_BY_HEAD
         and current_platform.is_cpu()
         and vllm_config.compilation_config.is_custom_op_enabled("rotary_embedding")
     ):
@@ -97,7 +97,7 @@ def _check_rotary(vllm_config: VllmConfig) -> None:
 
 
 def _check_router(name: str, router: BaseRouter) -> None:
-    """Raise UnsupportedEngineError if what the router shows is not what the model chose."""
+    """Raise UnsupportedEngineError if the router's reported choices are not those of the model."""
     if isinstance(router, ZeroExpertRouter):
         raise UnsupportedEngineError(
             f"layer {name} has zero experts, which vLLM {vllm.__version__} renames to expert 0 before it "
@@ -118,25 +118,27 @@ def _check_router(name: str, router: BaseRouter) -> None:
 
 
 def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
-    """(layer index, what shows the layer's choices) of each MoE layer, ascending.
+    """Return (layer index, source of the layer's choices) of each MoE layer, ascending.
 
-    That is its BaseRouter or, where the kernel routes inside, the kernel's own record of it.
-    UnsupportedEngineError where a layer's choices are hidden, or layers differ in experts or top-k.
+    The source is the layer's BaseRouter or, if the kernel routes internally, a RoutingKernel.
+
+    Raises:
+        UnsupportedEngineError: a layer hides its choices, or layers differ in experts or top-k.
     """
     _check_rotary(vllm_config)
-    found = [(index, _shown(index, layer)) for index, layer in moe_layers(vllm_config)]
-    first, shown = found[0]
+    found = [(index, _source(index, layer)) for index, layer in moe_layers(vllm_config)]
+    first, source = found[0]
     for index, other in found:
-        if (other.global_num_experts, other.top_k) != (shown.global_num_experts, shown.top_k):
+        if (other.global_num_experts, other.top_k) != (source.global_num_experts, source.top_k):
             raise UnsupportedEngineError(
                 f"MoE layer {index} chooses {other.top_k} of {other.global_num_experts} experts and layer "
-                f"{first} {shown.top_k} of {shown.global_num_experts}, which a signature needs equal; serve "
+                f"{first} {source.top_k} of {source.global_num_experts}; a signature needs them equal: serve "
                 "this model with vLLM's own connector, without locality"
             )
     return found
 
 
-def _shown(index: int, layer: Any) -> Any:
+def _source(index: int, layer: Any) -> Any:
     method = getattr(layer, "_quant_method", None)
     if not getattr(method, "is_monolithic", False):
         return layer.router
@@ -144,17 +146,17 @@ def _shown(index: int, layer: Any) -> Any:
     if isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture():
         return RoutingKernel(layer, experts)
     raise UnsupportedEngineError(
-        f"MoE layer {index} runs {type(experts or method).__name__}, which routes inside and hides its "
+        f"MoE layer {index} runs {type(experts or method).__name__}, which routes internally and hides its "
         "choices; choose another kernel with moe_backend"
     )
 
 
 class RoutingKernel:
-    """A MoE layer's kernel that routes inside, and writes down what it chose where vLLM's own replay asks.
+    """A kernel with internal routing, which reports its choices through vLLM's routing replay.
 
     Args:
-        layer: vLLM's layer, whose router is not used.
-        experts: its kernel.
+        layer: vLLM's MoE layer; its router is not used.
+        experts: the layer's kernel.
     """
 
     def __init__(self, layer: Any, experts: FusedMoEExpertsMonolithic) -> None:
@@ -162,21 +164,21 @@ class RoutingKernel:
         self._layer, self._config = layer, experts.moe_config
 
     def set_capture_fn(self, capture_fn: Callable[[Tensor], None]) -> None:
-        """As BaseRouter: capture_fn gets each batch's choices, int16[T, k]."""
+        """Pass each batch's choices, int16[T, k], to a callback; the interface of BaseRouter."""
         self._layer.routed_experts.routing_sink = RoutedExpertsSink(self._config, capture_fn)
 
 
 def choose_open_kernel(vllm_config: VllmConfig) -> None:
-    """Before the model is made: Marlin, where vLLM would choose a kernel that hides its choices.
+    """Select Marlin if vLLM would select a kernel that hides its choices; call it before the model is made.
 
-    On CUDA that is OpenAI's Triton kernel for the MXFP4 of GPT-OSS, which is vLLM's first choice on
-    Hopper. FlashInfer's TRT-LLM kernels (Blackwell) route inside, too, but show what they chose.
+    On CUDA that is OpenAI's Triton kernel for the MXFP4 of GPT-OSS, vLLM's first choice on Hopper.
+    FlashInfer's TRT-LLM kernels (Blackwell) also route internally, but report their choices.
     """
     kernels = vllm_config.kernel_config
     if (
         kernels.moe_backend != "auto"
         or vllm_config.model_config.quantization != "gpt_oss_mxfp4"
-        or vllm_config.parallel_config.enable_eplb  # there such kernels are not taken
+        or vllm_config.parallel_config.enable_eplb  # vLLM selects no such kernel then
         or not current_platform.is_cuda()
     ):
         return
@@ -199,19 +201,19 @@ def choose_open_kernel(vllm_config: VllmConfig) -> None:
 
 
 def hides_choices(kernel: Any) -> bool:
-    """Whether a kernel's class routes inside, and has no record of what it chose."""
+    """Return whether a kernel class routes internally without reporting its choices."""
     replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
     return issubclass(kernel, FusedMoEExpertsMonolithic) and kernel.supports_routing_replay_capture is replay
 
 
 def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A layer's experts by the kernel that vLLM serves with, bf16: its CPU kernel, or Triton's on CUDA.
+    """Return a layer's experts as a function that runs vLLM's kernel, bf16: on CUDA Triton's, else for CPU.
 
     Args:
         w13: [S, 2I, H], gate over up; w2: [S, H, I].
 
     Returns:
-        From rows [T, H], weights float32[T, k] and experts int32[T, k] to [T, H].
+        Function of rows [T, H], weights float32[T, k] and experts int32[T, k] that returns [T, H].
     """
     if current_platform.is_cuda():
         with internal_imports():
@@ -237,7 +239,7 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
 
 
 def check() -> None:
-    """Raise UnsupportedEngineError if vLLM has moved what this module uses."""
+    """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
     check_names(
         "the ELDR connector",
         (BaseRouter, "set_capture_fn"),

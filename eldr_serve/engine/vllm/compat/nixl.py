@@ -1,4 +1,4 @@
-"""NIXL's pull connector, and what vLLM leaves to be set right around it."""
+"""NIXL's pull connector, and corrections of its behaviour in vLLM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def check_side_channel(scheduler: Any) -> None:
-    """Raise UnsupportedEngineError if NIXL's side channel cannot listen: vLLM would wait for ever."""
+    """Raise UnsupportedEngineError if NIXL's side channel cannot listen; vLLM would wait without end."""
     if scheduler._nixl_handshake_listener_t is not None:
         return  # it listens already
     host, port = scheduler.side_channel_host, scheduler.side_channel_port
@@ -57,7 +57,7 @@ def check_side_channel(scheduler: Any) -> None:
 
 
 def side_channel_stopped(scheduler: Any) -> bool:
-    """Whether no thread listens there any more: a malformed packet ends it. One may be started then."""
+    """Return whether the listener thread has ended, as after a malformed packet; allow a new one then."""
     listener = scheduler._nixl_handshake_listener_t
     if listener is not None and listener.is_alive():
         return False
@@ -66,7 +66,7 @@ def side_channel_stopped(scheduler: Any) -> bool:
 
 
 def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
-    """End the leases of finished prompts; their blocks are freed when transfers are next looked at."""
+    """End the leases of finished prompts; the next check of transfers frees their blocks."""
     for engine_id in engine_ids:
         if engine_id in worker._reqs_to_send:
             worker._reqs_to_send[engine_id] = 0.0
@@ -74,11 +74,11 @@ def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
 
 @contextmanager
 def kept_affinity() -> Iterator[None]:
-    """Within it, making a connector does not bind this thread to other cores for good.
+    """Restore this thread's CPU affinity on exit.
 
-    On CPU NIXL's worker binds the thread that makes it to the last core of each NUMA node, to keep
-    transfers from the model's cores. But that thread runs the model too: all engines of a machine
-    would share that one core.
+    On CPU NIXL's worker binds the thread that creates it to the last core of each NUMA node, to keep
+    transfers off the model's cores. But that thread also runs the model, so all engines of a machine would
+    share that core.
     """
     if not hasattr(os, "sched_getaffinity"):
         yield
@@ -92,18 +92,18 @@ def kept_affinity() -> Iterator[None]:
 
 @contextmanager
 def clear_refusal() -> Iterator[None]:
-    """Within it, a KV cache that NIXL cannot transfer is refused as other engines are."""
+    """Raise UnsupportedEngineError for a KV cache that NIXL cannot transfer."""
     try:
         yield
     except NotImplementedError as error:
         raise UnsupportedEngineError(
-            f"NIXL cannot transfer this model's KV cache ({error}); leave prefill_config out, so that whole "
-            "replicas serve it, which transfer nothing"
+            f"NIXL cannot transfer this model's KV cache ({error}); leave prefill_config out: whole replicas "
+            "transfer nothing"
         ) from error
 
 
 class WithoutTransfers:
-    """In place of NIXL's scheduler and worker halves, in an engine whose KV never leaves it."""
+    """Replaces NIXL's scheduler and worker halves in an engine that transfers no KV."""
 
     use_host_buffer = False
     copy_blocks = xfer_handshake_metadata = None
@@ -113,37 +113,37 @@ class WithoutTransfers:
         self._reqs_to_send: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _UNMOVED:
+        if name not in _NO_OPERATIONS:
             raise AttributeError(name)
         return lambda *_, **__: None
 
     def build_connector_meta(self, scheduler_output: Any) -> NixlConnectorMetadata:
-        """Nothing to send or to read."""
+        """Return metadata without transfers."""
         return NixlConnectorMetadata()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """No KV is anywhere else."""
+        """Return that no KV comes from another engine."""
         return 0, False
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are free at once; the answer has room for a signature if a hand-over was asked for."""
-        asked = (request.kv_transfer_params or {}).get("do_remote_decode")
-        return False, {} if asked else None
+        """Free the blocks at once; return a dict for the signature if the request is a prefill."""
+        prefill = (request.kv_transfer_params or {}).get("do_remote_decode")
+        return False, {} if prefill else None
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """None."""
+        """Return no results."""
         return KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """None."""
+        """Return no blocks."""
         return set()
 
     def has_pending_push_work(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
 
-_UNMOVED = {
+_NO_OPERATIONS = {
     "get_kv_connector_stats",
     "on_new_request",
     "register_kv_caches",
@@ -157,11 +157,11 @@ _UNMOVED = {
 
 @contextmanager
 def polled_nixl() -> Iterator[None]:
-    """Within it, a NIXL agent is made without its progress thread where engines share CPU cores.
+    """Make NIXL agents without a progress thread on CPUs, where engines share cores.
 
-    The thread spins: it takes a whole core for each engine, idle or not, and vLLM has no setting for it.
-    Without it transfers progress when the engine looks at them, which it does in every step, and it
-    steps as long as a transfer or a lease is open. On GPUs the thread stays.
+    The thread spins: it takes a whole core for each engine, even if idle, and vLLM has no setting for it.
+    Without it transfers progress when the engine checks them, in every step, and the engine runs steps as
+    long as a transfer or a lease is open.
     """
     original = getattr(base_worker, "nixl_agent_config", None)
     if not current_platform.is_cpu() or original is None:
@@ -175,7 +175,7 @@ def polled_nixl() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise UnsupportedEngineError if vLLM has moved what this module, or our connector, uses."""
+    """Raise UnsupportedEngineError if vLLM lacks a name that this module or our connector uses."""
     check_names(
         "the ELDR connector",
         (NixlPullConnector, "bind_kv_cache_manager"),

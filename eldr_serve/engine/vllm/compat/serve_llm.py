@@ -1,4 +1,4 @@
-"""The internal names of Ray Serve LLM that this package leans on, and of vLLM around its endpoints.
+"""The internal names of Ray Serve LLM, and of vLLM's endpoints, that this package uses.
 
 Checked on Ray 2.60.0 and vLLM 0.32.0.
 """
@@ -52,10 +52,11 @@ try:
     from ray.llm._internal.serve.engines.vllm.vllm_models import VLLMEngineConfig
 except ImportError as error:
     raise ImportError(
-        f"ray {ray.__version__} has moved what eldr-serve extends ({error}); it was checked on ray {_CHECKED}"
+        f"ray {ray.__version__} lacks a name that eldr-serve extends ({error}); "
+        f"it was checked on ray {_CHECKED}"
     ) from error
 
-# The public classes of these names are subclasses; what the endpoints and engines pass are these.
+# Ray's public request classes are subclasses of these, which the endpoints and engines use.
 __all__ = [
     "ENDPOINT_REQUESTS",
     "ChatCompletionRequest",
@@ -82,7 +83,7 @@ __all__ = [
     "to_model_metadata",
 ]
 
-# The requests of the endpoints that generate nothing, by the method of LLMServer that answers them.
+# Request types of the endpoints that generate nothing, by the method of LLMServer.
 ENDPOINT_REQUESTS: dict[str, Any] = {
     "embeddings": EmbeddingRequest,
     "score": ScoreRequest,
@@ -92,20 +93,20 @@ ENDPOINT_REQUESTS: dict[str, Any] = {
 
 
 class LocalModel(CallbackBase):
-    """Start-up callback of an engine whose model lies on its node already: there is nothing to download.
+    """Start-up callback of an engine whose model is already on its node: skip the download.
 
-    Ray looks for files to download in a task of its own, in a process that imports vLLM for it.
+    Ray would look for files to download in a separate task, whose process imports vLLM.
     """
 
     async def on_before_node_init(self) -> None:
-        """Ray's hook."""
+        """Skip Ray's initialization of the node."""
         self.ctx.run_init_node = False
 
 
 class QuietLLMServer(LLMServer):
-    """An LLMServer that starts no telemetry actor where Ray's usage statistics are switched off.
+    """An LLMServer that starts no telemetry actor if Ray's usage statistics are disabled.
 
-    Ray's own starts one all the same, in a process that imports vLLM, and waits for it.
+    Ray's class would start one anyway, in a process that imports vLLM, and wait for it.
     """
 
     async def _start_engine(self) -> None:
@@ -130,7 +131,7 @@ class OneProcessLLMConfig(LLMConfig):
     """
 
     def get_engine_config(self) -> VLLMEngineConfig:
-        """As Ray makes it, but for the executor."""
+        """Return Ray's engine configuration with vLLM's executor for one process."""
         config = super().get_engine_config()
         if not isinstance(config, _OneProcess):
             config = self._engine_config = _OneProcess(**dict(config))
@@ -138,15 +139,15 @@ class OneProcessLLMConfig(LLMConfig):
 
 
 def register_connector() -> None:
-    """Have Ray give EldrConnector what it gives NixlConnector: ports and an engine id; safe to call again.
+    """Make Ray assign ports and an engine id to EldrConnector as to NixlConnector; safe to call again.
 
-    It does so only for connector names that it knows.
+    Ray does so only for registered connectors.
     """
     if not KVConnectorBackendFactory.is_registered("EldrConnector"):
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
 
 
-# Method -> attribute of vLLM's application state that handles it, and the method of that object.
+# Method -> attribute of vLLM's application state with the serving object, and that object's method.
 _SERVING = {
     "chat": ("openai_serving_chat", "create_chat_completion"),
     "completions": ("openai_serving_completion", "create_completion"),
@@ -229,12 +230,12 @@ def parameter_of(error: Exception) -> str | None:
 
 
 def engine_client(engine: Any) -> Any:
-    """vLLM's own client of its engine core in Ray's VLLMEngine."""
+    """Return vLLM's client of its engine core from Ray's VLLMEngine."""
     return engine._engine_client
 
 
 def check_ray() -> None:
-    """Raise RuntimeError with one sentence if this Ray is not laid out as the checked one."""
+    """Raise RuntimeError, one sentence, if Ray lacks an internal name that this package extends."""
     engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )

@@ -1,4 +1,4 @@
-"""vLLM's stat loggers, and its metrics as Ray Serve LLM has it make them."""
+"""vLLM's stat loggers and its Ray metrics."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ __all__ = [
 
 
 def replace_ray_logger(client: Any, kind: type[RayPrometheusStatLogger]) -> None:
-    """Have a started engine record its stats with this kind of RayPrometheusStatLogger.
+    """Replace the Ray logger of a started engine by this subclass, and remove its text logger.
 
-    Ray names the class within the function that starts an engine. vLLM adds a logger of text, which sums up
-    for a line that nobody asks for in a replica; it goes, unless it was set to write a line for each step.
-    Engines whose stats do not go through Ray stay as they are.
+    Ray hard-codes the class of its logger. The text logger sums up stats for a line that a replica does not
+    use; it is kept only if it was set to write a line for each step. Engines without a Ray logger do not
+    change.
 
     Args:
         client: vLLM's client of its engine core.
+        kind: class of the new logger.
 
     Raises:
-        UnsupportedEngineError: vLLM has moved its loggers.
+        UnsupportedEngineError: vLLM's loggers are not where this version has them.
     """
     manager = client.logger_manager
     if manager is None:
@@ -58,11 +59,11 @@ def replace_ray_logger(client: Any, kind: type[RayPrometheusStatLogger]) -> None
         )
     config = client.vllm_config
     keeps_text = config.observability_config.enable_logging_iteration_details
-    for at, logger in reversed(list(enumerate(loggers))):
+    for index, logger in reversed(list(enumerate(loggers))):
         if type(logger) is RayPrometheusStatLogger:
-            loggers[at] = kind(config, logger.engine_indexes)
+            loggers[index] = kind(config, logger.engine_indexes)
         elif _is_text(logger) and not keeps_text:
-            del loggers[at]
+            del loggers[index]
 
 
 def _is_text(logger: Any) -> bool:

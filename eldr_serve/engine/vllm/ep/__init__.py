@@ -1,1 +1,1 @@
-"""Expert parallelism on CPU engines, which vLLM does not have: docs/expert_parallel_engines.md."""
+"""Expert parallelism for CPU engines, which vLLM lacks: see docs/expert_parallel_engines.md."""

@@ -1,4 +1,4 @@
-"""What the ranks of a running engine hold, and a new placement for them: the engine's side of a swap."""
+"""Query and change the expert placement of a running engine, from its replica."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from eldr_serve.engine.vllm.ep.swap import Call, PlacementError, swap_placement
 from eldr_serve.errors import Refused
 from eldr_serve.expert_placement import ExpertPlacement, placement_id
 
-_SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # of all ranks
+_SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # summed over all ranks
 
 
 class HeldExperts:
-    """The experts of an engine whose ranks share them.
+    """The experts of an engine, distributed over its ranks.
 
     Args:
         call: `collective_rpc` of the engine's client.
+
+    Attributes:
+        status: see protocol.Engine.experts; empty before the first `refresh`.
     """
 
     def __init__(self, call: Call) -> None:
         self._rpc = call
         self._swapping = False
-        self.status: dict[str, Any] = {}  # see protocol.Engine.experts
+        self.status: dict[str, Any] = {}
 
-    async def look(self) -> None:
-        """Ask the ranks what they hold."""
+    async def refresh(self) -> None:
+        """Update `status` from the ranks.
+
+        Raises:
+            Refused: the engine's experts cannot be moved.
+        """
         ranks = await self._rpc("eldr_experts", args=("status",))
         if isinstance(ranks[0], str):
             raise Refused(ranks[0], status=400)
@@ -47,12 +54,12 @@ class HeldExperts:
             )
         self._swapping = True
         try:
-            swapped = await swap_placement(self._followed, placement, load)
+            swapped = await swap_placement(self._call, placement, load)
         except PlacementError as error:
             raise Refused(str(error), status=400) from error
         finally:
             try:
-                await self.look()  # a swap that was cancelled has moved some
+                await self.refresh()  # a cancelled swap has moved some experts
             finally:
                 self._swapping = False
         return {
@@ -60,7 +67,8 @@ class HeldExperts:
             "received_bytes": swapped.received_bytes, "seconds": swapped.seconds,
         }  # fmt: skip
 
-    async def _followed(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Call a method of all ranks, and update `slices_left` in `status` from the answers."""
         answers = await self._rpc(method, args=args)
         if args[0] in ("begin", "move") and isinstance(answers[0], int):
             self.status["slices_left"] = answers[0]

@@ -1,4 +1,4 @@
-"""One rank's experts of one MoE layer: what its slots hold, and which pairs of a batch they serve."""
+"""One rank's experts of one MoE layer: the content of its slots, and the share of a batch that they serve."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from eldr_serve.expert_placement import Topology
 from eldr_serve.experts.replica_choice import ReplicaChoice, make_choice
 
 Ints = NDArray[np.int64]
-KEPT = 4096  # batches of the log; the oldest go first
-# Of each batch: its tokens, and of this rank the slots with a token, the pairs of a token and an expert, of
-# them those whose token lives here, if tokens live on the ranks in equal blocks, and tokens of other ranks.
+KEPT = 4096  # batches in the log; new ones replace the oldest
+# Columns of the log, per batch: its tokens; of this rank, the slots with at least one token, the (token,
+# expert) pairs, those of them whose token has its home here, and its tokens with another home. Homes are
+# equal blocks of the batch.
 LOGGED = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
 
 
 class LayerExperts:
-    """A rank's slots of a layer, and the replica choice that all ranks make alike.
+    """A rank's slots of a layer, and the replica choice, which is equal on all ranks.
 
     Args:
-        weights: [S, ...] each, what a slot holds of an expert; the first are E / G experts, in order.
-        slots: P, slots of all ranks.
+        weights: [S, ...] each, expert weights by slot; the first E / G slots hold experts, in order.
+        slots: P, number of slots of all ranks.
         num_experts: E.
-        topology: of the G ranks.
-        rank: this one.
-        rule: how replicas are chosen (`eldr_serve.experts.replica_choice`).
+        topology: topology of the G ranks.
+        rank: this rank.
+        rule: name of the replica choice (`eldr_serve.experts.replica_choice`).
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class LayerExperts:
         rule: str,
     ) -> None:
         self.weights, self.num_experts, self.topology, self.rank = weights, num_experts, topology, rank
-        self.size = slots // topology.ranks  # of a rank
+        self.size = slots // topology.ranks  # slots per rank
         self.log = np.zeros((KEPT, len(LOGGED)), np.int32)
-        self.routed = torch.zeros(num_experts, dtype=torch.int64)  # tokens of each expert since the start
+        self.routed = torch.zeros(num_experts, dtype=torch.int64)  # tokens per expert since the start
         self.batches = 0
-        self.load: ArrayLike | None = None  # float[E], expected tokens, for rules that ask
+        self.load: ArrayLike | None = None  # float[E], expected tokens per expert, for rules that use it
         self.rule = rule
         row = np.full((topology.ranks, self.size), -1, np.int64)
         row[:, : num_experts // topology.ranks] = np.arange(num_experts).reshape(topology.ranks, -1)
@@ -55,12 +56,15 @@ class LayerExperts:
         self.put(row.reshape(-1))
 
     def put(self, row: Ints) -> None:
-        """From the next batch on the slots int[P] hold these experts (-1: none); the weights are there."""
+        """Serve from the next batch on by the experts int[P] of all slots (-1: empty).
+
+        The caller has already moved the weights.
+        """
         self.row = row
         self._choice = make_choice(self.rule, row, self.num_experts, self.topology, load=self.load)
 
     def local_slots(self, experts: Tensor) -> Tensor:
-        """int64[T, k], this rank's slot for each pair of a token and an expert; -1: another rank's pair."""
+        """Return int64[T, k], this rank's slot for each (token, expert) pair; -1: another rank's."""
         local = self._choice.slots(experts) - self.rank * self.size
         here = (local >= 0) & (local < self.size)
         local = torch.where(here, local, -1)
@@ -77,5 +81,5 @@ class LayerExperts:
         return local
 
     def slot_bytes(self) -> int:
-        """Of one expert's weights."""
+        """Return the size of one expert's weights, bytes."""
         return sum(weight[0].numel() * weight.element_size() for weight in self.weights)

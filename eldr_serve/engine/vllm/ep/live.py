@@ -1,4 +1,4 @@
-"""The experts of all layers of a rank while it serves: from one placement to the next in slices."""
+"""The experts of a rank's layers while it serves: change from one placement to another in slices."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from eldr_serve.experts.replica_choice import RULES
 
 
 class LiveExperts:
-    """A rank's part of a swap; every rank is asked the same, between two steps.
+    """A rank's part of a swap; all ranks receive the same calls, between two steps.
 
     Args:
         layers: all MoE layers of the model.
-        moves_a_slice: at most so many experts move between two steps.
+        moves_a_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
     """
 
     def __init__(self, layers: Sequence[LayerExperts], moves_a_slice: int, group: Any) -> None:
-        self._layers, self._most, self._group = dict(enumerate(layers)), moves_a_slice, group
+        self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_a_slice, group
         self._waiting: deque[list[Move]] = deque()
-        self._moved, self._received = 0, 0  # since the start: experts of all ranks, bytes of this one
+        self._moved, self._received = 0, 0  # since the start: experts moved by all ranks, bytes by this one
 
     def begin(self, placement: ArrayLike, ranks: int, load: ArrayLike | None = None) -> int:
-        """Plan a swap to placement int[L, P]; nothing moves yet.
+        """Plan a swap; nothing moves yet.
 
         Args:
-            placement: -1: the slot shall be empty.
-            ranks: that the placement is for.
-            load: float[L, E], tokens that each expert is expected to get, for choices that ask; None: those
-                of the swap before.
+            placement: int[L, P]; -1: the slot becomes empty.
+            ranks: number of ranks that the placement is for.
+            load: float[L, E], expected number of tokens of each expert, for replica choices that use it;
+                None: unchanged.
 
         Returns:
-            Slices to come.
+            Number of slices.
 
         Raises:
-            ValueError: the placement does not fit, or a swap is under way; all stays as it is.
+            ValueError: the placement does not fit, or a swap is under way; nothing was changed.
         """
         if self._waiting:
             raise ValueError(f"a swap of expert placements is under way: {len(self._waiting)} slices to come")
@@ -52,14 +52,14 @@ class LiveExperts:
             raise ValueError(f"the placement is for {ranks} ranks, the engine has {first.topology.ranks}")
         rows = np.asarray(placement)
         check_fits(
-            # What is in place of nothing may be any expert that the layer has.
+            # For the check, fill empty slots with an expert that the layer has.
             np.where(rows == -1, rows.max(axis=-1, keepdims=True), rows),
             layers=len(self._layers), slots=first.size * ranks, num_experts=first.num_experts, ranks=ranks,
         )  # fmt: skip
         if load is not None and np.shape(load) != (len(self._layers), first.num_experts):
-            raise ValueError(f"the load is of shape {np.shape(load)}, not one number a layer and expert")
+            raise ValueError(f"the load has shape {np.shape(load)}, not one number per layer and expert")
         old = self.placement()
-        self._waiting.extend(sliced(old, aligned(old, rows, ranks), ranks, self._most))
+        self._waiting.extend(sliced(old, aligned(old, rows, ranks), ranks, self._slice_size))
         if load is not None:
             for number, layer in self._layers.items():
                 layer.load = np.asarray(load)[number]
@@ -67,7 +67,7 @@ class LiveExperts:
         return len(self._waiting)
 
     def choose(self, rule: str) -> None:
-        """From the next step on choose replicas by this rule; ValueError if there is no such."""
+        """Choose replicas by this rule from the next step on; raise ValueError if it is unknown."""
         if rule not in RULES:
             raise ValueError(f"unknown replica choice {rule!r}; there are {', '.join(RULES)}")
         for layer in self._layers.values():
@@ -75,9 +75,9 @@ class LiveExperts:
             layer.put(layer.row)
 
     def move(self) -> int:
-        """The next slice; returns how many are left.
+        """Move the next slice; return the number of slices left.
 
-        A rank that cannot do its part ends, since others may have done theirs: the engine ends with it.
+        A rank that fails exits, since other ranks may have moved their part; the engine ends with it.
         """
         if self._waiting:
             moves = self._waiting[0]
@@ -90,22 +90,22 @@ class LiveExperts:
         return len(self._waiting)
 
     def stop(self) -> int:
-        """Leave the experts where the slices so far have put them; returns how many are not made."""
+        """End the swap, leaving experts where they are now; return the number of slices not made."""
         left = len(self._waiting)
         self._waiting.clear()
         return left
 
     def placement(self) -> NDArray[np.int64]:
-        """int64[L, P], what the slots hold; -1: nothing."""
+        """Return int64[L, P], the experts in the slots; -1: empty."""
         return np.stack([layer.row for layer in self._layers.values()])
 
     def status(self) -> dict[str, Any]:
-        """What this rank holds and did, for messages and metrics; JSON-able.
+        """Return the state of this rank for status and metrics, as JSON types.
 
         Returns:
-            placement [L, P], replica_choice, slices_left, experts_moved (of all ranks), bytes_received (by
+            placement [L, P], replica_choice, slices_left, experts_moved (by all ranks), bytes_received (by
             this rank), and this rank's memory for experts: weight_bytes without replicas, replica_bytes of
-            the redundant slots, slice_bytes that wait beside them in a swap, at most but for rings.
+            the redundant slots, slice_bytes (most that a swap buffers beside them, except in cyclic moves).
         """
         first = self._layers[0]
         expert = [layer.slot_bytes() for layer in self._layers.values()]
@@ -118,22 +118,22 @@ class LiveExperts:
             "bytes_received": self._received,
             "weight_bytes": (first.size - redundant) * sum(expert),
             "replica_bytes": redundant * sum(expert),
-            "slice_bytes": self._most * max(expert),
+            "slice_bytes": self._slice_size * max(expert),
         }
 
     def batches(self, since: int) -> tuple[int, list[list[list[int]]]]:
-        """What this rank did for the latest batches.
+        """Return the log of this rank's latest batches.
 
         Args:
-            since: of the last answer; 0: all that are known, at most 4,096.
+            since: the number that the previous call returned; 0: all batches in the log, at most KEPT.
 
         Returns:
-            How many there were since the start, and [N][L][LOGGED] of the new ones.
+            Number of batches since the start, and [N][L][LOGGED] of the new ones.
         """
         end = min(layer.batches for layer in self._layers.values())
         wanted = np.arange(max(since, end - KEPT), end) % KEPT
         return end, np.stack([layer.log[wanted] for layer in self._layers.values()], axis=1).tolist()
 
     def routed(self) -> list[list[int]]:
-        """[L, E] tokens of each expert since the start, as EPLB counts them; equal on all ranks."""
+        """Return [L, E], tokens per expert since the start, as EPLB counts them; equal on all ranks."""
         return [layer.routed.tolist() for layer in self._layers.values()]

@@ -1,22 +1,22 @@
-"""Entry point of vLLM's plug-ins, called in each of its processes; it does nothing unless switched on."""
+"""Entry point for vLLM's plug-ins, called in each of its processes; does nothing unless enabled."""
 
 from __future__ import annotations
 
 import os
 
-SWITCH = "ELDR_EXPERT_PARALLEL"  # 1: CPU engines may have expert parallelism
+SWITCH = "ELDR_EXPERT_PARALLEL"  # 1: allow expert parallelism on CPU engines
 
 
 def switched_on() -> bool:
-    """Whether the environment asks for it."""
+    """Return whether the environment enables expert parallelism on CPUs."""
     return os.environ.get(SWITCH) == "1"
 
 
 def register() -> None:
-    """Have vLLM make our MoE layers, if the environment asks for it.
+    """Make vLLM use our MoE layers, if the environment enables it.
 
     Raises:
-        UnsupportedEngineError: another vLLM than the one that this was checked on, or not on a CPU.
+        UnsupportedEngineError: vLLM is not the checked version, or does not run on a CPU.
     """
     if not switched_on():
         return

@@ -1,4 +1,4 @@
-"""A layer's experts at the start of an engine: its slots, and the placement that the configuration names."""
+"""Set up a layer's experts at the start of an engine, by the configured placement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eldr_serve.expert_placement import Topology, check_fits
 from eldr_serve.experts.moves import aligned, sliced
 
 
-def started(
+def start_layer(
     weights: Sequence[nn.Parameter],
     config: CpuExpertsConfig,
     *,
@@ -28,16 +28,19 @@ def started(
     rank: int,
     group: Any,
 ) -> LayerExperts:
-    """The layer's experts where the configuration wants them; all ranks call it together.
+    """Move a layer's experts to the configured placement and return them; all ranks call this together.
 
     Args:
-        weights: [E / G, ...] each, of the experts that vLLM loaded on this rank; they grow to its slots.
-        layer, num_layers: which MoE layer this is, and of how many.
-        rank: of the topology's.
+        weights: [E / G, ...] each, the experts that vLLM loaded on this rank; extended to all its slots.
+        config: the engine's configuration.
+        layer, num_layers: index of this MoE layer, and number of MoE layers.
+        num_experts: E.
+        topology: topology of the G ranks.
+        rank: this rank.
         group: process group of the ranks.
 
     Raises:
-        UnsupportedEngineError: a placement that cannot be read, or does not fit the model and the engine.
+        UnsupportedEngineError: the placement cannot be read, or does not fit the model and the engine.
     """
     placement = None
     redundant = config.redundant_experts or 0

@@ -1,4 +1,4 @@
-"""A new placement on a running engine, by the calls that an engine's client has."""
+"""Change the expert placement of a running engine through its client."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.expert_placement import ExpertPlacement
 
-Call = Callable[..., Awaitable[list[Any]]]  # as AsyncLLM.collective_rpc
+Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collective_rpc
 
 
 class PlacementError(ValueError):
-    """The engine does not take the placement, one sentence says why; its own stays."""
+    """The engine refused the placement, for the reason in the message; its placement is unchanged."""
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """What a swap took.
+    """The outcome of a swap.
 
     Attributes:
-        slices: between which the engine made steps.
-        experts: that changed slots, all layers.
-        received_bytes: of the weights that came from other ranks, all ranks.
-        seconds: in all, steps in between included.
+        slices: number of slices, between which the engine ran steps.
+        experts: number of experts that changed slots, over all layers.
+        received_bytes: size of the weights received from other ranks, over all ranks.
+        seconds: total duration, including the steps between slices.
     """
 
     slices: int
@@ -39,35 +39,36 @@ class Swapped:
 
 
 async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike | None = None) -> Swapped:
-    """Bring a running engine's experts to a placement, a slice between two of its steps.
+    """Move a running engine's experts to a placement, one slice between two steps.
 
-    Answers do not change: after each slice every expert has a slot. If this is cancelled, the experts stay
-    where the slices so far have put them.
+    Answers do not change: after each slice every expert has a slot. Cancellation leaves the experts where
+    the slices so far have moved them.
 
     Args:
         call: `collective_rpc` of the engine's client.
-        load: float[L, E], tokens that each expert is expected to get, for replica choices that ask; None:
-            those of the swap before.
+        placement: the new placement.
+        load: float[L, E], expected number of tokens of each expert, for replica choices that use it; None:
+            unchanged.
 
     Raises:
         PlacementError: the placement does not fit the engine, or another swap is under way.
     """
     began = time.monotonic()
-    before = await _asked(call, "status")
+    before = await _call_ranks(call, "status")
     expected = None if load is None else np.asarray(load, float).tolist()
     rows = placement.physical_to_logical.tolist()
-    planned = asyncio.ensure_future(_asked(call, "begin", rows, placement.ranks, expected))
+    planned = asyncio.ensure_future(_call_ranks(call, "begin", rows, placement.ranks, expected))
     left = 1
     try:
         slices = left = (await asyncio.shield(planned))[0]
         while left:
-            left = (await _asked(call, "move"))[0]
+            left = (await _call_ranks(call, "move"))[0]
     finally:
-        with suppress(PlacementError):  # then there is no swap of ours to end
-            await planned  # the engine goes on planning for a caller who is cancelled
+        with suppress(PlacementError):  # refused: there is no swap to end
+            await planned  # cancelling the caller does not stop the engine's planning
             if left:
-                await _asked(call, "stop")
-    after = await _asked(call, "status")
+                await _call_ranks(call, "stop")
+    after = await _call_ranks(call, "status")
     return Swapped(
         slices,
         after[0]["experts_moved"] - before[0]["experts_moved"],
@@ -76,8 +77,8 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
     )
 
 
-async def _asked(call: Call, method: str, *arguments: Any) -> list[Any]:
-    """What each rank's LiveExperts answers; PlacementError if one says no."""
+async def _call_ranks(call: Call, method: str, *arguments: Any) -> list[Any]:
+    """Return the answer of each rank's LiveExperts; raise PlacementError if one refuses."""
     answers = await call("eldr_experts", args=(method, *arguments))
     for answer in answers:
         if isinstance(answer, str):

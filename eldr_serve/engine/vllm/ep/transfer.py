@@ -1,4 +1,4 @@
-"""Experts' weights from slot to slot, within a rank and between ranks."""
+"""Move expert weights between slots, within a rank and between ranks."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from eldr_serve.experts.moves import Move
 
 
 def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: Any) -> int:
-    """Make all the moves, and let the layers serve from where they went; every rank calls it alike.
+    """Make all moves and update the layers' placements; all ranks make the same call.
 
-    What a slot held before the call is what is read. Incoming weights wait beside the slots until all are
-    there, at most one expert a move.
+    All moves read the content of the slots before the call. Incoming weights are buffered beside the slots,
+    at most one expert per move, until all have arrived.
 
     Args:
-        layers: by the moves' layer.
-        moves: of one slice (`eldr_serve.experts.moves`).
+        layers: the layers, by `Move.layer`.
+        moves: the moves of one slice (`eldr_serve.experts.moves`).
         group: process group of the ranks.
 
     Returns:
         Bytes that this rank received from others.
     """
-    sent: list[tuple[Tensor, Any]] = []  # kept until they are out
+    sent: list[tuple[Tensor, Any]] = []  # holds tensors until they are sent
     waiting: list[tuple[Tensor, int, Tensor, Any]] = []
     received = 0
     for tag, move in enumerate(moves):
-        if move.expert < 0:  # its slot becomes empty
+        if move.expert < 0:  # the slot becomes empty
             continue
         layer = layers[move.layer]
         source, rank = move.source // layer.size, move.slot // layer.size
         for part, weight in enumerate(layer.weights):
             number = tag * len(layer.weights) + part
             if rank == layer.rank:
-                arriving, request = _fetched(
+                arriving, request = _receive(
                     weight, move.source % layer.size, source, layer.rank, group, number
                 )
                 waiting.append((weight, move.slot % layer.size, arriving, request))
@@ -51,7 +51,7 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
             request.wait()
     for _, request in sent:
         request.wait()
-    dist.barrier(group)  # a rank that fails until here leaves all as they were
+    dist.barrier(group)  # if a rank fails before this, no rank has changed a slot
     for weight, slot, arriving, _ in waiting:
         weight[slot].copy_(arriving)
     for number in {move.layer for move in moves}:
@@ -63,8 +63,8 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
     return received
 
 
-def _fetched(weight: Tensor, slot: int, source: int, rank: int, group: Any, tag: int) -> tuple[Tensor, Any]:
-    """What a slot of `source` holds, and the request to wait for; None where it is this rank's own."""
+def _receive(weight: Tensor, slot: int, source: int, rank: int, group: Any, tag: int) -> tuple[Tensor, Any]:
+    """Return the content of a slot of rank `source`, and the request to wait for; None if it is local."""
     if source == rank:
         return weight[slot].clone(), None
     arriving = torch.empty_like(weight[0], memory_format=torch.contiguous_format)
