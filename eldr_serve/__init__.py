@@ -1,6 +1,6 @@
 """Expert-locality-aware serving of mixture-of-experts models.
 
-What is named here is loaded when it is first asked for: Ray and vLLM with `build_app` alone.
+Names are imported on first use; only `build_app` imports Ray and vLLM.
 """
 
 from __future__ import annotations
