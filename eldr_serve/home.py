@@ -1,4 +1,4 @@
-"""The location of jobs, demo model and deployments: beside this package in a checkout, inside it in a wheel."""
+"""Location of jobs, demo model and deployments: beside the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ ROOT = BUNDLE if BUNDLE.is_dir() else Path(__file__).parents[1]
 
 
 def model_folder(source: str) -> str | None:
-    """Return the folder that `source` names, relative to the working directory or ROOT; None if none exists."""
+    """Return the folder `source`, relative to the working directory or else to ROOT; None if none exists."""
     found = (path.resolve() for path in (Path(source), ROOT / source) if path.is_dir())
     return next(map(str, found), None)

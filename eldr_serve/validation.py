@@ -94,9 +94,7 @@ def problem(error: ValidationError, given: Any = None, *, where: str = "", model
         value = value.kwargs or {}
     if isinstance(value, Mapping):
         name = first["ctx"]["discriminator"].strip("'") if first["type"] == "union_tag_invalid" else ""
-        name = (
-            name or text.partition(" must ")[0]
-        )  # the error of a validator of the whole input may name one field
+        name = name or text.partition(" must ")[0]  # a validator of the whole input may name a field
         if name in value:
             names, value, text = [*names, name], value[name], text.removeprefix(f"{name} ")
     path = _joined(where, names)
