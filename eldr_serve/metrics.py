@@ -229,7 +229,7 @@ OWN = {
     "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests that hold a place"),
     "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for a place"),
     "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a decode worker"),
-    "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "engine pairs that have exchanged blocks"),
+    "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "engine pairs that exchanged blocks"),
     "prefill_in_flight": Metric(
         "eldr_ingress_prefill_in_flight", GAUGE, "calls", "open calls to the prefill replica", ("worker",),
         only=_SPLIT,
