@@ -245,7 +245,7 @@ class Channel(Peer):
 
     def ping_received(self, payload: bytes) -> None:
         if payload:
-            self.on_report(_about(payload))
+            self.on_report(_decode_report(payload))
 
     def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
         if kind == Kind.DATA:
@@ -257,7 +257,7 @@ class Channel(Peer):
             if call in self._calls:
                 self._calls[call].feed(payload[4 * tokens :], tokens, payload[: 4 * tokens])
         elif kind in (Kind.END, Kind.FAIL):
-            about = _about(payload) if kind == Kind.END and payload else {}
+            about = _decode_report(payload) if kind == Kind.END and payload else {}
             found = self._calls.pop(call, None)
             if found is not None:
                 found.about = about
@@ -281,11 +281,11 @@ class Channel(Peer):
         self._changed()
 
 
-def _about(payload: bytes) -> dict[str, Any]:
+def _decode_report(payload: bytes) -> dict[str, Any]:
     try:
-        return _ABOUT.decode(payload)
+        return _REPORT.decode(payload)
     except msgspec.DecodeError as error:
         raise BrokenFrame(f"a malformed end: {error}") from error
 
 
-_ABOUT = msgspec.msgpack.Decoder(dict[str, Any])
+_REPORT = msgspec.msgpack.Decoder(dict[str, Any])

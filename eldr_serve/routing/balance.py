@@ -94,13 +94,13 @@ class BalanceRoute(QueuedPolicy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        open_to_it = workers
+        candidates = workers
         if not self.parameters.queue:
             most = self.parameters.slots + self.parameters.overcommit
             below = workers[loads.in_flight[workers] < most]
-            open_to_it = below if len(below) else workers
-        worker = _best_worker(open_to_it, request, loads, self._score(len(workers)), self._project(loads))
-        return Decision(worker, len(open_to_it), None, self.name)
+            candidates = below if len(below) else workers
+        worker = _best_worker(candidates, request, loads, self._score(len(workers)), self._project(loads))
+        return Decision(worker, len(candidates), None, self.name)
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
@@ -115,17 +115,17 @@ class BalanceRoute(QueuedPolicy):
         others = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
         reachable = overdue + list(islice(others, max(p.lookahead, p.candidates) + int(free.sum())))
         requests = [waiting[index] for index in reachable]
-        given = [
+        placed = [
             (reachable[column], row)
             for column, row in self._fill(requests, len(overdue), loads, workers, free)
         ]
-        admitted = sorted(index for index, _ in given)
+        admitted = sorted(index for index, _ in placed)
         for index in range(admitted[-1]):
             overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
         for index in admitted:
             overtaken.pop(index, None)
         self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
-        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in given]
+        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in placed]
 
     def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
         """Return how often each overtaken request was overtaken, by ascending index."""

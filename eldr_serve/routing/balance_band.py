@@ -86,10 +86,10 @@ class BalanceBand(BalanceRouteHorizon):
             self._active.union[workers],
         )
         band = self.parameters.band_tokens * self._discounted.gain
-        given: list[tuple[int, int]] = []
+        assigned: list[tuple[int, int]] = []
         for columns in np.split(np.arange(len(waiting)), [overdue]):
             while len(columns) and free.any():
-                if len(waiting) - len(given) <= free.sum():
+                if len(waiting) - len(assigned) <= free.sum():
                     worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
                 else:
                     worker, column = batches.best_pair(
@@ -97,8 +97,8 @@ class BalanceBand(BalanceRouteHorizon):
                     )
                 batches.admit(worker, column)
                 columns = columns[columns != column]
-                given.append((column, worker))
-        return given
+                assigned.append((column, worker))
+        return assigned
 
     def _probabilities(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.float32] | None:
         """Return p of the requests, float32[n, L*E], zeros if unknown; None if all are unknown."""

@@ -85,9 +85,9 @@ def dispatch(
     Returns:
         (request, worker), in the order of placing.
     """
-    given: list[tuple[int, int]] = []
-    everybody = list(range(len(newcomers.added)))
-    for waiting in (everybody[:overdue], everybody[overdue:]):
+    assigned: list[tuple[int, int]] = []
+    indices = list(range(len(newcomers.added)))
+    for waiting in (indices[:overdue], indices[overdue:]):
         while waiting and slots.free.any():
             worker = slots.next()
             # Stage 1, many free slots: one request. Stage 2: the best set that fits the worker's slots.
@@ -96,10 +96,10 @@ def dispatch(
             chosen = _best_set(newcomers.added[head], limit, score, slots.margins(worker))
             requests = [head[position] for position in chosen]
             slots.admit(worker, newcomers.grown[requests])
-            given += [(request, worker) for request in requests]
+            assigned += [(request, worker) for request in requests]
             for position in reversed(chosen):
                 del waiting[position]
-    return given
+    return assigned
 
 
 def _best_set(

@@ -53,8 +53,8 @@ class GuardedPolicy:
         """See QueuedPolicy.dispatch; if it fails, all waiting requests are placed."""
         assert isinstance(self.policy, QueuedPolicy)
         try:
-            given = self.policy.dispatch(waiting, loads, rng)
-            return [(index, _check_available(decision, loads)) for index, decision in given]
+            assigned = self.policy.dispatch(waiting, loads, rng)
+            return [(index, _check_available(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
             return list(enumerate(_by_load(len(waiting), loads)))
