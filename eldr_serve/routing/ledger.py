@@ -39,11 +39,11 @@ class LoadLedger:
         """Add pending prefill tokens of a request; its first generated token removes them."""
         held = self._requests.get(request_id)
         if held is not None:
-            self._finish_prefill(request_id)
+            self._prefilled(request_id)
             self._pending_prefill[request_id] = tokens
             self._prefill_tokens[held[0]] += tokens
 
-    def _finish_prefill(self, request_id: str) -> None:
+    def _prefilled(self, request_id: str) -> None:
         tokens = self._pending_prefill.pop(request_id, None)
         if tokens is not None:
             self._prefill_tokens[self._requests[request_id][0]] -= tokens
@@ -53,14 +53,14 @@ class LoadLedger:
         held = self._requests.get(request_id)
         if held is None or generated_tokens <= held[2]:
             return
-        self._finish_prefill(request_id)
+        self._prefilled(request_id)
         row, prompt_tokens, before = held
         self._requests[request_id] = (row, prompt_tokens, generated_tokens)
         self._kv_tokens[row] += generated_tokens - before
 
     def release(self, request_id: str) -> None:
         """Remove a request; a second release does nothing."""
-        self._finish_prefill(request_id)
+        self._prefilled(request_id)
         held = self._requests.pop(request_id, None)
         if held is None:
             return

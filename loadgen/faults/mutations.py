@@ -181,7 +181,7 @@ MUTATIONS = (
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",
         "eldr_serve.routing.ledger",
-        "        self._finish_prefill(request_id)\n        held = self._requests.pop",
+        "        self._prefilled(request_id)\n        held = self._requests.pop",
         "        held = self._requests.pop",
     ),
     # -- engines' servers

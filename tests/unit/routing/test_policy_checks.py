@@ -211,7 +211,7 @@ class _Secret(_Hoards):
         (_Moody, "two runs with the same seed chose different workers: use only `rng`"),
         (_Fixed, "requests without a usable signature: it raised AssertionError"),
         (_Fixed, "notifications: it raised KeyError('nobody')"),
-        (_Hoards, "dispatch left requests waiting though no worker runs any"),
+        (_Hoards, "dispatch left requests waiting though no request runs"),
         (_Twice, "dispatch must give each index into `waiting` at most once, and no other"),
         (_Secret, "parameters: it raised PydanticSerializationError"),
     ],
