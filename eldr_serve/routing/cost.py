@@ -52,7 +52,8 @@ class StepCost:
         """Return the time that one more request adds to a step, over all requests, s.
 
         Args:
-            more_tokens, more_experts: KV tokens and additional active experts of that request.
+            more_tokens: KV tokens of that request.
+            more_experts: active experts that it adds.
         """
         now = self.seconds(requests, kv_tokens, experts)
         with_it = self.seconds(requests + 1, kv_tokens + more_tokens, experts + more_experts)
