@@ -1,6 +1,6 @@
 """Expert-locality-aware serving of mixture-of-experts models.
 
-What is named here is loaded when it is first asked for: Ray and vLLM with `build_app` alone.
+Names are imported on first use; only `build_app` imports Ray and vLLM.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "policy_names",
 ]
 
-_HOMES = {
+_MODULES = {
     "RoutingTable": "artifacts",
     "Client": "client",
     "ServiceError": "client",
@@ -63,7 +63,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'routing')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'routing')}"), name)
 
 
 def __dir__() -> list[str]:

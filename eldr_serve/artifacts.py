@@ -1,9 +1,9 @@
-"""The files that pass between capture, fit and router: safetensors with a JSON record inside.
+"""Artifact files, which capture, fits and the router exchange: safetensors with a JSON record inside.
 
-(`ExpertPlacement`, which engines read too, is JSON and has a module of its own.)
+(`ExpertPlacement` is a JSON file that engines read too; it has its own module.)
 
-Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. What
-does not fit raises ArtifactError, with one sentence that names the file.
+Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. An invalid
+file raises ArtifactError with one sentence that names the file.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ class _TableRecord(Record):
 
 
 class Artifact(ABC):
-    """What is saved as one file."""
+    """An object that is saved as one file."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """The file's content; equal artifacts give equal bytes."""
+        """Return the file's content; equal artifacts give equal bytes."""
 
     @classmethod
     @abstractmethod
     def from_bytes(cls, data: bytes, *, name: str = "the file") -> Self:
-        """Parse a file's content; ArtifactError, with the name, if it is not one."""
+        """Parse a file's content; raise ArtifactError, with the file's name, if it is invalid."""
 
     def save(self, path: Path | str) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         write_whole(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a file; ArtifactError if it is missing or is not one."""
+        """Read a file; raise ArtifactError if it is missing or invalid."""
         return cls.from_bytes(read_file(path), name=str(path))
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingTable(Artifact):
-    """How to make a signature and where its clusters lie.
+    """A signature specification and the cluster centroids of a model.
 
     Attributes:
         model: id of the model; a router of another model refuses the table.
-        spec: how counts become a signature.
-        centroids: float32[K, n*E], unit rows, one a decode worker.
-        cluster_sizes: int64[K], calibration requests a cluster.
+        spec: conversion of counts to a signature.
+        centroids: float32[K, n*E], rows of unit norm, one per decode worker.
+        cluster_sizes: int64[K], calibration requests per cluster.
         band: width of the locality band, cosine similarity.
-        version: counts the fits of one deployment; free for the user.
-        domains: the most frequent calibration domain of each cluster, "" if unknown.
-        transform: the name that the signature was fitted under.
-        seed: of the clustering.
-        fingerprint: of the trace that it was fitted on.
+        version: number of the fit within a deployment; the user may choose it.
+        domains: most frequent calibration domain of each cluster, "" if unknown.
+        transform: name of the signature's transform.
+        seed: seed of the clustering.
+        fingerprint: fingerprint of the trace that the table was fitted on.
     """
 
     model: str
@@ -107,19 +107,22 @@ class RoutingTable(Artifact):
 
     @property
     def num_layers(self) -> int:
-        """L, MoE layers of the model."""
+        """L, number of MoE layers."""
         return int(self.spec.idf.shape[0])
 
     @property
     def num_experts(self) -> int:
-        """E, experts a layer."""
+        """E, number of experts per layer."""
         return int(self.spec.idf.shape[1])
 
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
-        """float32[K] cosine to each centroid, of counts[L,E] or of an encoded vector [n*E].
+        """Return the cosine to each centroid, float32[K].
+
+        Args:
+            signature: counts[L,E] or an encoded vector [n*E].
 
         Raises:
-            ValueError: another shape.
+            ValueError: the signature has another shape.
         """
         if signature.ndim == 1:
             if signature.shape != (self.spec.dim,):
@@ -128,7 +131,7 @@ class RoutingTable(Artifact):
         return self.centroids @ self.spec.encode(signature)
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal tables give equal bytes."""
+        """Return the file's content; equal tables give equal bytes."""
         arrays: dict[str, NDArray[Any]] = {
             "idf": self.spec.idf,
             "layers": self.spec.layers,
@@ -149,7 +152,7 @@ class RoutingTable(Artifact):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the table") -> Self:
-        """Parse a file's content; ArtifactError if it is not one."""
+        """Parse a file's content; raise ArtifactError if it is invalid."""
         arrays, record = unpack_file(data, _TableRecord, name)
         return build(
             name,
@@ -169,18 +172,18 @@ class RoutingTable(Artifact):
 
 
 def pack_file(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:
-    """A safetensors file of the arrays, with the record inside."""
+    """Return the content of a safetensors file with these arrays and this record."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
     data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
     return data
 
 
 def unpack_file(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[Any]], R]:
-    """Its arrays and record; ArtifactError, with the name, for what is none."""
+    """Return the arrays and the record of a file; raise ArtifactError, with its name, if it is invalid."""
     try:
         arrays = load_tensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         text = header["__metadata__"][_RECORD]
     except (SafetensorError, KeyError) as error:
-        raise ArtifactError(f"{name} is not an eldr-serve file, or is cut: {error}") from error
+        raise ArtifactError(f"{name} is not an eldr-serve file, or is truncated: {error}") from error
     return arrays, parse_record(record, text, name)

@@ -1,4 +1,4 @@
-"""The calibration trace: which experts requests used, as `calibrate` records it and a fit reads it."""
+"""The calibration trace: the experts that requests used, recorded by `calibrate` and read by fits."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class _TraceRecord(Record):
 
 @dataclass(frozen=True, eq=False)
 class CalibrationTrace(Artifact):
-    """Which experts N requests used.
+    """The experts that N requests used.
 
     Attributes:
         model: id of the model.
-        top_k: experts a token and layer.
-        prefill_counts: uint32[N,L,E], prompt tokens that each expert got.
-        decode_counts: uint32[N,L,E], the same over the decode steps.
+        top_k: experts per token and layer.
+        prefill_counts: uint32[N,L,E], number of prompt tokens routed to each expert.
+        decode_counts: uint32[N,L,E], number of decode steps routed to each expert.
         decode_steps: uint32[N]; may be 0.
         prompt_tokens: uint32[N].
         domains, ids: N names; a domain may be "".
-        routes: uint8|uint16 [sum of steps, L, k], the experts of each decode step; or None.
-        route_offsets: int64[N+1], where each request's routes begin; None with routes.
-        token_ids: uint32[sum of prompt_tokens], the prompts one after the other; None in older traces.
-        tokenizer: fingerprint of the tokenizer that made them, "" without them.
-        vocabulary: token ids are below this, 0 without them.
+        routes: uint8|uint16 [sum of steps, L, k], experts of each decode step; or None.
+        route_offsets: int64[N+1], start of each request's routes; None if `routes` is None.
+        token_ids: uint32[sum of prompt_tokens], concatenated prompts; None in older traces.
+        tokenizer: fingerprint of the tokenizer of `token_ids`, "" without them.
+        vocabulary: exclusive upper bound of `token_ids`, 0 without them.
     """
 
     model: str
@@ -103,10 +103,10 @@ class CalibrationTrace(Artifact):
 
     @property
     def prompts(self) -> list[NDArray[np.uint32]]:
-        """The token ids of each prompt.
+        """Token ids of each prompt.
 
         Raises:
-            ValueError: the trace was made without them.
+            ValueError: the trace has no token ids.
         """
         if self.token_ids is None:
             raise ValueError("the trace holds no token ids of its prompts: calibrate again")
@@ -114,20 +114,20 @@ class CalibrationTrace(Artifact):
 
     @property
     def decode_probability(self) -> NDArray[np.float32]:
-        """float32[N,L,E]: share of a request's decode steps that chose the expert (paper, 4.2.1)."""
+        """Share of a request's decode steps that chose each expert, float32[N,L,E] (paper, 4.2.1)."""
         steps = np.maximum(self.decode_steps, 1).astype(np.float32)
         return self.decode_counts.astype(np.float32) / steps[:, None, None]
 
     @property
     def fingerprint(self) -> str:
-        """Names the content, for what is made from it."""
+        """Hash of the content, recorded in artifacts that are made from the trace."""
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
     def decode_routes(self, requests: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
-        """[steps, L, k], the experts of all decode steps of these requests.
+        """Return the experts [steps, L, k] of all decode steps of these requests.
 
         Raises:
-            ValueError: the trace holds no routes, or these requests have no decode step.
+            ValueError: the trace has no routes, or these requests have no decode step.
         """
         if self.routes is None or self.route_offsets is None:
             raise ValueError("the trace holds no routes: capture it with offline.calibrate --routes")
@@ -138,7 +138,7 @@ class CalibrationTrace(Artifact):
         return routes
 
     def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
-        """The requests at `index`, without routes."""
+        """Return a trace of the requests at `index`, without routes."""
         return CalibrationTrace(
             self.model,
             self.top_k,
@@ -161,7 +161,7 @@ class CalibrationTrace(Artifact):
         return found
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal traces give equal bytes."""
+        """Return the file's content; equal traces give equal bytes."""
         arrays: dict[str, NDArray[Any]] = {
             name: getattr(self, name)
             for name in ("prefill_counts", "decode_counts", "decode_steps", "prompt_tokens")
@@ -178,7 +178,7 @@ class CalibrationTrace(Artifact):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the trace") -> Self:
-        """Parse a file's content; ArtifactError if it is not one."""
+        """Parse a file's content; raise ArtifactError if it is invalid."""
         arrays, record = unpack_file(data, _TraceRecord, name)
         return build(
             name,

@@ -1,4 +1,4 @@
-"""A running service over HTTP, as its operator sees it: status, policy, artifacts, what engines report."""
+"""HTTP client for operators of a running service: status, policy, artifacts and decode totals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-# Names in the status -> ours
+# Names in the status -> names in `decode_totals`
 _TOTALS = {
     "steps": "steps",
     "requests": "batch",
@@ -17,21 +17,21 @@ _TOTALS = {
     "seconds": "seconds",
     "token_seconds": "waited",
 }
-_SWAP_S = 600.0  # slices of a swap go between steps, engine after engine
-_STILL_S = 3.0  # decode replicas report their steps every second
+_SWAP_S = 600.0  # engines are swapped one after the other, in slices between decode steps
+_STABLE_S = 3.0  # decode replicas report their steps every second
 
 
 class ServiceError(ValueError):
-    """The service cannot be reached, or refuses; one sentence."""
+    """The service cannot be reached or refuses a request; the message is one sentence."""
 
 
 class Client:
-    """A running application; every call raises ServiceError if it does not answer, or refuses.
+    """Client of a running application; each call raises ServiceError if it fails or is refused.
 
     Args:
-        url: of its ingress.
-        admin_key: for set_policy, what swaps, and all but the rough lines of the status.
-        timeout_s: of each call.
+        url: URL of the ingress.
+        admin_key: needed for all changes and for the complete status.
+        timeout_s: timeout of each call, s.
     """
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 60.0) -> None:
@@ -41,31 +41,31 @@ class Client:
         self._http = httpx.Client(timeout=timeout_s, headers=headers)
 
     def status(self) -> dict[str, Any]:
-        """GET /eldr/status."""
+        """Return the answer of GET /eldr/status."""
         return self._ask("GET", "/eldr/status")
 
     def model(self) -> str:
-        """Id of the first model of GET /v1/models."""
+        """Return the id of the first model of GET /v1/models."""
         try:
             return str(self._ask("GET", "/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise ServiceError(f"{self.url} names no model under /v1/models") from None
 
     def num_workers(self) -> int:
-        """Decode workers, of any status: that without the admin key tells their number alone."""
+        """Return the number of decode workers; this works without the admin key."""
         status = self.status()
         return len(status["workers"]) if "workers" in status else int(status.get("decode_replicas", 0))
 
     def set_policy(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Change the policy; returns the settings that are live then."""
+        """Change the policy; return the new live settings."""
         return self._ask("PUT", "/eldr/policy", json={"name": name, "parameters": parameters or {}})
 
     def set_shadow(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Compare the live policy with this one; returns the settings that are live then."""
+        """Compare the live policy with this one; return the new live settings."""
         return self._ask("PUT", "/eldr/shadow", json={"name": name, "parameters": parameters or {}})
 
     def swap_table(self, table: bytes) -> dict[str, Any]:
-        """Swap the table, given as a RoutingTable file's content; returns the settings that are live then."""
+        """Swap the table, given as the content of a RoutingTable file; return the new live settings."""
         return self._ask("PUT", "/eldr/table", content=table)
 
     def table(self) -> bytes:
@@ -82,24 +82,24 @@ class Client:
         return self._answer("GET", "/eldr/trace", timeout=_SWAP_S).content
 
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
-        """Swap the predictor, given as a SignaturePredictor file's content; returns the live settings."""
+        """Swap the predictor, given as the content of a SignaturePredictor file; return the live settings."""
         return self._ask("PUT", "/eldr/predictor", content=predictor)
 
     def place_experts(
         self, placement: bytes, described: bytes, replicas: list[str] | None = None
     ) -> dict[str, Any]:
-        """Bring decode engines' experts to a placement; returns what each replica's swap took.
+        """Change the expert placement of decode engines; return what each replica's swap took.
 
         Args:
-            placement: content of an ExpertPlacement's file.
+            placement: content of an ExpertPlacement file.
             described: content of its sidecar.
-            replicas: names in the status; None: all.
+            replicas: names of decode replicas as in the status; None: all.
         """
         body = {"map": json.loads(placement), "meta": json.loads(described), "replicas": replicas}
         return self._ask("PUT", "/eldr/experts", json=body, timeout=_SWAP_S)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
-        """Until no request holds a lease."""
+        """Wait until no request holds a lease."""
         deadline = time.monotonic() + timeout_s
         while self.status().get("leases", 0):
             if time.monotonic() > deadline:
@@ -107,27 +107,27 @@ class Client:
             time.sleep(0.2)
 
     def decode_totals(self, status: dict[str, Any] | None = None) -> dict[str, float] | None:
-        """Return sums over all decode steps that engines have reported; None while there are no reports.
+        """Return sums over all reported decode steps; None while there are no reports.
 
-        `steps`; `batch`, requests; `active`, experts, mean over layers; `seconds`; `waited`, seconds times
-        requests.
+        Keys: `steps`; `batch`, requests; `active`, active experts, mean over layers; `seconds`; `waited`,
+        seconds times requests.
 
         Args:
-            status: a status to read them from; by default the current one.
+            status: status to read the sums from; by default the current one.
         """
         totals = (self.status() if status is None else status).get("decode_totals")
         return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}
 
     def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
-        """decode_totals once they stand still.
+        """Wait until decode_totals no longer change, and return them.
 
         Args:
-            at_rest: nothing was sent since the last call, so what it returned needs no second look.
+            at_rest: no request was sent since the last call, so totals equal to its result are final.
         """
         totals, since = self.decode_totals(), time.monotonic()
         if at_rest and totals == self._settled:
             return totals
-        while totals is not None and time.monotonic() - since < _STILL_S:
+        while totals is not None and time.monotonic() - since < _STABLE_S:
             time.sleep(0.5)
             newer = self.decode_totals()
             if newer != totals:
@@ -142,7 +142,7 @@ class Client:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise self._foreign(answer)
+            raise self._unexpected(answer)
         return found
 
     def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
@@ -156,15 +156,19 @@ class Client:
         try:
             sentence = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            raise self._foreign(answer) from None
+            raise self._unexpected(answer) from None
         raise ServiceError(f"{self.url} refuses: {sentence}")
 
-    def _foreign(self, answer: httpx.Response) -> ServiceError:
+    def _unexpected(self, answer: httpx.Response) -> ServiceError:
         return ServiceError(f"{self.url} does not answer as eldr-serve: HTTP {answer.status_code}")
 
 
 def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
-    """{"band": 0.1} of `band=0.1`: values are JSON, or else text; ValueError for what is no pair."""
+    """Parse `band=0.1` to {"band": 0.1}; values that are not JSON are text.
+
+    Raises:
+        ValueError: a pair is not of the form name=value.
+    """
     parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""The command `eldr`: jobs, loaded when asked for, and a running service's operation."""
+"""The command `eldr`: jobs, imported on demand, and operation of a running service."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
 _SERVICE = "A running service"
 _DEPLOYMENT = "A deployment"
-# Name -> where its function is, and what it does.
+# Name -> location of its function, summary.
 _LAZY = {
     "check": (
         "eldr_serve.check.command:check",
-        "Say whether a deployment would start on a described cluster.",
+        "Check whether a deployment would start on a described cluster.",
     ),
     "kubernetes": (
         "eldr_serve.kubernetes.command:kubernetes",
@@ -36,7 +36,7 @@ _LAZY = {
     "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
     "fit-predictor": (
         "offline.fit_predictor:fit_predictor",
-        "Fit what foretells a prompt's experts from its tokens, on a calibration trace.",
+        "Fit a predictor of a prompt's experts from its tokens, on a calibration trace.",
     ),
     "refit": ("offline.refit:refit", "Fit a table to recent traffic or to a trace, and swap it in."),
     "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
@@ -48,7 +48,7 @@ _LAZY = {
 
 
 class _Lazy(TyperCommand):
-    """A command that is imported when it is run, completed or asked for its help."""
+    """A command that is imported when it is run, completed or shows its help."""
 
     def __init__(self, name: str, where: str, summary: str) -> None:
         panels = {"eldr_serve": _DEPLOYMENT, "studies": _REPOSITORY, "benchmarks": _REPOSITORY}
@@ -57,11 +57,11 @@ class _Lazy(TyperCommand):
         self._where = where
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Of the command itself."""
+        """Return the context of the imported command."""
         return self.loaded().make_context(info_name, args, parent, **extra)
 
     def loaded(self) -> Any:
-        """The command itself; ValueError, one sentence, if what it needs is not installed."""
+        """Import the command; raise ValueError, one sentence, if a requirement is not installed."""
         module, _, function = self._where.partition(":")
         app = typer.Typer(add_completion=False)
         try:
@@ -81,7 +81,7 @@ class _Lazy(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """All subcommands; what they refuse is one sentence and exit status 2."""
+    """All subcommands; a refusal prints one sentence and exits with status 2."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -107,7 +107,7 @@ _URL = "http://127.0.0.1:8000"
 
 
 def loaded(command: Any) -> Any:
-    """The subcommand with its arguments and options; one that is not imported yet is imported."""
+    """Return the subcommand with its arguments and options; import it if necessary."""
     return command.loaded() if isinstance(command, _Lazy) else command
 
 
@@ -130,9 +130,9 @@ def _eldr(
 def status(
     url: Url = _URL,
     admin_key: AdminKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the service answers, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")] = False,
 ) -> None:
-    """Show workers, their load in requests and tokens, policy, table and counters: all to the admin key."""
+    """Show workers and their loads, policy, table and counters; details need the admin key."""
     found = _client(url, admin_key).status()
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -142,18 +142,19 @@ def status(
 
 @app.command(rich_help_panel=_SERVICE)
 def policy(
-    name: Annotated[str | None, typer.Argument(help="Policy to set; none shows the live one.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Policy to set; without it, show the live one.")] = None,
     parameters: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Parameter of it; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Parameter of the policy; repeatable."),
     ] = None,
     url: Url = _URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Show the live policy, or set another one, at once for every ingress."""
+    """Show the live policy, or set another one for all ingresses at once."""
     from eldr_serve.client import parse_parameters
 
     if name is None and parameters:
-        raise ValueError("--set goes with the name of a policy")
+        raise ValueError("--set needs the name of a policy")
     client = _client(url, admin_key)
     if name is None:
         found = client.status()
@@ -165,7 +166,7 @@ def policy(
 @app.command(rich_help_panel=_SERVICE)
 def table(
     file: Annotated[
-        Path | None, typer.Argument(help="RoutingTable to swap in; none shows the live one.")
+        Path | None, typer.Argument(help="RoutingTable to swap in; without it, show the live one.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Save the live table to this file instead.")] = None,
     url: Url = _URL,
@@ -204,12 +205,12 @@ def trace(
 @app.command(rich_help_panel=_SERVICE)
 def predictor(
     file: Annotated[
-        Path | None, typer.Argument(help="SignaturePredictor to swap in; none shows the live one.")
+        Path | None, typer.Argument(help="SignaturePredictor to swap in; without it, show the live one.")
     ] = None,
     url: Url = _URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Show how well signatures are predicted, or swap in another predictor, of eldr fit-predictor."""
+    """Show how well signatures are predicted, or swap in a predictor of `eldr fit-predictor`."""
     client = _client(url, admin_key)
     _print_json(
         client.status().get("predictor") if file is None else client.swap_predictor(file.read_bytes())
@@ -219,10 +220,11 @@ def predictor(
 @app.command(rich_help_panel=_SERVICE)
 def experts(
     file: Annotated[
-        Path | None, typer.Argument(help="ExpertPlacement to swap in, of eldr place; none shows the live.")
+        Path | None,
+        typer.Argument(help="ExpertPlacement of `eldr place` to swap in; without it, show the live one."),
     ] = None,
     replica: Annotated[
-        list[str] | None, typer.Option(help="Decode replica, may be given again; none: all.")
+        list[str] | None, typer.Option(help="Decode replica; repeatable; default: all.")
     ] = None,
     url: Url = _URL,
     admin_key: AdminKey = None,
@@ -238,14 +240,14 @@ def experts(
 
 @app.command(rich_help_panel=_DEPLOYMENT)
 def deployments(
-    name: Annotated[str | None, typer.Argument(help="File to show; none lists all.")] = None,
-    copy: Annotated[Path | None, typer.Option(help="Write it to this new file instead.")] = None,
+    name: Annotated[str | None, typer.Argument(help="File to show; without it, list all.")] = None,
+    copy: Annotated[Path | None, typer.Option(help="Copy it to this new file instead.")] = None,
 ) -> None:
-    """List the deployment files that come along, show one, or copy it to be changed."""
+    """List the included deployment files, show one, or copy one for editing."""
     files = {path.name: path for path in sorted((ROOT / "deployments").glob("*.yaml"))}
     if name is None:
         if copy is not None:
-            raise ValueError("--copy goes with the name of a file")
+            raise ValueError("--copy needs the name of a file")
         typer.echo("\n".join(files))
         return
     if name not in files:
@@ -254,7 +256,7 @@ def deployments(
     if copy is None:
         typer.echo(content, nl=False)
         return
-    with copy.open("x") as file:  # never over somebody's work
+    with copy.open("x") as file:  # never overwrite a file
         file.write(content)
 
 
@@ -266,17 +268,19 @@ _KEYS_FILE = Path("keys.json")
 
 @keys.command()
 def add(
-    tenant: Annotated[str, typer.Argument(help="Whose key; a new name makes a new tenant.")],
+    tenant: Annotated[str, typer.Argument(help="Owner of the key; a new name creates a tenant.")],
     file: KeysFile = _KEYS_FILE,
     priority: Annotated[
-        float | None, typer.Option(help="Weight of the tenant's share while requests wait; else 1.")
+        float | None, typer.Option(help="Weight of the tenant's fair share while requests wait; default 1.")
     ] = None,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Of all the tenant's keys.")] = None,
+    requests_per_minute: Annotated[
+        float | None, typer.Option(help="Limit for all keys of the tenant.")
+    ] = None,
     tokens_per_minute: Annotated[
-        float | None, typer.Option(help="Prompt and generated tokens, of all the tenant's keys.")
+        float | None, typer.Option(help="Prompt and generated tokens, limit for all the tenant's keys.")
     ] = None,
 ) -> None:
-    """Make a key and print it, this once: the file keeps its SHA-256. Limits given change the tenant's."""
+    """Create a key and print it once; the file stores its SHA-256. Given limits replace the tenant's."""
     from eldr_serve.serving.keys import Keys, add_key, read_keys, write_keys
 
     given = {
@@ -292,7 +296,7 @@ def add(
 
 @keys.command("list")
 def list_keys(file: KeysFile = _KEYS_FILE) -> None:
-    """Show tenants, their limits and the beginnings of their keys' SHA-256."""
+    """Show tenants, their limits and the first digits of their keys' SHA-256."""
     from eldr_serve.serving.keys import read_keys
 
     found = read_keys(file)
@@ -307,20 +311,20 @@ def list_keys(file: KeysFile = _KEYS_FILE) -> None:
 
 @keys.command()
 def revoke(
-    sha256: Annotated[str, typer.Argument(help="Beginning of its SHA-256, see `eldr keys list`.")],
+    sha256: Annotated[str, typer.Argument(help="First digits of the key's SHA-256, see `eldr keys list`.")],
     file: KeysFile = _KEYS_FILE,
 ) -> None:
-    """Take a key out of the file; the service refuses it within seconds."""
+    """Remove a key from the file; the service refuses it within seconds."""
     from eldr_serve.serving.keys import read_keys, revoke_key, write_keys
 
     write_keys(file, revoke_key(read_keys(file), sha256))
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command; the entry point."""
     if BUNDLE.is_dir():
         sys.path.insert(0, str(BUNDLE))
-        # of the jobs' own processes, and of Ray's workers where a job starts them
+        # for subprocesses of jobs and for Ray workers that a job starts
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BUNDLE), os.getenv("PYTHONPATH")]))
     app(prog_name="eldr")
 
@@ -364,13 +368,13 @@ def _policy(found: dict[str, Any]) -> str:
 
 
 def _saving(now: dict[str, Any]) -> str:
-    """What the live policy saves against its shadow."""
+    """Describe the saving of the live policy over its shadow."""
     shadow = f"{now['shadow']['name']} ({_line(now['shadow']['parameters'])})".removesuffix(" ()")
     if now.get("tokens") is None:
         return f"{shadow}: no token has been priced yet"
     interval = "" if now["low_pct"] is None else f" [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}]"
     return (
-        f"{shadow}: against it the live policy changes decode step time a token by "
+        f"{shadow}: compared with it, the live policy changes the decode step time per token by "
         f"{now['change_pct']:+.1f} %{interval}, over {now['tokens']} tokens"
     )
 

@@ -1,4 +1,4 @@
-"""The ways in which serving says no, each one sentence."""
+"""Exceptions for refused requests and configurations; each message is one sentence."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pydantic import ValidationError
 
 
 class ConfigurationError(ValueError):
-    """The deployment YAML asks for what cannot be served."""
+    """The deployment YAML is invalid or cannot be served."""
 
 
-class SwapRefused(ValueError):  # noqa: N818 - it is an answer, not a fault of ours
-    """A table or a policy was not taken; the old one stays live."""
+class SwapRefused(ValueError):  # noqa: N818 - the answer to a request, not an internal error
+    """A new table or policy was rejected; the old one stays live."""
 
 
 class Refused(RuntimeError):  # noqa: N818
-    """A request that is refused, with an HTTP status.
+    """A request is refused with an HTTP status.
 
     Attributes:
         kind: `type` of the error in the answer; derived from the status by default.
-        param: `param` of the error, the field of the request that is at fault; None if no single field is.
+        param: `param` of the error, the invalid field of the request; None if no single field is at fault.
     """
 
     kind: str | None = None
@@ -35,21 +35,21 @@ class Refused(RuntimeError):  # noqa: N818
 
 
 class BadRequest(Refused):
-    """No engine could serve this request, now or later."""
+    """The request is invalid; no engine can serve it."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, status=400, param=param)
 
 
 class Overloaded(Refused):
-    """No capacity now: the client should try again after `retry_after_s` seconds."""
+    """There is no capacity now; the client should retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, status: int = 503, retry_after_s: int = 1) -> None:
         super().__init__(message, status=status, retry_after_s=retry_after_s)
 
 
 class RateLimited(Refused):
-    """The tenant has used up a limit of its own: nothing is left for `retry_after_s` seconds."""
+    """The tenant has used up one of its limits for the next `retry_after_s` seconds."""
 
     kind = "rate_limit_exceeded"
 
@@ -58,7 +58,7 @@ class RateLimited(Refused):
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, in one line of bounded length that any answer can carry."""
+    """Return an error's message as one line of bounded length and valid UTF-8."""
     text = str(error) or type(error).__name__
     if isinstance(error, ValidationError):
         first = error.errors()[0]
@@ -69,7 +69,7 @@ def sentence(error: BaseException) -> str:
 
 
 def error_body(message: str, status: int, kind: str | None = None, param: str | None = None) -> bytes:
-    """Return an OpenAI-like error as JSON; `kind` is its `type`, derived from the status by default."""
+    """Return an error in OpenAI's JSON format; `kind` is its `type`, derived from the status by default."""
     kinds = {429: "overloaded", 503: "overloaded", 500: "internal_error"}
     kind = kind or kinds.get(status, "invalid_request_error")
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}}).encode()

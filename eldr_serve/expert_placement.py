@@ -1,7 +1,7 @@
-"""Which rank holds which expert: what a placement is, and its file, which engines load.
+"""Placement of experts on EP ranks, and its file, which engines load.
 
-The file is SGLang's (`--init-expert-location`): JSON with the one key `physical_to_logical_map`. What
-SGLang has no key for is in a sidecar, `NAME.meta.json` beside `NAME.json`.
+The file has SGLang's format (`--init-expert-location`): JSON with the single key `physical_to_logical_map`.
+All other data is in a sidecar, `NAME.meta.json` beside `NAME.json`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _PlacementRecord(Record):
 
 
 class Topology(BaseModel):
-    """EP ranks (GPUs) on nodes, equally many each; rank r is on node r // (ranks / nodes)."""
+    """EP ranks (GPUs), the same number on each node; rank r is on node r // (ranks / nodes)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ranks: int = Field(ge=1, description="EP ranks")
-    nodes: int = Field(default=1, ge=1, description="machines that hold them")
+    nodes: int = Field(default=1, ge=1, description="machines of the ranks")
 
     @model_validator(mode="after")
     def _divides(self) -> Topology:
@@ -51,26 +51,26 @@ class Topology(BaseModel):
 
     @property
     def node_of(self) -> Ints:
-        """int[G], the node of each rank."""
+        """Node of each rank, int[G]."""
         return np.arange(self.ranks) // (self.ranks // self.nodes)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlacement:
-    """Physical expert slots of one engine's ranks, layer by layer.
+    """The experts in the physical slots of an engine's ranks, for each layer.
 
     Attributes:
         physical_to_logical: int64[L, P], the logical expert in each slot; slots are rank-major.
         ranks: G, EP ranks (GPUs) with P / G slots each.
         nodes: machines with G / nodes ranks each.
-        num_experts: E, logical experts a layer.
+        num_experts: E, logical experts per layer.
         model: id of the model.
-        method: what made it.
-        fingerprint: of the trace that it was made from.
-        report: what its maker says about it, JSON-able.
+        method: name of the algorithm that made the placement.
+        fingerprint: fingerprint of the trace that the placement was made from.
+        report: JSON-able report of the algorithm.
 
     Raises:
-        ValueError: an expert without a slot, an unknown expert, slots or ranks that do not divide.
+        ValueError: an expert has no slot or is unknown, or slots or ranks do not divide evenly.
     """
 
     physical_to_logical: Ints
@@ -89,25 +89,25 @@ class ExpertPlacement:
 
     @property
     def hosts(self) -> NDArray[np.bool_]:
-        """bool[L, E, G]: which ranks hold a replica of the expert."""
+        """Whether each rank holds a replica of each expert, bool[L, E, G]."""
         return hosts_of(self.physical_to_logical, self.num_experts, self.ranks)
 
     @property
     def num_redundant(self) -> int:
-        """Slots of a layer beyond one an expert; what engines are told as redundant experts."""
+        """Slots per layer beyond one per expert: the engines' number of redundant experts."""
         return int(self.physical_to_logical.shape[1]) - self.num_experts
 
     @property
     def id(self) -> str:
-        """See placement_id."""
+        """Id of the placement, see placement_id."""
         return placement_id(self.physical_to_logical, self.ranks)
 
     def to_json(self) -> bytes:
-        """The canonical file's content."""
+        """Return the content of the canonical file."""
         return json.dumps({_KEY: self.physical_to_logical.tolist()}).encode() + b"\n"
 
     def to_vllm(self) -> bytes:
-        """JSON lines as vllm#41141 reads them from `--eplb-config '{"initial_mapping_path": ...}'`."""
+        """Return the JSON lines of vllm#41141 for `--eplb-config '{"initial_mapping_path": ...}'`."""
         layers, slots = self.physical_to_logical.shape
         record = {
             "record_type": "eplb_initial_mapping",
@@ -121,10 +121,10 @@ class ExpertPlacement:
         return json.dumps(record).encode() + b"\n"
 
     def files(self, path: Path) -> dict[Path, bytes]:
-        """Content of the file and of its sidecar.
+        """Return the content of the file and of its sidecar.
 
         Raises:
-            ValueError: a name that SGLang would not take for a file.
+            ValueError: SGLang would not recognise the name as a file.
         """
         content = self.to_json()
         layers, slots = self.physical_to_logical.shape
@@ -146,18 +146,18 @@ class ExpertPlacement:
         }
 
     def save(self, path: Path | str) -> None:
-        """Write the file and its sidecar, whole or not at all."""
+        """Write the file and its sidecar atomically."""
         write_all(self.files(Path(path)))
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a file and its sidecar; ArtifactError names the first thing that is wrong."""
+        """Read a file and its sidecar; raise ArtifactError that names the first problem."""
         beside = _sidecar(Path(path))
         return cls.parse(read_file(path), read_file(beside), (str(path), str(beside)))
 
     @classmethod
     def parse(cls, content: bytes, described: bytes | str, names: tuple[str, str]) -> Self:
-        """As `load`, from the contents of the file and its sidecar, which complaints name so."""
+        """Parse the contents of a file and its sidecar; `names` of the two appear in errors."""
         name, beside = names
         record = parse_record(_PlacementRecord, described, beside)
         slots = build(name, lambda: _map(content, record.layers, record.slots))
@@ -173,10 +173,10 @@ class ExpertPlacement:
 
 
 def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.bool_]:
-    """bool[L, E, G]: which ranks hold a replica of the expert.
+    """Return whether each rank holds a replica of each expert, bool[L, E, G].
 
     Raises:
-        ValueError: an expert that is nowhere, an unknown id, or slots that do not divide by the ranks.
+        ValueError: an expert has no slot or is unknown, or the slots do not divide by the ranks.
     """
     slots = np.asarray(placement)
     if slots.ndim != 2 or not slots.size or ranks < 1 or slots.shape[1] % ranks:
@@ -195,10 +195,10 @@ def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.b
 
 
 def placement_id(placement: ArrayLike, ranks: int) -> str:
-    """12 hex digits, equal for placements that differ in nothing but the order of slots within a rank.
+    """Return 12 hex digits that identify a placement, regardless of the order of slots within a rank.
 
     Args:
-        placement: int[L, P], rank-major; -1: an empty slot, which does not count.
+        placement: int[L, P], rank-major; -1: an empty slot, which is ignored.
     """
     rows = np.asarray(placement)
     held = [
@@ -209,10 +209,11 @@ def placement_id(placement: ArrayLike, ranks: int) -> str:
 
 
 def check_fits(placement: ArrayLike, *, layers: int, slots: int, num_experts: int, ranks: int) -> None:
-    """Raise ValueError, with one sentence, where an engine cannot hold a placement int[L, P].
+    """Raise ValueError, one sentence, if an engine cannot hold this placement.
 
     Args:
-        layers, slots, num_experts, ranks: the engine's L, P, E and G.
+        placement: int[L, P].
+        layers, slots, num_experts, ranks: L, P, E and G of the engine.
     """
     shape = np.shape(placement)
     if shape != (layers, slots):
@@ -225,18 +226,18 @@ def check_fits(placement: ArrayLike, *, layers: int, slots: int, num_experts: in
 
 def _sidecar(path: Path) -> Path:
     if path.suffix != ".json":
-        raise ValueError(f"{path.name} must end in .json: SGLang knows a placement's file by that")
+        raise ValueError(f"{path.name} must end in .json: SGLang recognises placement files by it")
     return path.with_suffix(".meta.json")
 
 
 def _map(content: bytes, layers: int, slots: int) -> Ints:
-    """int64[layers, slots] of the canonical file."""
+    """Parse the canonical file to int64[layers, slots]."""
     try:
         parsed = json.loads(content)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(parsed, dict) or list(parsed) != [_KEY]:
-        raise ValueError(f"not a placement: it must have the one key {_KEY}")
+        raise ValueError(f"not a placement: it must have the single key {_KEY}")
     rows = parsed[_KEY]
     if not isinstance(rows, list) or len(rows) != layers:
         raise ValueError(f"the placement does not have {layers} layers")

@@ -14,9 +14,9 @@ class ExpertSample:
 
     Attributes:
         request_id: unique in the application.
-        domain: label that the client sent; empty if there is none.
+        domain: label from the client; empty if there is none.
         token_ids: uint32[n], token ids of the prompt.
-        prefill_counts: unsigned[L,E], how often the prompt's tokens chose each expert of each MoE layer.
+        prefill_counts: unsigned[L,E], number of prompt tokens routed to each expert of each MoE layer.
         decode_counts: unsigned[L,E], the same for generated tokens that were routed in decode steps.
         decode_steps: number of decode steps in `decode_counts`.
     """

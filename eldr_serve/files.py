@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write to a temporary name beside `path`, then rename; OSError leaves the old file as it was."""
+    """Write to a temporary file beside `path`, then rename it; an OSError leaves the old file unchanged."""
     write_all({path: content})
 
 
 def write_all(contents: Mapping[Path, bytes | str]) -> None:
-    """The same of files that belong together: none is renamed before all are on the disk."""
+    """Write several files as `write_whole`; none is renamed before all are on disk."""
     temporaries: dict[Path, str] = {}
     try:
         for path, content in contents.items():

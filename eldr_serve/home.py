@@ -1,14 +1,14 @@
-"""Where jobs, demo model and deployments are: beside this package in a checkout, inside of it in a wheel."""
+"""Location of jobs, demo model and deployments: beside the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-BUNDLE = Path(__file__).with_name("bundle")  # of a wheel, in the repository's structure
+BUNDLE = Path(__file__).with_name("bundle")  # in a wheel; same structure as the repository
 ROOT = BUNDLE if BUNDLE.is_dir() else Path(__file__).parents[1]
 
 
 def model_folder(source: str) -> str | None:
-    """The folder that a `model_source` names, from the working directory, else from ROOT; None: no folder."""
+    """Return the folder `source`, relative to the working directory or else to ROOT; None if none exists."""
     found = (path.resolve() for path in (Path(source), ROOT / source) if path.is_dir())
     return next(map(str, found), None)

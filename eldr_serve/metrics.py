@@ -1,14 +1,14 @@
-"""Every metric of ours: the code makes them of these tables, and the reference shows them.
+"""Definitions of all metrics; the code creates metrics from these tables, and the reference lists them.
 
-Names are as the code makes them; Ray exports each with the prefix `ray_`. Counters end in `_total`, and units
-are seconds, tokens, requests or ratios, as Prometheus has it.
+Ray exports each name with the prefix `ray_`. Following Prometheus' conventions, counters end in `_total`, and
+units are seconds, tokens, requests or ratios.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-PREFIX = "ray_"  # of every metric that goes through Ray
+PREFIX = "ray_"  # prefix of every metric that Ray exports
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -19,12 +19,12 @@ class Metric:
 
     Attributes:
         kind: COUNTER, GAUGE or HISTOGRAM.
-        unit: of its values.
-        about: what it says, one phrase.
-        labels: its own; Ray adds more, such as the node and the process (`WorkerId`).
-        bounds: of a histogram's buckets, from above.
-        status: where `GET /eldr/status` shows the same.
-        only: where there are samples; everywhere, if it says nothing.
+        unit: unit of the values.
+        about: description, one phrase.
+        labels: labels of the metric; Ray adds more, such as the node and the process (`WorkerId`).
+        bounds: upper bounds of a histogram's buckets.
+        status: path of the same value in `GET /eldr/status`.
+        only: condition under which there are samples; empty if always.
     """
 
     name: str
@@ -41,50 +41,56 @@ def _by_name(*metrics: Metric) -> dict[str, Metric]:
     return {metric.name: metric for metric in metrics}
 
 
-# -- the router's counters, by their keys under `counters` in the status -------------------------------
+# -- counters of the router, by their keys under `counters` in the status ------------------------------
 
 _COUNTED = {
-    # what happened to requests
+    # outcomes of requests
     "placed": ("requests", "leases of a decode worker"),
-    "best_worker": ("requests", "placed on the worker whose centroid is the most similar"),
+    "best_worker": ("requests", "placed on the worker with the most similar centroid"),
     "rerouted": ("requests", "placed again after a failure"),
-    "queued": ("requests", "had to wait in the decode queue"),
-    "queue_expired": ("requests", "refused (503), since no decode worker was free in time"),
-    "placed_by_client": ("requests", "placed by their ingress, and told to the router later"),
-    "placed_by_own_load": ("requests", "placed by an ingress by its own load, since the router was away"),
+    "queued": ("requests", "waited in the decode queue"),
+    "queue_expired": ("requests", "refused (503) because no decode worker became free in time"),
+    "placed_by_client": ("requests", "placed by their ingress and reported to the router later"),
+    "placed_by_own_load": ("requests", "placed by an ingress by its own load because the router was lost"),
     "prefills": ("calls", "prefill calls that succeeded"),
-    "prefill_tokens": ("tokens", "prompt tokens of requests that whole engines prefill"),
-    "prefill_tokens_cached": ("tokens", "of these, those expected in the worker's prefix cache"),
-    "prefill_retries": ("calls", "prefill calls that failed and were tried again"),
-    "whole_without_prefill": ("requests", "run whole on a decode engine, since no prefill was reached"),
-    "resumed": ("answers", "went on at another engine after theirs was lost"),
+    "prefill_tokens": ("tokens", "prompt tokens of requests on whole engines"),
+    "prefill_tokens_cached": (
+        "tokens",
+        "of these, tokens expected in the worker's prefix cache",
+    ),
+    "prefill_retries": ("calls", "prefill calls that failed and were retried"),
+    "whole_without_prefill": (
+        "requests",
+        "run entirely on a decode engine: no prefill engine was reachable",
+    ),
+    "resumed": ("answers", "continued on another engine after theirs was lost"),
     "streams_lost": ("streams", "ended with `engine_lost`"),
-    "slow_clients": ("streams", "cut off, since their client did not read"),
-    "set_aside": ("times", "a replica failed again and again, and an ingress set it aside"),
+    "slow_clients": ("streams", "cancelled because their client did not read"),
+    "set_aside": ("times", "an ingress ejected a replica that failed repeatedly"),
     # what was refused before prefill
-    "refused_prefill_full": ("requests", "refused (503), since all prefill engines were full"),
-    "refused_prefill_backlog": ("requests", "refused (503), since too much waited for prefill"),
-    "refused_decode_backlog": ("requests", "refused (503), since too many waited for a seat of an engine"),
-    "refused_overload": ("requests", "refused (429), since all places were taken"),
-    "refused_limits": ("requests", "refused (429), since a tenant had used up a limit"),
+    "refused_prefill_full": ("requests", "refused (503) because all prefill engines were full"),
+    "refused_prefill_backlog": ("requests", "refused (503) because the prefill queue was too long"),
+    "refused_decode_backlog": ("requests", "refused (503) because too many waited for a seat of an engine"),
+    "refused_overload": ("requests", "refused (429) because all places were taken"),
+    "refused_limits": ("requests", "refused (429) because a tenant had used up a limit"),
     # signatures and predictions
-    "signature_missing": ("requests", "placed without signature"),
-    "signature_predicted": ("requests", "placed by a predicted signature"),
-    "signatures_returned": ("requests", "whose true signature came after their placement"),
-    "predictor_failures": ("predictions", "of a policy's predictor, that could not be used"),
+    "signature_missing": ("requests", "placed without a signature"),
+    "signature_predicted": ("requests", "placed with a predicted signature"),
+    "signatures_returned": ("requests", "true signature received after the placement"),
+    "predictor_failures": ("predictions", "unusable predictions of a policy's predictor"),
     # the router itself
-    "policy_errors": ("requests", "placed by load, since the policy raised an error"),
-    "policy_changes": ("changes", "of the policy"),
-    "table_swaps": ("changes", "of the routing table"),
-    "refits": ("changes", "of these, tables that the signature pool has refitted"),
-    "tables_refused": ("tables", "of the signature pool that were not swapped in"),
-    "predictor_swaps": ("changes", "of the signature predictor"),
-    "shadow_errors": ("errors", "of the shadow, each of which switched it off"),
-    "router_lost": ("times", "the router did not answer an ingress"),
-    "settings_restored": ("times", "the router took newer settings back from an ingress"),
-    "leases_restored": ("requests", "whose lease the router took back from an ingress"),
-    "leases_of_lost_clients": ("requests", "whose lease ended, since their ingress was lost"),
-    "queued_of_lost_clients": ("requests", "that left the decode queue, since their ingress was lost"),
+    "policy_errors": ("requests", "placed by load because the policy raised an error"),
+    "policy_changes": ("changes", "changes of the policy"),
+    "table_swaps": ("changes", "changes of the routing table"),
+    "refits": ("changes", "changes to a table that the signature pool refitted"),
+    "tables_refused": ("tables", "tables of the signature pool that were not swapped in"),
+    "predictor_swaps": ("changes", "changes of the signature predictor"),
+    "shadow_errors": ("errors", "errors of the shadow, each of which switched it off"),
+    "router_lost": ("times", "an ingress lost the router"),
+    "settings_restored": ("times", "the router restored newer settings from an ingress"),
+    "leases_restored": ("requests", "leases that the router restored from an ingress"),
+    "leases_of_lost_clients": ("requests", "leases that ended because their ingress was lost"),
+    "queued_of_lost_clients": ("requests", "removed from the decode queue because their ingress was lost"),
 }
 _OTHERWISE_NAMED = {"rerouted": "eldr_reroute_total"}
 
@@ -95,13 +101,13 @@ COUNTED = {
     )
     for key, (unit, about) in _COUNTED.items()
 }  # fmt: skip
-# `reason:NAME` in the status, one key a reason.
+# `reason:NAME` in the status, one key per reason.
 BY_REASON = Metric(
-    "eldr_placed_by_reason_total", COUNTER, "requests", "leases, by the rule that decided",
+    "eldr_placed_by_reason_total", COUNTER, "requests", "leases by the rule that decided",
     ("policy", "reason"), status="counters.reason:NAME", only="once a request was placed",
 )  # fmt: skip
 
-# -- the router's others --------------------------------------------------------------------------------
+# -- other metrics of the router ------------------------------------------------------------------------
 
 _ANSWERED = "once a stream has ended"
 _QUEUED = "policies with a decode queue, once a request has waited"
@@ -120,41 +126,41 @@ ROUTER = _by_name(
         only="once a request was placed",
     ),
     Metric(
-        "eldr_band_size", HISTOGRAM, "workers", "that the policy chose among", ("policy",),
+        "eldr_band_size", HISTOGRAM, "workers", "number of candidates of the policy", ("policy",),
         (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), only="once a request was placed",
     ),
     Metric(
-        "eldr_decode_queue_wait_seconds", HISTOGRAM, "s", "in the decode queue, until it got a worker",
+        "eldr_decode_queue_wait_seconds", HISTOGRAM, "s", "wait in the decode queue until a worker is leased",
         ("policy",), (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30), only=_QUEUED,
     ),
     Metric(
-        "eldr_ttft_seconds", HISTOGRAM, "s", "from a stream's arrival to its first chunk", ("policy",),
+        "eldr_ttft_seconds", HISTOGRAM, "s", "time from a stream's arrival to its first chunk", ("policy",),
         (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60), only=_ANSWERED,
     ),
     Metric(
-        "eldr_tpot_seconds", HISTOGRAM, "s", "between tokens of a stream, its mean", ("policy",),
+        "eldr_tpot_seconds", HISTOGRAM, "s", "mean time between tokens of a stream", ("policy",),
         (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1), only=_ANSWERED,
     ),
     Metric(
-        "eldr_decode_in_flight", GAUGE, "requests", "leased to the worker", _WORKER,
+        "eldr_decode_in_flight", GAUGE, "requests", "requests that hold a lease of the worker", _WORKER,
         status="workers.in_flight",
     ),
     Metric(
-        "eldr_decode_kv_tokens", GAUGE, "tokens", "prompt and generated ones of those requests", _WORKER,
+        "eldr_decode_kv_tokens", GAUGE, "tokens", "prompt and generated tokens of these requests", _WORKER,
         status="workers.kv_tokens",
     ),
-    Metric("eldr_leases", GAUGE, "requests", "leased to any worker", ("policy",), status="leases"),
-    Metric("eldr_clients", GAUGE, "processes", "that place by this router", ("policy",), status="clients"),
+    Metric("eldr_leases", GAUGE, "requests", "leases of all workers", ("policy",), status="leases"),
+    Metric("eldr_clients", GAUGE, "processes", "clients of the router", ("policy",), status="clients"),
     Metric(
-        "eldr_decode_queue_size", GAUGE, "requests", "prefilled, that wait for a worker", ("policy",),
+        "eldr_decode_queue_size", GAUGE, "requests", "prefilled requests that wait for a worker", ("policy",),
         status="decode_queue.size",
     ),
     Metric(
-        "eldr_decode_queue_oldest_wait_seconds", GAUGE, "s", "that the first of them has waited", ("policy",),
+        "eldr_decode_queue_oldest_wait_seconds", GAUGE, "s", "longest wait among them", ("policy",),
         status="decode_queue.oldest_wait_s",
     ),
     Metric(
-        "eldr_table_version", GAUGE, "number", "of the live routing table, 0 if none", ("policy",),
+        "eldr_table_version", GAUGE, "number", "version of the live routing table, 0 if none", ("policy",),
         status="table.version",
     ),
     Metric(
@@ -162,11 +168,11 @@ ROUTER = _by_name(
         ("policy",), status="table.refit_advised", only="with a routing table",
     ),
     Metric(
-        "eldr_signature_samples", GAUGE, "requests", "whose expert counts the signature pool holds",
+        "eldr_signature_samples", GAUGE, "requests", "requests in the signature pool",
         status="signatures.samples", only=_POOL,
     ),
     Metric(
-        "eldr_signature_share_ratio", GAUGE, "ratio", "of requests that are sampled",
+        "eldr_signature_share_ratio", GAUGE, "ratio", "share of requests that are sampled",
         status="signatures.share", only=_POOL,
     ),
     Metric(
@@ -178,20 +184,20 @@ ROUTER = _by_name(
         status="predictor.gain", only=_PREDICTOR,
     ),
     Metric(
-        "eldr_predictor_cosine", GAUGE, "cosine", "of predicted and true deviations from the mean",
+        "eldr_predictor_cosine", GAUGE, "cosine", "cosine of predicted and true deviations from the mean",
         status="predictor.cosine", only=_PREDICTOR,
     ),
     Metric(
-        "eldr_predictor_on", GAUGE, "processes", "whose predictor is better than the mean",
+        "eldr_predictor_on", GAUGE, "processes", "processes whose predictor is better than the mean",
         status="predictor.on", only=_PREDICTOR,
     ),
     Metric(
-        "eldr_predictor_prompts", GAUGE, "prompts", "that predictions were judged by",
+        "eldr_predictor_prompts", GAUGE, "prompts", "prompts on which predictions were evaluated",
         status="predictor.prompts", only=_PREDICTOR,
     ),
     Metric(
         "eldr_shadow_change_ratio", GAUGE, "ratio",
-        "time of a token under the live policy against its shadow, less 1; below 0 the live one is faster",
+        "relative change of the time per token, live policy against shadow; below 0 the live one is faster",
         _SHADOWED, status="comparison.now.change_pct", only=_SHADOW,
     ),
     Metric(
@@ -204,28 +210,28 @@ ROUTER = _by_name(
     ),
     Metric(
         "eldr_shadow_live_seconds", GAUGE, "s",
-        "decode step time that a token waits for under the live policy, as the step cost prices it",
+        "mean decode step time of a token under the live policy, by the fitted step cost",
         _SHADOWED, status="comparison.now.live_ms", only=_SHADOW,
     ),
     Metric(
-        "eldr_shadow_measured_seconds", GAUGE, "s", "the same, as the engines measured it", _SHADOWED,
+        "eldr_shadow_measured_seconds", GAUGE, "s", "the same, measured by the engines", _SHADOWED,
         status="comparison.now.measured_ms", only=_SHADOW,
     ),
 )  # fmt: skip
 
-# -- of each ingress replica, by their keys under `ingress` in the status --------------------------------
+# -- metrics of each ingress replica, by their keys under `ingress` in the status ------------------------
 
 _SPLIT = "with prefill engines"
 
 OWN = {
     "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "all engines are up and warm"),
     "router_away": Metric("eldr_ingress_router_away", GAUGE, "0 or 1", "the router does not answer"),
-    "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "that hold a place"),
-    "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "that wait for a place"),
-    "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "that hold a decode worker"),
-    "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "of engines that have exchanged blocks"),
+    "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests that hold a place"),
+    "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for a place"),
+    "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a decode worker"),
+    "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "engine pairs that exchanged blocks"),
     "prefill_in_flight": Metric(
-        "eldr_ingress_prefill_in_flight", GAUGE, "calls", "open to the prefill replica", ("worker",),
+        "eldr_ingress_prefill_in_flight", GAUGE, "calls", "open calls to the prefill replica", ("worker",),
         only=_SPLIT,
     ),
     "prefill_oldest_s": Metric(
@@ -233,19 +239,19 @@ OWN = {
         ("worker",), only=_SPLIT,
     ),
     "prefill_wait_s": Metric(
-        "eldr_prefill_wait_seconds", GAUGE, "s", "predicted wait of a prompt that comes now, of the replica",
+        "eldr_prefill_wait_seconds", GAUGE, "s", "predicted wait of a prompt that arrives now at the replica",
         ("worker",),
     ),
     "prefill_kv_usage": Metric(
-        "eldr_prefill_kv_usage_ratio", GAUGE, "ratio", "of the prefill replica's KV blocks in use",
+        "eldr_prefill_kv_usage_ratio", GAUGE, "ratio", "share of the prefill replica's KV blocks in use",
         ("worker",), only=_SPLIT,
     ),
     "decode_kv_usage": Metric(
-        "eldr_decode_kv_usage_ratio", GAUGE, "ratio", "of the decode replica's KV blocks in use",
+        "eldr_decode_kv_usage_ratio", GAUGE, "ratio", "share of the decode replica's KV blocks in use",
         ("worker",),
     ),
     "stages": Metric(
-        "eldr_stage_seconds", GAUGE, "s", "of a stage, over the newest 256 requests", ("stage", "quantile"),
+        "eldr_stage_seconds", GAUGE, "s", "time of a stage, newest 256 requests", ("stage", "quantile"),
         only="with prefill engines, once a request was served",
     ),
 }  # fmt: skip
@@ -253,57 +259,57 @@ OWN = {key: replace(metric, status=f"ingress.{key}") for key, metric in OWN.item
 
 _MOVABLE = "with expert-parallel decode engines on CPU"
 
-# Of each decode replica, by their keys under `ingress.experts.REPLICA`.
+# Metrics of each decode replica, by their keys under `ingress.experts.REPLICA`.
 EXPERTS = {
     "slices_left": Metric(
-        "eldr_expert_slices_left", GAUGE, "slices", "to come of a swap of the replica's expert placement",
+        "eldr_expert_slices_left", GAUGE, "slices", "remaining slices of a swap of the expert placement",
         ("worker",), only=_MOVABLE,
     ),
     "experts_moved": Metric(
-        "eldr_experts_moved", GAUGE, "experts", "that changed slots since the replica's start", ("worker",),
+        "eldr_experts_moved", GAUGE, "experts", "changes of slots since the replica's start", ("worker",),
         only=_MOVABLE,
     ),
     "replica_bytes": Metric(
-        "eldr_expert_replica_bytes", GAUGE, "bytes", "of slots for replicas of experts, all ranks",
+        "eldr_expert_replica_bytes", GAUGE, "bytes", "size of slots for replicas of experts, all ranks",
         ("worker",), only=_MOVABLE,
     ),
 }  # fmt: skip
 EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key, metric in EXPERTS.items()}
 INGRESS = _by_name(*OWN.values(), *EXPERTS.values())
 
-# -- of each engine, by vLLM's own way to its metrics -----------------------------------------------------
+# -- metrics of each engine, exported through vLLM's metrics ----------------------------------------------
 
 _ENGINE = ("model_name", "engine", "ReplicaId")
 _STEPPED = "once a request was decoded"
 
 ENGINE = _by_name(
     Metric(
-        "eldr_active_experts", HISTOGRAM, "experts", "distinct ones of a decode step, mean over MoE layers",
+        "eldr_active_experts", HISTOGRAM, "experts", "distinct experts per decode step, mean over layers",
         _ENGINE,
         (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512), only=_STEPPED,
     ),
     Metric(
         "eldr_decode_step_seconds", HISTOGRAM, "s",
-        "of a decode step's forward in the worker; on CPU that of its thread", _ENGINE,
+        "time of a decode step's forward pass in the worker; on CPU that of its thread", _ENGINE,
         (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0),
         only=_STEPPED,
     ),
     Metric(
-        "eldr_decode_batch_size", HISTOGRAM, "requests", "of a decode step", _ENGINE,
+        "eldr_decode_batch_size", HISTOGRAM, "requests", "requests of a decode step", _ENGINE,
         (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512), only=_STEPPED,
     ),
     Metric(
-        "eldr_capture_seconds", HISTOGRAM, "s", "that counting experts added to one step", _ENGINE,
+        "eldr_capture_seconds", HISTOGRAM, "s", "time per step spent on counting experts", _ENGINE,
         (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2), only=_STEPPED,
     ),
-    # The same as exact sums: Ray keeps of a histogram the counts of its buckets alone.
+    # The same as exact sums, since Ray exports only the buckets of a histogram.
     Metric(
         "eldr_decode_steps_total", COUNTER, "steps", "decode steps", _ENGINE, status="decode_totals.steps",
         only=_STEPPED,
     ),
     Metric(
         "eldr_decode_step_experts_total", COUNTER, "experts",
-        "sum over decode steps of active experts, mean over layers", _ENGINE,
+        "sum over decode steps of the active experts, mean over layers", _ENGINE,
         status="decode_totals.active_experts", only=_STEPPED,
     ),
     Metric(
@@ -316,35 +322,35 @@ ENGINE = _by_name(
     ),
     Metric(
         "eldr_decode_token_seconds_total", COUNTER, "s",
-        "sum over decode steps of their time, once for each request: what tokens waited", _ENGINE,
+        "sum over decode steps of time times requests: the total time that tokens waited", _ENGINE,
         status="decode_totals.token_seconds", only=_STEPPED,
     ),
 )  # fmt: skip
 
-# -- of each process of ours, by their keys under `loops.ROLE` in the status ------------------------------
+# -- metrics of each process, by their keys under `loops.ROLE` in the status ------------------------------
 
-STALL_S = 0.5  # that an event loop may stand still, s
+STALL_S = 0.5  # longest time that an event loop may be blocked, s
 
-_OF = ("role",)  # router, ingress, prefill or decode; the status has the first two
+_ROLE = ("role",)  # router, ingress, prefill or decode; the status has the first two
 
 LOOP = {
     "stalls": Metric(
-        "eldr_loop_stalls_total", COUNTER, "times", "the event loop stood still for 0.5 s or longer", _OF
+        "eldr_loop_stalls_total", COUNTER, "times", "the event loop was blocked for 0.5 s or longer", _ROLE
     ),
     "longest_stall_s": Metric(
-        "eldr_loop_longest_stall_seconds", GAUGE, "s", "the longest that the event loop stood still", _OF
+        "eldr_loop_longest_stall_seconds", GAUGE, "s", "longest time that the event loop was blocked", _ROLE
     ),
-    "tasks": Metric("eldr_loop_tasks", GAUGE, "tasks", "of the event loop", _OF),
+    "tasks": Metric("eldr_loop_tasks", GAUGE, "tasks", "tasks of the event loop", _ROLE),
 }
 LOOP = {key: replace(metric, status=f"loops.ROLE.{key}") for key, metric in LOOP.items()}
 PROCESS = _by_name(*LOOP.values())
 
-# -- of each engine's replica ----------------------------------------------------------------------------
+# -- metrics of each engine replica ----------------------------------------------------------------------
 
 REPLICA = _by_name(
     Metric(
         "eldr_engine_lost_total", COUNTER, "times",
-        "the engine's core died, was stopped, or answered nothing for `path.stall_limit_s`", ("role",),
+        "the engine core died, was stopped, or did not answer for `path.stall_limit_s`", ("role",),
     )
 )  # fmt: skip
 

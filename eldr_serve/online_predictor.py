@@ -1,4 +1,4 @@
-"""A signature predictor in service: it learns from the counts that prefills return, and is judged by them."""
+"""A signature predictor that learns online from the true counts of prefills and is evaluated on them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.signature_predictor import Floats, SignaturePredictor
 
-_MEMORY = 64  # prompts in the recent mean and in the accuracy; what came before counts for a third
-_FEWEST = 16  # prompts before the predictor may be off
-_MARGIN = 0.02  # gain at which it is on again
-_RATE = 0.1  # of turning; 0.03 to 0.3 were alike
+_MEMORY = 64  # time constant of the recent mean and of the accuracy, prompts
+_MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
+_MARGIN = 0.02  # gain above which it is switched on again
+_RATE = 0.1  # learning rate of the directions; 0.03 to 0.3 gave similar results
 _log = logging.getLogger(__name__)
 
 
 class OnlinePredictor:
-    """A predictor whose prompts come back with their true counts.
+    """A predictor that is updated with the true counts of each prompt.
 
-    Learning is recursive least squares on the tokens' rows, of whose covariance the diagonal is kept: a row
-    that many prompts have told of moves little, a new token's much. The directions turn towards what they
-    miss (a step of GROUSE, Balzano et al. 2010), and stay orthonormal; the mean stays.
+    The tokens' rows are learnt by recursive least squares with a diagonal covariance: the row of a frequent
+    token moves little, that of a new token much. The directions are rotated towards the residual (a step of
+    GROUSE, Balzano et al. 2010) and stay orthonormal; the mean is fixed.
 
-    A prompt is judged before it is learnt, against the mean of recent prompts in the prediction's place;
-    while that is better, the predictor is off. It goes on learning, and is on again when it is better.
-    Not for several threads at once.
+    Each prompt is evaluated before it is learnt: the baseline predicts the mean of recent prompts. While the
+    baseline is better, the predictor is off; it continues to learn. Not thread-safe.
 
     Attributes:
-        predictor: what is known by now; its `tokens`, `experts` and `variance` change in place.
-        on: whether `predict` answers.
-        prompts: how many were observed.
-        cosine: of predicted and true deviations from the recent mean, over recent prompts; 0 is chance.
+        predictor: current predictor; its `tokens`, `experts` and `variance` change in place.
+        on: whether `predict` returns predictions.
+        prompts: number of observed prompts.
+        cosine: mean cosine of predicted and true deviations from the recent mean, of recent prompts.
     """
 
     def __init__(self, predictor: SignaturePredictor) -> None:
@@ -45,23 +44,23 @@ class OnlinePredictor:
 
     @property
     def gain(self) -> float:
-        """1 - squared error / that of the recent mean, over recent prompts; 1 is perfect, 0 no better."""
+        """1 - squared error / squared error of the recent mean, over recent prompts; 1 is perfect."""
         return 1 - self._error / self._error_of_mean if self._error_of_mean else 0.0
 
     @property
     def status(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Accuracy as JSON-able values."""
         return {"on": self.on, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
 
     def predict(self, token_ids: ArrayLike) -> Floats | None:
-        """float32[L, E], as of SignaturePredictor; None while the mean is better."""
+        """Return the prediction of SignaturePredictor, float32[L, E]; None while the mean is better."""
         return self.predictor.predict(token_ids) if self.on else None
 
     def observe(self, token_ids: ArrayLike, counts: ArrayLike) -> None:
-        """The prompt's prefill has returned its counts [L, E]; a prompt of no tokens is ignored.
+        """Learn the true counts [L, E] of a prompt; an empty prompt is ignored.
 
         Raises:
-            ValueError: counts of another shape, or not finite.
+            ValueError: the counts have another shape or are not finite.
         """
         ids, true = np.asarray(token_ids, np.int64), np.array(counts, np.float32)
         if true.shape != self.predictor.mean.shape or not np.isfinite(true).all():
@@ -83,7 +82,7 @@ class OnlinePredictor:
         self._error += share * (float(np.square(found - wanted).sum()) - self._error)
         self._error_of_mean += share * (float(np.square(wanted).sum()) - self._error_of_mean)
         self._recent += wanted / np.float32(_MEMORY)
-        on = self.prompts < _FEWEST or self.gain > (0 if self.on else _MARGIN)
+        on = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.on else _MARGIN)
         if on != self.on:
             self.on = on
             _log.warning(
@@ -108,9 +107,10 @@ class OnlinePredictor:
 
 
 def _turn(directions: Floats, hidden: Floats, missed: Floats, scale: float) -> None:
-    """Turn the direction that `hidden` takes towards what they all miss, which is at right angles to them.
+    """Rotate the direction along `hidden` towards the residual, in place.
 
     Args:
+        missed: the residual, orthogonal to all directions.
         scale: squared length of the whole deviation.
     """
     length, lacking = float(np.linalg.norm(hidden)), float(np.linalg.norm(missed))

@@ -1,4 +1,4 @@
-"""What all files of this package have in common: a checked record, and one sentence for what does not fit."""
+"""Common parts of all artifact files: a validated metadata record and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ R = TypeVar("R", bound="Record")
 
 
 class ArtifactError(ValueError):
-    """A file is not what it should be; one sentence."""
+    """A file is invalid; the message is one sentence."""
 
 
 class Record(BaseModel):
-    """Metadata that a file carries."""
+    """Metadata of a file."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str
     package: str = Field(default_factory=lambda: _package_version())
-    fingerprint: str = ""  # of the data that this was made from
+    fingerprint: str = ""  # of the source data
 
 
 def require(condition: bool, sentence: str) -> None:
-    """ArtifactError with the sentence unless the condition holds."""
+    """Raise ArtifactError with this message unless the condition holds."""
     if not condition:
         raise ArtifactError(sentence)
 
 
 def read_file(path: Path | str) -> bytes:
-    """The file's content; ArtifactError if it cannot be read."""
+    """Return the file's content; raise ArtifactError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -42,7 +42,7 @@ def read_file(path: Path | str) -> bytes:
 
 
 def parse_record(record: type[R], text: str | bytes, name: str) -> R:
-    """The record of the file `name`; ArtifactError names the first field that does not fit."""
+    """Parse the record of the file `name`; raise ArtifactError that names the first invalid field."""
     try:
         return record.model_validate_json(text)
     except ValidationError as error:
@@ -52,7 +52,7 @@ def parse_record(record: type[R], text: str | bytes, name: str) -> R:
 
 
 def build(name: str, make: Callable[[], A]) -> A:
-    """What `make` gives; its complaints name the file."""
+    """Return `make()`; convert its KeyError and ValueError to ArtifactError with the file's name."""
     try:
         return make()
     except KeyError as error:

@@ -1,6 +1,6 @@
-"""Expert signatures (ELDR, section 4.2): from the counts of a prompt's experts to a unit vector.
+"""Expert signatures (ELDR, section 4.2): the conversion of a prompt's expert counts to a unit vector.
 
-Array sizes: L MoE layers, E experts a layer, N requests, n layers kept.
+Array sizes: L MoE layers, E experts per layer, N requests, n layers kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 Counts = NDArray[np.unsignedinteger[Any]]
 Element = Literal["count", "sqrt", "binary"]
 
-TRANSFORMS: dict[str, tuple[Element, bool]] = {  # name -> what a cell is, whether weighted by IDF
+TRANSFORMS: dict[str, tuple[Element, bool]] = {  # name -> element, whether weighted by IDF
     "count": ("count", False),
     "count-idf": ("count", True),
     "sqrt-count": ("sqrt", False),
@@ -29,15 +29,15 @@ TRANSFORMS: dict[str, tuple[Element, bool]] = {  # name -> what a cell is, wheth
 
 @dataclass(frozen=True, eq=False)
 class SignatureSpec:
-    """How counts become a signature.
+    """Parameters of the conversion of counts to a signature.
 
     Attributes:
         idf: float32[L,E], weight of each cell (ones where the transform has no IDF).
-        layers: int64[n], the layers kept, ascending.
-        element: what is taken of a count before weighting.
+        layers: int64[n], kept layers, ascending.
+        element: function applied to each count before weighting.
 
     Raises:
-        ValueError: shapes, layers or weights that no signature can have.
+        ValueError: invalid shapes, layers or weights.
     """
 
     idf: NDArray[np.float32]
@@ -60,7 +60,7 @@ class SignatureSpec:
 
     @property
     def dim(self) -> int:
-        """Length n*E of a signature."""
+        """n*E, length of a signature."""
         return len(self.layers) * int(self.idf.shape[1])
 
     @cached_property
@@ -68,10 +68,13 @@ class SignatureSpec:
         return np.ascontiguousarray(self.idf[self.layers])
 
     def encode(self, counts: ArrayLike) -> NDArray[np.float32]:
-        """float32[..., n*E] of unit norm, from counts[..., L, E]; a row of zeros stays zeros.
+        """Return signatures float32[..., n*E] of unit norm; zero counts give zeros.
+
+        Args:
+            counts: [..., L, E].
 
         Raises:
-            ValueError: counts of another shape.
+            ValueError: the counts have another shape.
         """
         array = np.asarray(counts)
         if array.shape[-2:] != self.idf.shape:
@@ -87,7 +90,7 @@ class SignatureSpec:
 
 
 def cells_of(counts: NDArray[Any], element: Element) -> NDArray[np.float32]:
-    """What a cell of the counts stands for in a signature: 1 where used, its count, or the root of it."""
+    """Apply the element function to counts: 1 for used experts, the count itself, or its square root."""
     if element == "binary":
         return (counts > 0).astype(np.float32)
     cells = counts.astype(np.float32)
@@ -99,15 +102,15 @@ def cells_of(counts: NDArray[Any], element: Element) -> NDArray[np.float32]:
 _HEADER = struct.Struct("<4sBHH")  # magic, bytes a cell, L, E
 _MAGIC = b"ELD1"
 _MAX_CELLS = 1 << 20
-_STORED_BYTES = 4096  # at most 65535
-_ZLIB = b"\x78\x01\x01"  # header, and the one, last block, as it is
+_STORED_BYTES = 4096  # maximum size that is stored uncompressed; must be at most 65535
+_ZLIB = b"\x78\x01\x01"  # zlib header, and the header of a single stored block
 
 
 def pack_counts(counts: ArrayLike) -> str:
-    """ASCII text of counts[L,E], for `kv_transfer_params`.
+    """Encode counts[L,E] as ASCII text for `kv_transfer_params`.
 
     Raises:
-        ValueError: not a small [L, E] array of non-negative integers below 2**32.
+        ValueError: the counts are not a small [L, E] array of non-negative integers below 2**32.
     """
     array = np.asarray(counts)
     if array.ndim != 2 or not 0 < array.size <= _MAX_CELLS or max(array.shape) > 0xFFFF:
@@ -123,16 +126,16 @@ def pack_counts(counts: ArrayLike) -> str:
 
 
 def _stored(data: bytes) -> bytes:
-    """As zlib's stream, uncompressed: to set up a compressor takes longer than a few cells are worth."""
+    """Return an uncompressed zlib stream; for small data, setting up a compressor takes too long."""
     size = len(data)
     return _ZLIB + struct.pack("<HH", size, 0xFFFF ^ size) + data + struct.pack(">I", zlib.adler32(data))
 
 
 def unpack_counts(text: str) -> NDArray[np.uint32]:
-    """uint32[L,E] from pack_counts's text.
+    """Decode the text of pack_counts to uint32[L,E].
 
     Raises:
-        ValueError: anything else, in one sentence.
+        ValueError: the text is invalid; one sentence.
     """
     try:
         data = base64.b64decode(text.encode(), validate=True)
@@ -143,7 +146,7 @@ def unpack_counts(text: str) -> NDArray[np.uint32]:
         inflater = zlib.decompressobj()
         body = inflater.decompress(data[_HEADER.size :], size + 1)
         if len(body) != size or not inflater.eof:
-            raise ValueError("packed counts are cut or too long")
+            raise ValueError("packed counts are truncated or too long")
     except (binascii.Error, struct.error, zlib.error, UnicodeError, AttributeError) as error:
         raise ValueError(f"not packed counts: {error}") from error
     return np.frombuffer(body, f"<u{width}").reshape(num_layers, num_experts).astype(np.uint32)

@@ -1,8 +1,8 @@
-"""A prompt's expected expert counts, from its token ids alone: a signature before any prefill.
+"""Prediction of a prompt's expert counts from its token ids alone: a signature before prefill.
 
-A prompt's expert frequencies are taken for the mean prompt's plus the mean of what its tokens add. What a
-token adds is of low rank: r numbers, of which an [r, L*E] matrix makes expert frequencies.
-Array sizes: V token ids, L MoE layers, E experts a layer, r rank.
+The predicted expert frequencies are those of the mean prompt plus the mean of the tokens' contributions. A
+token's contribution is of low rank: r numbers, which an [r, L*E] matrix maps to expert frequencies.
+Array sizes: V token ids, L MoE layers, E experts per layer, r rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eldr_serve.records import Record, build, require
 Floats = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2
 _SKEW_TOLERANCE = 1e-2
-_LEAST = 1e-6  # so that a row is never all zeros
+_MIN_FREQUENCY = 1e-6  # prevents rows of zeros
 
 
 class _PredictorRecord(Record):
@@ -34,25 +34,25 @@ class _PredictorRecord(Record):
 
 
 def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Names a tokenizer by its tokens and their ids, as `get_vocab()` of Hugging Face's gives them."""
+    """Return a hash of a tokenizer's vocabulary, as returned by `get_vocab()` of Hugging Face."""
     lines = sorted(f"{index} {token}" for token, index in vocabulary.items())
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
 class SignaturePredictor(Artifact):
-    """What each token of a prompt adds to its expert frequencies.
+    """A low-rank model of each token's contribution to the expert frequencies of a prompt.
 
     Attributes:
         model: id of the model.
         tokenizer: fingerprint of the tokenizer (`tokenizer_fingerprint`).
-        top_k: experts a token and layer.
-        mean: float32[L, E], expert frequencies of a prompt of unseen tokens; each row adds up to top_k.
-        tokens: float32[V, r]; zeros for a token that was never seen.
-        experts: float32[r, L, E], orthonormal.
-        variance: float32[V], how uncertain each token's row is, as a multiple of a prompt's noise; recursive
-            least squares go on from it.
-        fingerprint: of the trace that it was fitted on.
+        top_k: experts per token and layer.
+        mean: float32[L, E], expert frequencies of a prompt of unseen tokens; each row sums to top_k.
+        tokens: float32[V, r], contribution of each token; zeros for unseen tokens.
+        experts: float32[r, L, E], orthonormal directions.
+        variance: float32[V], variance of each token's row in units of a prompt's noise; the initial state of
+            recursive least squares.
+        fingerprint: fingerprint of the trace that the predictor was fitted on.
     """
 
     model: str
@@ -91,10 +91,10 @@ class SignaturePredictor(Artifact):
         )
 
     def predict(self, token_ids: ArrayLike) -> Floats:
-        """float32[L, E]: expected counts of the prompt; each row adds up to top_k a token, as true counts do.
+        """Return the expected counts of a prompt, float32[L, E]; like true counts, rows sum to top_k * n.
 
         Args:
-            token_ids: int[n] in the prompt's order; one outside the vocabulary counts as unseen.
+            token_ids: int[n] in the prompt's order; ids outside the vocabulary count as unseen.
         """
         ids = np.asarray(token_ids, np.int64)
         counts = self.frequencies(self.hidden(ids))
@@ -102,18 +102,18 @@ class SignaturePredictor(Artifact):
         return counts
 
     def frequencies(self, hidden: Floats) -> Floats:
-        """float32[L, E]: the mean and what `hidden` adds, clipped to shares, each row adding up to top_k."""
+        """Return frequencies float32[L, E]: mean plus `hidden`, clipped to [0, 1]; each row sums to top_k."""
         p = np.tensordot(hidden, self.experts, axes=1)
         p += self.mean
-        np.clip(p, _LEAST, 1, out=p)
+        np.clip(p, _MIN_FREQUENCY, 1, out=p)
         p *= self.top_k / p.sum(axis=1, keepdims=True)
         found: Floats = p
         return found
 
     def hidden(self, token_ids: NDArray[np.int64]) -> Floats:
-        """float32[r]: the mean row of the tokens; those outside the vocabulary have zeros."""
+        """Return the mean row of the tokens, float32[r]; ids outside the vocabulary have zeros."""
         known = token_ids[(token_ids >= 0) & (token_ids < len(self.tokens))]
-        # A product with ones adds rows up five times as fast as `sum` does.
+        # A product with ones is five times as fast as `sum`.
         total: Floats = np.ones(len(known), np.float32) @ self.tokens.take(known, axis=0)
         total /= np.float32(max(len(token_ids), 1))
         return total
@@ -121,14 +121,14 @@ class SignaturePredictor(Artifact):
     def require_fit(
         self, *, model: str, tokenizer: str | None = None, shape: tuple[int, int] | None = None
     ) -> None:
-        """Refuse to serve another model than the one fitted on.
+        """Check that the predictor was fitted for the served model.
 
         Args:
-            tokenizer: fingerprint of the served one; None while it is not known.
-            shape: (L, E) of the served model; None while it is not known.
+            tokenizer: fingerprint of the served tokenizer; None if unknown.
+            shape: (L, E) of the served model; None if unknown.
 
         Raises:
-            ArtifactError: another model, tokenizer or shape.
+            ArtifactError: the model, the tokenizer or the shape differs.
         """
         served = (model, tokenizer, shape)
         own = (self.model, self.tokenizer, self.mean.shape)
@@ -139,7 +139,7 @@ class SignaturePredictor(Artifact):
             )
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal predictors give equal bytes."""
+        """Return the file's content; equal predictors give equal bytes."""
         record = _PredictorRecord(
             model=self.model, tokenizer=self.tokenizer, top_k=self.top_k, fingerprint=self.fingerprint
         )
@@ -148,7 +148,7 @@ class SignaturePredictor(Artifact):
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the predictor") -> Self:
-        """Parse a file's content; ArtifactError if it is not one."""
+        """Parse a file's content; raise ArtifactError if it is invalid."""
         arrays, record = unpack_file(data, _PredictorRecord, name)
         return build(
             name,

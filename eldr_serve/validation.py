@@ -64,8 +64,8 @@ def shown(value: Any, name: object = "") -> str:
 def unknown_name(where: str, name: object, known: Iterable[str], what: str = "key") -> str:
     """Return an error sentence for an unknown name in a mapping."""
     hint = did_you_mean(name, known)
-    said = f"unknown {what} {name!r}" + (f": {hint}" if hint else "")
-    return f"{where}: {said}" if where else said
+    message = f"unknown {what} {name!r}" + (f": {hint}" if hint else "")
+    return f"{where}: {message}" if where else message
 
 
 def problem(error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None) -> str:
@@ -90,18 +90,18 @@ def problem(error: ValidationError, given: Any = None, *, where: str = "", model
     if first["type"] in ("missing", "missing_argument"):
         return f"{_joined(where, [*_path(loc[:-1], given), loc[-1]])} is missing: it must be given"
     names, value, text = _path(loc, given), first["input"], _must_be(first)
-    if hasattr(value, "kwargs"):  # a dataclass gives pydantic's ArgsKwargs
+    if hasattr(value, "kwargs"):  # the input of a dataclass is pydantic's ArgsKwargs
         value = value.kwargs or {}
     if isinstance(value, Mapping):
         name = first["ctx"]["discriminator"].strip("'") if first["type"] == "union_tag_invalid" else ""
-        name = name or text.partition(" must ")[0]  # a validator of the whole input that names one part
+        name = name or text.partition(" must ")[0]  # a validator of the whole input may name a field
         if name in value:
             names, value, text = [*names, name], value[name], text.removeprefix(f"{name} ")
     path = _joined(where, names)
-    said = shown(value, path.rpartition(".")[2])
+    given_value = shown(value, path.rpartition(".")[2])
     whole = isinstance(value, Mapping | list) and first["type"] in ("value_error", "assertion_error")
-    named = path and said and not whole
-    return f"{path} is {said}: {text}" if named else f"{path}: {text}".removeprefix(": ")
+    named = path and given_value and not whole
+    return f"{path} is {given_value}: {text}" if named else f"{path}: {text}".removeprefix(": ")
 
 
 def _must_be(found: Any) -> str:

@@ -1,4 +1,4 @@
-"""One connection between an ingress replica and an engine replica, for all calls between the two."""
+"""A connection between an ingress replica and an engine replica that carries all calls between the two."""
 
 from eldr_serve.channel.client import Call, CallFailed, CallLate, Channel, ChannelLost, Chunk, SlowReader
 from eldr_serve.channel.server import Answer, ChannelServer

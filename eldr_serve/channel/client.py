@@ -1,4 +1,4 @@
-"""The ingress replica's end: calls to one engine replica over one connection."""
+"""The ingress replica's end of a channel: calls to one engine replica over one connection."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import msgspec
 from eldr_serve.channel.frames import MAX_FRAME_BYTES, VERSION, BrokenFrame, Kind, frame
 from eldr_serve.channel.peer import Peer
 
-MAX_UNREAD_BYTES = 2**20  # of one stream whose client does not read
-SILENT_S = 2.5  # an engine that has said nothing for so long is gone
+MAX_UNREAD_BYTES = 2**20  # limit per stream; protects against clients that do not read
+SILENT_S = 2.5  # an engine that has sent nothing for this long is lost
 _CONNECT_S = 5.0
 
 
 class ChannelLost(ConnectionError):  # noqa: N818
-    """The connection ended, or could not be made."""
+    """The connection was lost or could not be made."""
 
 
 class SlowReader(RuntimeError):  # noqa: N818
-    """A stream's client reads too slowly; the stream was cancelled."""
+    """The client of a stream reads too slowly; the stream was cancelled."""
 
 
 class CallLate(TimeoutError):  # noqa: N818
-    """The engine has sent nothing for too long, though its channel is open; the call was cancelled."""
+    """The engine sent nothing for too long on an open channel; the call was cancelled."""
 
 
 class CallFailed(RuntimeError):  # noqa: N818
-    """The engine's own word that a call has failed; raised where it says so, and where it is heard.
+    """The engine reports that a call has failed; raised both in the engine and in the ingress.
 
     Attributes:
-        status: as of HTTP; below 500 the request is at fault.
-        body: what tells it, for the client.
+        status: HTTP status; below 500 the request is at fault.
+        body: response body for the client.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
         try:
-            message = msgspec.json.decode(body)["error"]["message"]  # as OpenAI's API words it
+            message = msgspec.json.decode(body)["error"]["message"]  # OpenAI's error format
         except (msgspec.DecodeError, KeyError, TypeError):
             message = body[:500].decode(errors="replace")
         super().__init__(f"{message}")
@@ -50,11 +50,11 @@ class CallFailed(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Chunk:
-    """What of an answer has come since it was last looked at."""
+    """The part of an answer received since the last read."""
 
     payload: bytes
-    tokens: int = 0  # generated tokens in it
-    ids: bytes = b""  # uint32 ids of those tokens that came with theirs
+    tokens: int = 0  # number of generated tokens in it
+    ids: bytes = b""  # uint32 ids of the tokens that were sent with ids
 
 
 class Call:
@@ -63,6 +63,7 @@ class Call:
     Attributes:
         about: the engine's report on its part of the call, received with the end of the answer.
         begun_at: start time on the event loop's clock, s.
+        on_overflow: callback, called once if the call is cancelled because its client reads too slowly.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -71,32 +72,32 @@ class Call:
         self._unread: list[bytes] = []
         self._unread_bytes = self._tokens = 0
         self._ids: list[bytes] = []
-        self._over = False
+        self._finished = False
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._changed_event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.begun_at = self._loop.time()
-        self._heard_at: float | None = None
+        self._received_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.about: dict[str, Any] = {}
-        self.on_overflow: Callable[[], None] = lambda: None  # told once, when the call is cancelled for that
+        self.on_overflow: Callable[[], None] = lambda: None
 
     async def read(self) -> Chunk | None:
-        """All that has come and is unread, or, if there is nothing, what comes next; None at the end.
+        """Return everything unread, wait for more if there is nothing, or return None at the end.
 
         Raises:
-            CallFailed: the engine says so.
-            ChannelLost: the connection was lost; nobody knows what became of the call.
-            SlowReader: this was called too rarely.
+            CallFailed: the engine reports a failure.
+            ChannelLost: the connection was lost; the state of the call is unknown.
+            SlowReader: `read` was called too rarely.
             CallLate: see `expect`.
         """
         while not self._unread:
-            if self._error is not None and (self._over or isinstance(self._error, CallLate)):
+            if self._error is not None and (self._finished or isinstance(self._error, CallLate)):
                 raise self._error
-            if self._over:
+            if self._finished:
                 return None
-            self._news.clear()
-            await self._news.wait()
+            self._changed_event.clear()
+            await self._changed_event.wait()
         chunk = Chunk(b"".join(self._unread), self._tokens, b"".join(self._ids))
         self._unread, self._ids, self._unread_bytes, self._tokens = [], [], 0, 0
         return chunk
@@ -112,41 +113,41 @@ class Call:
         """
         now = self._loop.time()
         self._timer = self._loop.call_later(
-            min(first_s, gap_s), self._look, first_s, gap_s, since or (lambda: now)
+            min(first_s, gap_s), self._check_time, first_s, gap_s, since or (lambda: now)
         )
 
-    def _look(self, first_s: float, gap_s: float, since: Callable[[], float]) -> None:
+    def _check_time(self, first_s: float, gap_s: float, since: Callable[[], float]) -> None:
         now = self._loop.time()
-        until = since() + first_s if self._heard_at is None else self._heard_at + gap_s
+        until = since() + first_s if self._received_at is None else self._received_at + gap_s
         if until > now:
-            self._timer = self._loop.call_at(min(until, now + gap_s), self._look, first_s, gap_s, since)
+            self._timer = self._loop.call_at(min(until, now + gap_s), self._check_time, first_s, gap_s, since)
             return
-        what = "for its first token" if self._heard_at is None else "between two tokens"
+        what = "for its first token" if self._received_at is None else "between two tokens"
         self._error = self._error or CallLate(f"too long {what}")
         self.cancel()
-        self._news.set()
+        self._changed_event.set()
 
     def cancel(self) -> None:
-        """Tell the engine to stop; calling it again, or after the end, does nothing."""
-        if not self._over:
-            self._channel.say(frame(Kind.CANCEL, self._number))
+        """Tell the engine to stop; do nothing if the call has ended."""
+        if not self._finished:
+            self._channel.send(frame(Kind.CANCEL, self._number))
 
     async def end(self) -> None:
-        """Wait until the engine no longer works for the call; ChannelLost if nobody knows."""
-        while not self._over:
+        """Wait until the engine no longer works on the call; raise ChannelLost if that is unknown."""
+        while not self._finished:
             self._unread, self._unread_bytes = [], 0
-            self._news.clear()
-            await self._news.wait()
+            self._changed_event.clear()
+            await self._changed_event.wait()
         if isinstance(self._error, ChannelLost):
             raise self._error
 
-    # -- for the channel -------------------------------------------------------------------------
+    # -- called by the channel -------------------------------------------------------------------
 
-    def data(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        """A part of the answer has come, perhaps with its tokens' ids (uint32)."""
+    def feed(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        """Add a received part of the answer; `ids`: uint32 token ids, may be empty."""
         if self._error is not None:
             return
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         if self._unread and self._unread_bytes + len(payload) > MAX_UNREAD_BYTES:
             self._error = SlowReader(f"{self._unread_bytes} bytes of a stream are unread")
             self._unread, self._ids = [], []
@@ -158,19 +159,19 @@ class Call:
         self._tokens += tokens
         if ids:
             self._ids.append(ids)
-        self._news.set()
+        self._changed_event.set()
 
-    def over(self, error: Exception | None) -> None:
-        """Nothing more will come."""
-        self._over = True
+    def finish(self, error: Exception | None) -> None:
+        """End the call; nothing more will arrive."""
+        self._finished = True
         if self._timer is not None:
             self._timer.cancel()
         self._error = self._error or error
-        self._news.set()
+        self._changed_event.set()
 
 
 class Channel(Peer):
-    """A connection to one engine replica. Made by `connect`.
+    """A connection to one engine replica; create it with `connect`.
 
     Attributes:
         on_report: callback for each status report of the engine.
@@ -183,7 +184,7 @@ class Channel(Peer):
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self.welcome: asyncio.Future[None] = self._loop.create_future()
-        self.closed: asyncio.Future[str] = self._loop.create_future()  # with the reason
+        self.closed: asyncio.Future[str] = self._loop.create_future()  # result: the reason
         self._leaving = False
         self.on_report: Callable[[dict[str, Any]], None] = lambda report: None
 
@@ -191,10 +192,10 @@ class Channel(Peer):
     async def connect(
         cls, host: str, port: int, secret: str, changed: Callable[[], None] = lambda: None
     ) -> Channel:
-        """Connect and say hello; ChannelLost if nobody answers or takes the secret.
+        """Connect and authenticate; raise ChannelLost if there is no answer or the secret is refused.
 
         Args:
-            changed: called when the channel is not `open` any more.
+            changed: callback for when the channel is no longer `open`.
         """
         channel: Channel | None = None
         try:
@@ -211,52 +212,56 @@ class Channel(Peer):
 
     @property
     def open(self) -> bool:
-        """The engine takes calls."""
+        """Whether the engine accepts calls."""
         return not (self._leaving or self.closed.done())
 
     @property
     def in_flight(self) -> int:
-        """Open calls."""
+        """Number of open calls."""
         return len(self._calls)
 
     @property
     def oldest_s(self) -> float:
-        """Return the age of the oldest open call, s; 0 without one."""
+        """Age of the oldest open call, s; 0 if there is none."""
         oldest = next(iter(self._calls.values()), None)
         return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
 
     def call(self, method: str, header: dict[str, Any], body: bytes = b"") -> Call:
-        """Begin a call; `header` is of what msgpack can carry. ChannelLost if the connection is over."""
+        """Begin a call; raise ChannelLost if the connection is closed.
+
+        Args:
+            header: values that msgpack can encode.
+        """
         if self.closed.done():
             raise ChannelLost(self.closed.result())
         number = next(self._numbers) % 2**32
         call = self._calls[number] = Call(self, number)
-        self.say(frame(Kind.CALL, number, msgspec.msgpack.encode((method, header, body))))
+        self.send(frame(Kind.CALL, number, msgspec.msgpack.encode((method, header, body))))
         return call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.say(frame(Kind.HELLO, 0, bytes([VERSION]) + self._secret.encode()))
+        self.send(frame(Kind.HELLO, 0, bytes([VERSION]) + self._secret.encode()))
 
-    def pinged(self, payload: bytes) -> None:
+    def ping_received(self, payload: bytes) -> None:
         if payload:
-            self.on_report(_about(payload))
+            self.on_report(_decode_report(payload))
 
-    def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
+    def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
         if kind == Kind.DATA:
             if call in self._calls:
-                self._calls[call].data(payload, tokens)
+                self._calls[call].feed(payload, tokens)
         elif kind == Kind.TOKENS:
             if len(payload) < 4 * tokens:
                 raise BrokenFrame(f"{tokens} tokens in {len(payload)} bytes")
             if call in self._calls:
-                self._calls[call].data(payload[4 * tokens :], tokens, payload[: 4 * tokens])
+                self._calls[call].feed(payload[4 * tokens :], tokens, payload[: 4 * tokens])
         elif kind in (Kind.END, Kind.FAIL):
-            about = _about(payload) if kind == Kind.END and payload else {}
+            about = _decode_report(payload) if kind == Kind.END and payload else {}
             found = self._calls.pop(call, None)
             if found is not None:
                 found.about = about
-                found.over(CallFailed(tokens, payload) if kind == Kind.FAIL else None)
+                found.finish(CallFailed(tokens, payload) if kind == Kind.FAIL else None)
         elif kind == Kind.WELCOME:
             if not self.welcome.done():
                 self.welcome.set_result(None)
@@ -266,21 +271,21 @@ class Channel(Peer):
         else:
             raise BrokenFrame(f"a frame of kind {kind}")
 
-    def ended(self, reason: str) -> None:
+    def on_closed(self, reason: str) -> None:
         self.closed.set_result(reason)
         if not self.welcome.done():
             self.welcome.set_exception(ChannelLost(reason))
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.over(ChannelLost(reason))
+            call.finish(ChannelLost(reason))
         self._changed()
 
 
-def _about(payload: bytes) -> dict[str, Any]:
+def _decode_report(payload: bytes) -> dict[str, Any]:
     try:
-        return _ABOUT.decode(payload)
+        return _REPORT.decode(payload)
     except msgspec.DecodeError as error:
         raise BrokenFrame(f"a malformed end: {error}") from error
 
 
-_ABOUT = msgspec.msgpack.Decoder(dict[str, Any])
+_REPORT = msgspec.msgpack.Decoder(dict[str, Any])

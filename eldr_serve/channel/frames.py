@@ -1,14 +1,16 @@
-"""Frames: `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian; `length` is the payload's.
+"""The frames of a channel.
+
+A frame is `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian; `length` is the payload's.
 
     ingress -> engine   HELLO (version and secret), CALL, CANCEL, PING
     engine -> ingress   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING
 
-A TOKENS is a DATA whose payload begins with the ids of its `tokens` tokens, u32 each, little-endian. An
-ingress needs these ids to continue the answer on another engine.
+A TOKENS frame is a DATA frame whose payload begins with the ids of its `tokens` tokens, u32 each,
+little-endian. An ingress needs these ids to continue the answer on another engine.
 
-A call's frames end with one END or FAIL, also after a CANCEL; the engine does no further work on the call.
-A PING from an engine carries its status report as payload (msgpack, may be empty).
-An END carries the engine's report on its part of the call as payload (msgpack, may be empty).
+A call ends with one END or FAIL, also after a CANCEL; the engine does no further work on it.
+The payload of an engine's PING is its status report, that of an END is its report on the call (msgpack, may
+be empty).
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from enum import IntEnum
 VERSION = 2
 HEAD = struct.Struct("!IBII")
 MAX_HELLO_BYTES = 1024
-MAX_FRAME_BYTES = 64 * 2**20  # a request's body and what prefill said of it
+MAX_FRAME_BYTES = 64 * 2**20  # holds a request's body and its prefill result
 PING_S = 1.0
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """The type of a frame."""
 
     HELLO = 1
     WELCOME = 2
@@ -40,19 +42,24 @@ class Kind(IntEnum):
 
 
 class BrokenFrame(ValueError):  # noqa: N818
-    """The peer does not speak this protocol; its connection is of no further use."""
+    """The peer violates the protocol; its connection is closed."""
 
 
 def frame(kind: Kind, call: int = 0, payload: bytes = b"", tokens: int = 0) -> bytes:
-    """One frame. `call`: number of the call on this connection; `tokens`: generated tokens in it."""
+    """Encode a frame.
+
+    Args:
+        call: number of the call on this connection.
+        tokens: number of generated tokens in the payload.
+    """
     return HEAD.pack(len(payload), kind, call, tokens) + payload
 
 
 class Frames:
-    """Cuts what arrives into frames.
+    """Parser that splits received bytes into frames.
 
     Args:
-        max_bytes: of a payload; a longer one breaks the connection before it is read.
+        max_bytes: maximum size of a payload; a longer one is an error before it is read.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -60,12 +67,16 @@ class Frames:
         self._buffer = bytearray()
 
     @property
-    def cut(self) -> bool:
-        """A frame has begun and not ended."""
+    def incomplete(self) -> bool:
+        """Whether part of a frame is buffered."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-        """(kind, call, tokens, payload) of each frame that is complete; BrokenFrame if it is none."""
+        """Yield (kind, call, tokens, payload) of each complete frame.
+
+        Raises:
+            BrokenFrame: a payload is longer than `max_bytes`.
+        """
         buffer = self._buffer
         buffer += data
         at = 0
@@ -73,7 +84,7 @@ class Frames:
             while len(buffer) - at >= HEAD.size:
                 length, kind, call, tokens = HEAD.unpack_from(buffer, at)
                 if length > self.max_bytes:
-                    raise BrokenFrame(f"a frame of {length} bytes, the most allowed are {self.max_bytes}")
+                    raise BrokenFrame(f"a frame of {length} bytes, the maximum is {self.max_bytes}")
                 end = at + HEAD.size + length
                 if len(buffer) < end:
                     break

@@ -1,4 +1,4 @@
-"""The engine's end: a port that takes calls of this application's ingress replicas."""
+"""The engine's end of a channel: a port that serves calls of this application's ingress replicas."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from eldr_serve.channel.peer import Peer
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
-_LINGER_S = 0.25  # for what is on its way to an engine that leaves, or from it
+_LINGER_S = 0.25  # a draining engine waits this long for frames that are still in transit
 _MAX_UNSENT_BYTES = 64 * 2**20
-_SILENT_S = 10.0  # an ingress under load may be late; one that has died is known by its closed connection
+_SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
 
 
 class Answer:
-    """Where the answer to one call is written.
+    """Writer for the answer to one call.
 
     Attributes:
-        about: said of the call with its end, of what msgpack can carry.
+        about: report on the call, sent with its end; values that msgpack can encode.
     """
 
     def __init__(self, connection: _Connection, call: int) -> None:
@@ -45,26 +45,27 @@ class Answer:
 
     @property
     def peer(self) -> object:
-        """Whose call it is: equal for calls over the same connection."""
+        """Identity of the caller: equal for calls over the same connection."""
         return self._connection
 
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
-        """Send a part of the answer, with how many generated tokens are in it.
+        """Send a part of the answer.
 
         Args:
-            ids: uint32 each, of all those tokens, or empty.
+            tokens: number of generated tokens in it.
+            ids: uint32 ids of all these tokens, or empty.
         """
         kind = Kind.TOKENS if ids else Kind.DATA
-        self._connection.say(HEAD.pack(len(ids) + len(payload), kind, self._call, tokens), ids, payload)
+        self._connection.send(HEAD.pack(len(ids) + len(payload), kind, self._call, tokens), ids, payload)
 
 
-# Answers a call: its method, its header and body. What it raises is told as `describe` words it.
+# Answers a call, given its method, header and body; `describe` converts exceptions to responses.
 Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
 Describe = Callable[[Exception], tuple[int, bytes]]
 
 
 class ChannelServer:
-    """Listens for ingress replicas and runs their calls.
+    """Server that accepts connections of ingress replicas and runs their calls.
 
     The calls of a connection are cancelled if it breaks, is silent for too long, or does not read its data.
 
@@ -107,7 +108,7 @@ class ChannelServer:
         self.in_flight = 0
 
     async def start(self, host: str) -> int:
-        """Listen on a free port of `host`, and return it."""
+        """Listen on a free port of `host` and return the port."""
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self), host, 0, family=socket.AF_UNSPEC
         )
@@ -115,20 +116,20 @@ class ChannelServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port; only once it has started."""
+        """Host and port; available after `start`."""
         assert self._server is not None
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
     async def drain(self) -> None:
-        """Take no further connection, tell the peers to send no further call, and await the open ones.
+        """Refuse further connections, ask the peers to send no further calls, and wait for the open ones.
 
-        Those too that were sent before a peer has heard it; and the last answers have arrived.
+        Also wait for calls that peers sent before they received this, and for the last answers to arrive.
         """
         if self._server is not None:
             self._server.close()
         for connection in self.connections:
-            connection.say(frame(Kind.LEAVING))
+            connection.send(frame(Kind.LEAVING))
         idle = False
         while not idle:
             await self._idle.wait()
@@ -136,18 +137,18 @@ class ChannelServer:
             idle = self._idle.is_set()
 
     def suspend(self, reason: str) -> None:
-        """End all connections, and each that comes, until `resume`: peers take this end as lost."""
+        """Close all connections, and refuse new ones until `resume`; peers treat this engine as lost."""
         self.suspended = True
         for connection in list(self.connections):
-            connection.told = True  # by whoever has suspended it
+            connection.logged = True  # by the caller
             connection.close(reason)
 
     def resume(self) -> None:
-        """Take connections again."""
+        """Accept connections again."""
         self.suspended = False
 
     async def stop(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
@@ -158,12 +159,12 @@ class ChannelServer:
         report = self._report()
         return frame(Kind.PING, payload=msgspec.msgpack.encode(report) if report else b"")
 
-    def knows(self, secret: bytes) -> bool:
-        """Whether it is this server's secret."""
+    def accepts_secret(self, secret: bytes) -> bool:
+        """Return whether `secret` is this server's secret."""
         return hmac.compare_digest(secret, self._secret)
 
     async def run(self, connection: _Connection, call: int, payload: bytes) -> bytes:
-        """Answer one call, and return its last frame."""
+        """Answer one call and return its last frame."""
         try:
             method, header, body = _CALL.decode(payload)
         except msgspec.DecodeError as error:
@@ -181,8 +182,8 @@ class ChannelServer:
                 if not self.in_flight:
                     self._idle.set()
         except Exception as error:
-            status, said = self._describe(error)
-            return frame(Kind.FAIL, call, said, status)
+            status, failure = self._describe(error)
+            return frame(Kind.FAIL, call, failure, status)
         return frame(Kind.END, call, msgspec.msgpack.encode(answer.about) if answer.about else b"")
 
 
@@ -190,12 +191,12 @@ _CALL = msgspec.msgpack.Decoder(tuple[str, dict[str, Any], bytes])
 
 
 class _Connection(Peer):
-    """An ingress replica's connection; a stranger's until it has said the secret."""
+    """A connection of an ingress replica; it can make calls once it has presented the secret."""
 
     def __init__(self, server: ChannelServer) -> None:
         super().__init__(MAX_HELLO_BYTES, silent_s=_SILENT_S)
         self._server = server
-        self._known = False
+        self._authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -204,45 +205,45 @@ class _Connection(Peer):
             self.close("the engine is lost")
             return
         self._server.connections.add(self)
-        self._loop.call_later(_HELLO_S, self._expect_hello)
+        self._loop.call_later(_HELLO_S, self._check_hello_time)
 
-    def heard(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
-        if not self._known:
-            self._greet(kind, payload)
+    def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
+        if not self._authenticated:
+            self._check_hello(kind, payload)
         elif kind == Kind.CALL:
             if call in self._calls:
                 raise BrokenFrame(f"call {call} is open already")
             task = self._calls[call] = self._loop.create_task(self._server.run(self, call, payload))
-            task.add_done_callback(partial(self._over, call))
+            task.add_done_callback(partial(self._send_last, call))
         elif kind == Kind.CANCEL:
             if call in self._calls:
                 self._calls[call].cancel()
         else:
             raise BrokenFrame(f"a frame of kind {kind}")
 
-    def _over(self, call: int, task: asyncio.Task[bytes]) -> None:
+    def _send_last(self, call: int, task: asyncio.Task[bytes]) -> None:
         if self._calls.pop(call, None) is None:
-            return  # the connection is over
+            return  # the connection is closed
         if task.cancelled():
-            self.say(frame(Kind.END, call))  # as the peer wished
+            self.send(frame(Kind.END, call))  # cancelled by the peer
         elif isinstance(task.exception(), BrokenFrame):
-            self.broken(task.exception())
+            self.abort(task.exception())
         else:
-            self.say(task.result())
+            self.send(task.result())
 
     def ping(self) -> bytes:
-        return self._server.ping() if self._known else super().ping()
+        return self._server.ping() if self._authenticated else super().ping()
 
-    def say(self, *parts: bytes) -> None:
+    def send(self, *parts: bytes) -> None:
         if self.unsent_bytes > _MAX_UNSENT_BYTES:
-            self.close("it does not take what it is sent")
-        super().say(*parts)
+            self.close("it does not read its data")
+        super().send(*parts)
 
-    def ended(self, reason: str) -> None:
+    def on_closed(self, reason: str) -> None:
         self._server.connections.discard(self)
-        if self._calls and not self.told:
+        if self._calls and not self.logged:
             logger.warning(
-                "%d calls of %s are cancelled, its channel is closed: %s",
+                "%d calls of %s are cancelled because its channel is closed: %s",
                 len(self._calls), self.name, reason,
             )  # fmt: skip
         self._server.on_lost(self)
@@ -250,18 +251,18 @@ class _Connection(Peer):
         for task in calls.values():
             task.cancel()
 
-    def _greet(self, kind: int, payload: bytes) -> None:
+    def _check_hello(self, kind: int, payload: bytes) -> None:
         version, secret = payload[:1], payload[1:]
         if kind != Kind.HELLO:
-            raise BrokenFrame("a stranger that does not say hello")
+            raise BrokenFrame("the first frame is not a hello")
         if version != bytes([VERSION]):
             raise BrokenFrame(f"it speaks version {version[0] if version else '?'} and not {VERSION}")
-        if not self._server.knows(secret):
-            raise BrokenFrame("a stranger that does not know the secret")
-        self._known = True
+        if not self._server.accepts_secret(secret):
+            raise BrokenFrame("the secret is wrong")
+        self._authenticated = True
         self._frames.max_bytes = MAX_FRAME_BYTES
-        self.say(frame(Kind.WELCOME))
+        self.send(frame(Kind.WELCOME))
 
-    def _expect_hello(self) -> None:
-        if not self._known:
-            self.broken(TimeoutError(f"no hello within {_HELLO_S:g} s"))
+    def _check_hello_time(self) -> None:
+        if not self._authenticated:
+            self.abort(TimeoutError(f"no hello within {_HELLO_S:g} s"))

@@ -1,1 +1,1 @@
-"""METRO: which replica of an expert serves a batch, in NumPy, PyTorch and Triton. No Ray, no vLLM."""
+"""Replica choice per batch, including METRO in NumPy, PyTorch and Triton. Does not use Ray or vLLM."""

@@ -1,8 +1,8 @@
-"""Which replica serves an expert's tokens in one batch, so that no rank activates too many experts.
+"""METRO in NumPy: choice of a replica per expert and batch that balances active experts over ranks.
 
-A decode step waits for its slowest rank, and a rank's time follows the expert replicas that it
-activates (METRO, section III). All functions take `tokens` int[..., E], the batch's tokens of each
-expert, and `hosts` bool[..., E, G], which ranks hold it; leading axes (layers) are independent.
+A decode step waits for its slowest rank, and a rank's time grows with the number of expert replicas that it
+activates (METRO, section III). All functions take `tokens` int[..., E], the batch's tokens of each expert,
+and `hosts` bool[..., E, G], whether a rank holds the expert; leading axes (layers) are independent.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
 _FITTING_ROUNDS = 50
-UNIT = 1 << 10  # of load: one activated expert
-LARGEST = 1 << 17  # pairs of expert and rank: a load and a rank beside it stay within int32
+UNIT = 1 << 10  # load of one active expert
+LARGEST = 1 << 17  # maximum pairs of expert and rank, so that load and rank together fit into int32
 
 
 @dataclass(frozen=True, eq=False)
 class MetroPlan:
-    """What METRO's greedy asks of a placement, made once; layers N are independent.
+    """Precomputed tables of a placement for METRO's greedy algorithm; the N layers are independent.
 
     Attributes:
-        shares: int64[N, E, G], what a rank is expected to bear of an expert whose turn is yet to come, in
-            units of 1 / UNIT of an expert; -1 where the rank does not hold it.
-        order: int64[N, M], the experts that have a choice, fewest hosts first; experts without one fill
-            the rows of layers that have fewer.
+        shares: int64[N, E, G], expected share of a rank in an expert that is not yet assigned, in units of
+            1 / UNIT of an expert; -1 where the rank does not hold it.
+        order: int64[N, M], experts with several hosts, fewest hosts first; other experts pad shorter rows.
     """
 
     shares: Ints
@@ -34,10 +33,10 @@ class MetroPlan:
 
     @classmethod
     def of(cls, hosts: ArrayLike) -> MetroPlan:
-        """The plan of hosts bool[..., E, G].
+        """Create the plan of hosts bool[..., E, G].
 
         Raises:
-            ValueError: another shape, or a size at which loads would not fit into 31 bits.
+            ValueError: the shape is wrong, or so large that loads would not fit into 31 bits.
         """
         held = np.asarray(hosts, bool)
         if held.ndim < 2:
@@ -52,7 +51,7 @@ class MetroPlan:
         return cls(np.where(held, _fair_shares(held), -1), order)
 
     def route(self, tokens: ArrayLike) -> Ints:
-        """The greedy's choice for one batch of tokens int[..., E]; returns and raises as `route_metro`."""
+        """Run the greedy algorithm for a batch of tokens int[..., E]; see `route_metro`."""
         count = _checked_tokens(tokens, self.shares >= 0)
         wanted = count > 0
         expected = np.where(wanted[..., None], np.maximum(self.shares, 0), 0)
@@ -69,25 +68,25 @@ class MetroPlan:
 
 
 def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """METRO's greedy (Algorithm 1): each expert in turn to the host with the fewest activated experts.
+    """Run METRO's greedy algorithm (Algorithm 1): assign each expert to the host with the least load.
 
-    Experts with fewer hosts choose first, and a host counts, beside its activated experts, its fair share
-    of those whose turn is yet to come; the first of equal hosts serves. The paper leaves the order to the
-    race of its threads and knows no shares; both together bring the greedy to the optimum but for about a
-    percent. Who routes many batches makes the `MetroPlan` once.
+    Experts with fewer hosts are assigned first. The load of a host is its active experts plus its fair share
+    of unassigned ones; the first host wins ties. In the paper the order depends on a race of threads, and
+    there are no shares; both together come within about one percent of the optimum. To route many batches,
+    create one `MetroPlan`.
 
     Returns:
         int[..., E] rank of each expert; -1 where it has no tokens.
 
     Raises:
-        ValueError: shapes that do not agree, or an expert with tokens and no host.
+        ValueError: the shapes do not agree, or an expert has tokens and no host.
     """
     checked(tokens, hosts)
     return MetroPlan.of(hosts).route(tokens)
 
 
 def checked(tokens: ArrayLike, hosts: ArrayLike) -> tuple[Ints, NDArray[np.bool_]]:
-    """int64[N, E] and bool[N, E, G]; ValueError if the shapes do not agree."""
+    """Return tokens as int64[N, E] and hosts as bool[N, E, G]; raise ValueError if they do not agree."""
     count, held = np.asarray(tokens), np.asarray(hosts, bool)
     if held.ndim < 2 or count.shape != held.shape[:-1]:
         raise ValueError(f"tokens of shape {count.shape} do not go with hosts of shape {held.shape}")
@@ -96,21 +95,21 @@ def checked(tokens: ArrayLike, hosts: ArrayLike) -> tuple[Ints, NDArray[np.bool_
 
 
 def _checked_tokens(tokens: ArrayLike, held: NDArray[np.bool_]) -> Ints:
-    """int64[N, E] of tokens[..., E], with held bool[N, E, G]."""
+    """Return tokens[..., E] as int64[N, E]; raise ValueError if they do not agree with held bool[N, E, G]."""
     count = np.asarray(tokens)
     if count.size != held.shape[0] * held.shape[1] or count.shape[-1:] != held.shape[1:2]:
         raise ValueError(f"tokens of shape {count.shape} do not go with hosts of shape {held.shape}")
     if count.size and count.min() < 0:
         raise ValueError("tokens must be 0 or more")
     count = count.reshape(held.shape[:2]).astype(np.int64)
-    homeless = np.argwhere((count > 0) & ~held.any(axis=2))
-    if len(homeless):
-        raise ValueError(f"expert {homeless[0][1]} has tokens and no rank holds it")
+    unhosted = np.argwhere((count > 0) & ~held.any(axis=2))
+    if len(unhosted):
+        raise ValueError(f"expert {unhosted[0][1]} has tokens and no rank holds it")
     return count
 
 
 def _fair_shares(held: NDArray[np.bool_]) -> Ints:
-    """int64[N, E, G]: how each expert is split over its hosts so that ranks bear alike, if all are active.
+    """Return the split of experts over hosts that balances the ranks if all are active, int64[N, E, G].
 
     Iterative proportional fitting: ranks and experts are scaled to their sums in turn.
     """

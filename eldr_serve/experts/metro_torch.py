@@ -1,9 +1,9 @@
-"""METRO's greedy on tensors, for CPUs and for GPUs without Triton: bit for bit as `MetroPlan.route`.
+"""METRO in PyTorch, for CPUs and for GPUs without Triton; bitwise equal to `MetroPlan.route`.
 
-The greedy is a recurrence: expert after expert, each looks at the loads that its predecessors left. Here
-all experts choose at once from a guess of their predecessors' choices, and again from those, until nothing
-changes. A choice is final once all before it are, so the fixed point is the greedy's and no other; it
-comes after some ten rounds rather than one turn an expert.
+The greedy algorithm is a recurrence over experts: each choice depends on the loads after the previous ones.
+Here all experts choose at once from estimates of the previous choices, and repeat until nothing changes. A
+choice is final once all before it are, so the fixed point is the greedy result; it takes some ten rounds
+rather than one step per expert.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from eldr_serve.experts.metro import UNIT, MetroPlan
 
-_NEVER = 1 << 30  # above any load
+_NEVER = 1 << 30  # larger than any load
 
 
 class TorchMetro:
-    """A plan's layers N, held on one device.
+    """The plan of N layers on one device.
 
     Args:
-        plan: of E experts on G ranks.
-        device: where tokens will be.
-        stored: int[N, E, G], what stands for each choice, such as the rank's physical slot; None: the rank.
+        plan: plan of E experts on G ranks.
+        device: device of the tokens.
+        stored: int[N, E, G], output value of each choice, such as the rank's physical slot; None: the rank.
     """
 
     def __init__(
@@ -32,30 +32,30 @@ class TorchMetro:
     ) -> None:
         shares, order = torch.from_numpy(plan.shares), torch.from_numpy(plan.order.copy())
         ranks = shares.shape[2]
-        # Load and rank in one number, so that the smallest is the first of the least loaded.
+        # Load and rank in one number, so that the minimum is the first of the least loaded ranks.
         self._scale = 1 << (ranks - 1).bit_length()
         chosen = shares.gather(1, order[..., None].expand(-1, -1, ranks)).mT
         rank = torch.arange(ranks, dtype=torch.int32)
         self._order = order.to(device)
         self._only_rank = torch.from_numpy(np.argmax(plan.shares, axis=2)).to(device)
-        self._start = shares.clamp(min=0).double().to(device)  # [N, E, G]; products of doubles are exact
+        self._start = shares.clamp(min=0).double().to(device)  # [N, E, G]; exact in double
         self._expected = (self._scale * chosen.clamp(min=0)).int().to(device)  # [N, G, M]
         self._stored = None if stored is None else torch.as_tensor(np.array(stored), device=device)
         self.chosen = torch.full(shares.shape[:2], -1, dtype=torch.int32, device=device)
         self._key = torch.where(chosen < 0, _NEVER, rank[:, None]).int().to(device)
 
     def route(self, tokens: Tensor) -> Tensor:
-        """Fill and return `chosen`, int32[N, E]: what is stored for each expert's choice; -1 where inactive.
+        """Fill and return `chosen`, int32[N, E]: the output value of each expert's choice; -1 where inactive.
 
         Args:
-            tokens: int[N, E], above 0 where the batch has tokens for the expert. One without a host must have
-                none; it is not checked.
+            tokens: int[N, E], above 0 where the batch has tokens for the expert. Experts without a host must
+                have none; this is not checked.
         """
         wanted = tokens > 0
         choosing = wanted.gather(1, self._order)[:, None].int()
         load = self._scale * (wanted[:, None].double() @ self._start).mT.int()
         alone = self._key + load - (self._expected * choosing).cumsum(2, dtype=torch.int32)
-        earlier = torch.zeros_like(alone)  # experts on each rank by those before
+        earlier = torch.zeros_like(alone)  # earlier experts' choices of each rank
         keys, best = alone, alone.amin(1, keepdim=True)
         while True:
             taken = (keys == best) * choosing

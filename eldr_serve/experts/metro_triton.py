@@ -1,7 +1,7 @@
-"""METRO's greedy as one Triton kernel: a program a layer, no word from the host, so that CUDA graphs hold it.
+"""METRO as one Triton kernel: one program per layer, without host synchronisation, usable in CUDA graphs.
 
-Bit for bit what `MetroPlan.route` chooses. The loads of all ranks sit in one vector of registers; the experts
-that have a choice take their turns in one loop, as the paper's threads do behind their locks.
+The result is bitwise equal to `MetroPlan.route`. The loads of all ranks are in one vector of registers; one
+loop assigns the experts that have several hosts, like the paper's threads under their locks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from eldr_serve.experts.metro import UNIT, MetroPlan
 
 _UNIT = tl.constexpr(UNIT)
-_NEVER = tl.constexpr(1 << 30)  # above any load
+_NEVER = tl.constexpr(1 << 30)  # larger than any load
 _IN_THE_LOOP = tl.constexpr(-2)
 
 
@@ -25,8 +25,8 @@ def _metro(  # type: ignore[no-untyped-def]
     active,  # int32[N, E]
     shares,  # int32[N, E, G], of MetroPlan
     order,  # int32[N, M], of MetroPlan
-    only,  # int32[N, E], what to store for an expert outside the loop
-    stored,  # int32[N, E, G], what to store for each choice
+    only,  # int32[N, E], output value of an expert outside the loop
+    stored,  # int32[N, E, G], output value of each choice
     out,  # int32[N, E]
     num_choosing,
     num_experts: tl.constexpr,
@@ -43,35 +43,37 @@ def _metro(  # type: ignore[no-untyped-def]
     out += layer * num_experts
     expert = tl.arange(0, experts_2)
     rank = tl.arange(0, ranks_2)
-    real, there = expert < num_experts, rank < num_ranks
+    expert_valid, rank_valid = expert < num_experts, rank < num_ranks
 
-    wanted = tl.load(active + expert, mask=real, other=0) > 0
-    alone = tl.load(only + expert, mask=real, other=_IN_THE_LOOP)
-    tl.store(out + expert, tl.where(wanted, alone, -1), mask=real & (alone != _IN_THE_LOOP))
+    wanted = tl.load(active + expert, mask=expert_valid, other=0) > 0
+    alone = tl.load(only + expert, mask=expert_valid, other=_IN_THE_LOOP)
+    tl.store(out + expert, tl.where(wanted, alone, -1), mask=expert_valid & (alone != _IN_THE_LOOP))
     expected = tl.load(
-        shares + expert[:, None] * num_ranks + rank[None, :], mask=wanted[:, None] & there[None, :], other=0
+        shares + expert[:, None] * num_ranks + rank[None, :],
+        mask=wanted[:, None] & rank_valid[None, :],
+        other=0,
     )
     load = tl.sum(tl.maximum(expected, 0), axis=0)
     for turn in range(num_choosing):
         mine = tl.load(order + turn)
-        share = tl.load(shares + mine * num_ranks + rank, mask=there, other=-1)
-        asked = tl.load(active + mine) > 0
-        load -= tl.where(asked, tl.maximum(share, 0), 0)
-        # Load and rank in one number: the smallest is the first of the least loaded.
+        share = tl.load(shares + mine * num_ranks + rank, mask=rank_valid, other=-1)
+        has_tokens = tl.load(active + mine) > 0
+        load -= tl.where(has_tokens, tl.maximum(share, 0), 0)
+        # Load and rank in one number: the minimum is the first of the least loaded ranks.
         key = tl.where(share < 0, _NEVER, load * ranks_2 + rank)
         best = tl.min(key, axis=0)
-        load += tl.where((key == best) & asked, _UNIT, 0)
+        load += tl.where((key == best) & has_tokens, _UNIT, 0)
         choice = tl.load(stored + mine * num_ranks + best % ranks_2)
-        tl.store(out + mine, tl.where(asked, choice, -1))
+        tl.store(out + mine, tl.where(has_tokens, choice, -1))
 
 
 class TritonMetro:
-    """A plan's layers N on one device, and the kernel's output, which stays at one address.
+    """The plan of N layers on one device, and the kernel's output at a fixed address.
 
     Args:
-        plan: of E experts on G ranks.
+        plan: plan of E experts on G ranks.
         device: a GPU; the CPU in Triton's interpreter.
-        stored: int[N, E, G], what stands for each choice, such as the rank's physical slot; None: the rank.
+        stored: int[N, E, G], output value of each choice, such as the rank's physical slot; None: the rank.
     """
 
     def __init__(
@@ -92,11 +94,11 @@ class TritonMetro:
         self.chosen = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
 
     def route(self, tokens: Tensor) -> Tensor:
-        """Fill and return `chosen`, int32[N, E]: what is stored for each expert's choice; -1 where inactive.
+        """Fill and return `chosen`, int32[N, E]: the output value of each expert's choice; -1 where inactive.
 
         Args:
-            tokens: int32[N, E], contiguous; above 0 where the batch has tokens for the expert. One without
-                a host must have none.
+            tokens: int32[N, E], contiguous; above 0 where the batch has tokens for the expert. Experts
+                without a host must have none.
         """
         experts, ranks, choosing = self._sizes
         _metro[(len(tokens),)](

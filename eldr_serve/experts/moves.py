@@ -1,6 +1,6 @@
-"""From one placement to the next while an engine serves: slices of moves, each between two steps.
+"""Change of an expert placement while an engine serves: slices of moves, each between two steps.
 
-After each slice every expert still has a slot, so any step may run on what is there.
+After each slice every expert has a slot, so the engine can run steps between any two slices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 
 class Move(NamedTuple):
-    """An expert's weights, copied from one slot of a layer to another; slots are those of all ranks."""
+    """A copy of an expert's weights between slots of a layer; slots are numbered over all ranks."""
 
     layer: int
     expert: int
@@ -24,7 +24,7 @@ class Move(NamedTuple):
 
 
 def aligned(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
-    """The new placement with the slots of each rank in the order in which the fewest experts move.
+    """Reorder the slots within each rank of the new placement so that the fewest experts move.
 
     Args:
         old, new: int[L, P], rank-major; -1: the slot is empty.
@@ -34,50 +34,50 @@ def aligned(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
         int64[L, P]; an expert that stays on its rank keeps its slot.
 
     Raises:
-        ValueError: placements of different shapes, or slots that do not divide by the ranks.
+        ValueError: the shapes differ, or the slots do not divide by the ranks.
     """
     before, after = pair(old, new, ranks)
     shape = before.shape
     before, after = (side.reshape(-1, shape[1] // ranks) for side in (before, after))
-    return np.stack([_in_place(*rows) for rows in zip(before, after, strict=True)]).reshape(shape)
+    return np.stack([_keep_slots(*rows) for rows in zip(before, after, strict=True)]).reshape(shape)
 
 
 def sliced(old: ArrayLike, new: ArrayLike, ranks: int, most: int) -> list[list[Move]]:
-    """The moves from one placement to the next, layer by layer, in slices of at most `most` moves.
+    """Return the moves from one placement to the next, layer by layer, in slices of at most `most` moves.
 
-    All moves of a slice read what the slots held before it. A slice is larger only where experts without a
-    second copy change places in a ring: those go together. A slot that shall be empty has a move of expert
+    All moves of a slice read the slots' content before the slice. A slice is larger only if experts without
+    a second copy are exchanged in a cycle, which needs one slice. A slot to be emptied has a move of expert
     -1 from itself.
 
     Args:
         old, new: int[L, P], aligned; every expert of a layer has a slot in both.
         ranks: G.
-        most: moves of a slice, 1 or more.
+        most: maximum moves per slice, 1 or more.
 
     Raises:
-        ValueError: shapes that do not agree, or a layer with other experts than before.
+        ValueError: the shapes do not agree, or a layer would have other experts than before.
     """
     before, after = pair(old, new, ranks)
     if most < 1:
         raise ValueError(f"a slice must have 1 move or more, not {most}")
     found: list[list[Move]] = []
-    current: list[tuple[int, int]] = []  # (layer, slot) of the slice that is being filled
+    current: list[tuple[int, int]] = []  # (layer, slot) of the current slice
     held = before.copy()
     for layer in range(len(before)):
         if set(after[layer].tolist()) - {-1} != set(before[layer].tolist()) - {-1}:
             raise ValueError(f"layer {layer} would have other experts than before")
-        for unit in _units(before[layer], after[layer]):
-            if current and len(current) + len(unit) > most:
+        for group in _write_groups(before[layer], after[layer]):
+            if current and len(current) + len(group) > most:
                 found.append(_with_sources(current, held, after, ranks))
                 current = []
-            current += [(layer, slot) for slot in unit]
+            current += [(layer, slot) for slot in group]
     if current:
         found.append(_with_sources(current, held, after, ranks))
     return found
 
 
 def pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
-    """Both as int64[L, P]; ValueError if they do not agree or do not divide by the ranks."""
+    """Return both as int64[L, P]; raise ValueError if shapes differ or do not divide by the ranks."""
     before, after = np.asarray(old, np.int64), np.asarray(new, np.int64)
     if before.ndim != 2 or before.shape != after.shape:
         raise ValueError(f"placements of shapes {before.shape} and {after.shape} do not agree")
@@ -86,50 +86,50 @@ def pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
     return before, after
 
 
-def _in_place(old: Ints, new: Ints) -> Ints:
-    """The new experts of a rank; those that it held keep their slots."""
-    free_slot = -2  # an empty one has -1
+def _keep_slots(old: Ints, new: Ints) -> Ints:
+    """Return the new experts of a rank in an order in which those that remain keep their slots."""
+    free_slot = -2  # -1 is an empty slot
     slots = np.full(len(old), free_slot)
-    coming = []
+    arriving = []
     for expert in new.tolist():
         free = np.flatnonzero((old == expert) & (slots == free_slot))
         if len(free):
             slots[free[0]] = expert
         else:
-            coming.append(expert)
-    slots[slots == free_slot] = coming
+            arriving.append(expert)
+    slots[slots == free_slot] = arriving
     return slots
 
 
-def _units(old: Ints, new: Ints) -> Iterator[list[int]]:
-    """Slots of a layer to be written, in an order in which each step leaves every expert a slot."""
+def _write_groups(old: Ints, new: Ints) -> Iterator[list[int]]:
+    """Yield groups of slots of a layer to be written together; after each, every expert has a slot."""
     held = old.copy()
     copies = np.bincount(old[old >= 0], minlength=int(max(old.max(), new.max())) + 1)
     pending = dict.fromkeys(np.flatnonzero(old != new).tolist())
     while pending:
         spare = next((slot for slot in pending if held[slot] < 0 or copies[held[slot]] > 1), None)
-        unit = [next(iter(pending)) if spare is None else spare]
-        # Of the last slot's expert there is no other copy: whoever shall hold it is written as well.
+        group = [next(iter(pending)) if spare is None else spare]
+        # The last slot holds the only copy of its expert: also write the slot that will hold this expert.
         while spare is None:
-            heir = next(slot for slot in pending if new[slot] == held[unit[-1]])
-            if heir == unit[0]:
+            successor = next(slot for slot in pending if new[slot] == held[group[-1]])
+            if successor == group[0]:
                 break
-            unit.append(heir)
-        for slot in unit:
+            group.append(successor)
+        for slot in group:
             del pending[slot]
             if held[slot] >= 0:
                 copies[held[slot]] -= 1
-        for slot in unit:
+        for slot in group:
             held[slot] = new[slot]
             if new[slot] >= 0:
                 copies[new[slot]] += 1
-        yield unit
+        yield group
 
 
 def _with_sources(writes: list[tuple[int, int]], held: Ints, new: Ints, ranks: int) -> list[Move]:
-    """The moves of a slice, each from its own rank if it can be, else from the rank that sends least.
+    """Return the moves of a slice, each from its own rank if possible, else from the rank that sends least.
 
-    `held` int[L, P] is brought up to date.
+    Updates `held` int[L, P].
     """
     size = held.shape[1] // ranks
     sends = np.zeros(ranks, np.int64)

@@ -1,6 +1,7 @@
-"""Which replica serves each pair of a token and an expert in a batch: what engines run, on tensors.
+"""Rules that choose the replica for each pair of a token and an expert in a batch; engines run them.
 
-One layer and one placement of it. All ranks that see the same batch choose alike, without a message.
+A rule covers one layer of one placement. All ranks that see the same batch make the same choice without
+communication.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from eldr_serve.experts.metro_torch import TorchMetro
 Ints = NDArray[np.int64]
 Rule = Literal["none", "even", "metro", "local", "weighted"]
 RULES: tuple[str, ...] = get_args(Rule)
-_KNUTH = 2654435769  # the multiplier of vLLM's own spread over replicas
+_KNUTH = 2654435769  # multiplier of vLLM's hash over replicas
 
 
 def slots_by_rank(row: ArrayLike, num_experts: int, ranks: int) -> Ints:
-    """int64[E, G]: the first physical slot of an expert on a rank; -1 where there is none.
+    """Return the first physical slot of each expert on each rank, int64[E, G]; -1 where there is none.
 
     Args:
-        row: int[P], the logical expert of each slot, rank-major; -1: the slot is empty.
+        row: int[P], logical expert of each slot, rank-major; -1: the slot is empty.
         num_experts, ranks: E and G.
     """
     held = np.asarray(row)
     found = np.full((num_experts, ranks), -1, np.int64)
-    for slot in np.flatnonzero(held >= 0)[::-1].tolist():  # the first is written last
+    for slot in np.flatnonzero(held >= 0)[::-1].tolist():  # write the first slot last
         found[held[slot], slot * ranks // len(held)] = slot
     return found
 
 
 class ReplicaChoice(ABC):
-    """A rule, for the replicas of one layer."""
+    """A rule for choosing replicas in one layer."""
 
     @abstractmethod
     def slots(self, experts: Tensor) -> Tensor:
-        """int64[T, k], the physical slot that serves each pair.
+        """Return the physical slot that serves each pair, int64[T, k].
 
         Args:
-            experts: int[T, k], the logical experts of each token.
+            experts: int[T, k], logical experts of each token.
         """
 
 
 class FirstReplica(ReplicaChoice):
-    """None: an expert's first slot serves all its tokens, and its replicas serve nobody.
+    """Rule `none`: the first slot of an expert serves all its tokens; other replicas are unused.
 
     Args:
         row: int[P], as for `slots_by_rank`.
@@ -67,7 +68,7 @@ class FirstReplica(ReplicaChoice):
 
 
 class EvenSpread(ReplicaChoice):
-    """EPLB's: an expert's tokens over all its replicas, by a hash of the token's place, as vLLM does.
+    """EPLB's rule in vLLM: a hash of the token's position spreads an expert's tokens over all its replicas.
 
     Args:
         row: int[P], as for `slots_by_rank`.
@@ -87,16 +88,16 @@ class EvenSpread(ReplicaChoice):
 
 
 class OnePerExpert(ReplicaChoice):
-    """A rule by which all tokens of a batch go to one replica of their expert.
+    """A rule with one replica per expert for all tokens of a batch.
 
     Attributes:
-        chosen: int[E], physical slots, at an address that does not change; -1 where no token asks.
+        chosen: int[E], physical slots, at a fixed address; -1 for experts without tokens.
     """
 
     chosen: Tensor
 
     def update(self, experts: Tensor) -> None:
-        """Choose for a batch of experts int[T, k]; ids that are none are skipped."""
+        """Choose replicas for a batch of experts int[T, k]; invalid ids are ignored."""
 
     def slots(self, experts: Tensor) -> Tensor:
         self.update(experts)
@@ -104,12 +105,13 @@ class OnePerExpert(ReplicaChoice):
 
 
 class Metro(OnePerExpert):
-    """METRO: so that no rank activates too many experts (`eldr_serve.experts.metro`).
+    """METRO, which balances active experts over ranks (`eldr_serve.experts.metro`).
 
     Args:
-        slots: int[E, G], of `slots_by_rank`.
-        device: where batches are.
-        gather: sum over all ranks of int32[1, E + 1], where each routes its own tokens; None: all see all.
+        slots: int[E, G], result of `slots_by_rank`.
+        device: device of the batches.
+        gather: sum over all ranks of int32[1, E + 1], if each rank routes its own tokens; None: every rank
+            sees all tokens.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Metro(OnePerExpert):
     ) -> None:
         device = torch.device(device)
         self._metro = _metro_on(device)(MetroPlan.of(slots >= 0), device, stored=slots[None])
-        self._active = torch.zeros(1, len(slots) + 1, dtype=torch.int32, device=device)  # last: no expert
+        self._active = torch.zeros(1, len(slots) + 1, dtype=torch.int32, device=device)  # last: invalid ids
         self._gather = gather
         self.chosen = self._metro.chosen[0]
 
@@ -134,13 +136,16 @@ class Metro(OnePerExpert):
 
 
 class Nearest(OnePerExpert):
-    """GRACE-MoE's locality where a rank routes its own tokens: its replica, one of its node, any by turns.
+    """GRACE-MoE's locality for ranks that route their own tokens.
+
+    A replica on the rank itself is preferred, then one on its node; ranks and experts alternate between
+    equally near replicas.
 
     Args:
-        slots: int[E, G], of `slots_by_rank`.
-        topology: of the G ranks.
-        rank: that routes.
-        device: where batches are.
+        slots: int[E, G], result of `slots_by_rank`.
+        topology: topology of the G ranks.
+        rank: the routing rank.
+        device: device of the batches.
     """
 
     def __init__(
@@ -154,16 +159,16 @@ class Nearest(OnePerExpert):
 
 
 class Polled(ReplicaChoice):
-    """GRACE-MoE's weighted polling (Algorithms 3 and 4) where every rank sees all tokens.
+    """GRACE-MoE's weighted polling (Algorithms 3 and 4) for ranks that see all tokens.
 
-    A replica is drawn by weights, one over the load that its rank is expected to bear (Eq. 3). The draw is
-    a hash of the token's place: all ranks draw alike.
+    A replica is drawn with a weight of 1 / expected load of its rank (Eq. 3). The draw is a hash of the
+    token's position, so all ranks draw the same.
 
     Args:
-        slots: int[E, G], of `slots_by_rank`.
-        topology: of the G ranks.
-        load: float[E], expected tokens of each expert; None: all alike.
-        local: first the token's own rank, then its node; tokens live on the ranks in equal blocks.
+        slots: int[E, G], result of `slots_by_rank`.
+        topology: topology of the G ranks.
+        load: float[E], expected tokens of each expert; None: all equal.
+        local: prefer the token's own rank, then its node; tokens belong to the ranks in equal blocks.
     """
 
     def __init__(
@@ -177,15 +182,15 @@ class Polled(ReplicaChoice):
         nearest = away == away.min(axis=2, keepdims=True)
         below = np.cumsum(nearest * weights, axis=2)
         last = topology.ranks - 1 - nearest[..., ::-1].argmax(axis=2, keepdims=True)
-        # From the last candidate on nothing is left to chance, nor to rounding.
+        # The last candidate always wins, whatever the rounding.
         above = np.where(np.arange(topology.ranks) >= last, 2.0, below / below[..., -1:])
         self._above, self._slots = torch.from_numpy(above), torch.from_numpy(slots)
 
     def slots(self, experts: Tensor) -> Tensor:
         ids, tokens = experts.long(), len(experts)
-        place = torch.arange(tokens)
-        home = place * self._slots.shape[1] // max(tokens, 1)
-        draw = (place * _KNUTH & 0xFFFFFFFF).double() / 2**32
+        position = torch.arange(tokens)
+        home = position * self._slots.shape[1] // max(tokens, 1)
+        draw = (position * _KNUTH & 0xFFFFFFFF).double() / 2**32
         rank = (draw[:, None, None] >= self._above[ids, home[:, None]]).sum(dim=2)
         return self._slots[ids, rank]
 
@@ -193,17 +198,17 @@ class Polled(ReplicaChoice):
 def make_choice(
     rule: str, row: ArrayLike, num_experts: int, topology: Topology, *, load: ArrayLike | None = None
 ) -> ReplicaChoice:
-    """The rule on a CPU rank that sees the tokens of all ranks.
+    """Create a rule for a CPU rank that sees the tokens of all ranks.
 
     Args:
         rule: one of RULES.
         row: int[P], as for `slots_by_rank`; every expert has a slot.
         num_experts: E.
-        topology: of the ranks.
-        load: float[E], for local and weighted.
+        topology: topology of the ranks.
+        load: float[E], expected tokens, for local and weighted.
 
     Raises:
-        ValueError: an unknown rule.
+        ValueError: the rule is unknown.
     """
     if rule not in RULES:
         raise ValueError(f"unknown replica choice {rule!r}; there are {', '.join(RULES)}")
@@ -218,15 +223,15 @@ def make_choice(
 
 
 def _distance(topology: Topology) -> Ints:
-    """int64[G, G]: 0 on the rank itself, 1 on its node, 2 elsewhere."""
+    """Return the distance between ranks, int64[G, G]: 0 on the same rank, 1 on the same node, else 2."""
     node = topology.node_of
     return np.where(np.eye(topology.ranks, dtype=bool), 0, np.where(node[:, None] == node, 1, 2))
 
 
 def _metro_on(device: torch.device) -> type[TorchMetro]:
-    """The kernel where there is one for the device."""
+    """Return the implementation for the device."""
     if device.type != "cuda":
         return TorchMetro
-    from eldr_serve.experts.metro_triton import TritonMetro  # Triton is there where CUDA is
+    from eldr_serve.experts.metro_triton import TritonMetro  # installed only with CUDA
 
-    return TritonMetro  # type: ignore[return-value]  # of the same form
+    return TritonMetro  # type: ignore[return-value]  # same interface

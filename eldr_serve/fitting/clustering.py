@@ -1,4 +1,4 @@
-"""Balanced K-means over signatures (ELDR, section 4.3.1): as many requests for every decode worker."""
+"""Balanced K-means over signatures (ELDR, section 4.3.1): clusters of equal size, one per decode worker."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 
 @dataclass(frozen=True)
 class Clusters:
-    """Centroids float32[k,D] of unit norm, and the cluster of each point, int64[N]."""
+    """Centroids of unit norm, float32[k,D], and the cluster of each point, int64[N]."""
 
     centroids: NDArray[np.float32]
     labels: NDArray[np.int64]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """int64[k], points a cluster."""
+        """Number of points in each cluster, int64[k]."""
         return np.bincount(self.labels, minlength=len(self.centroids))
 
 
 def balanced_kmeans(points: ArrayLike, k: int, *, seed: int = 0, iterations: int = 20) -> Clusters:
-    """K-means by cosine distance in which no cluster exceeds ceil(N/k) points.
+    """Run K-means by cosine distance with at most ceil(N/k) points per cluster.
 
-    Each round assigns all points at the least total distance that the bound allows (exactly, see
-    `balanced_assignment`) and moves the centroids to the directions of their clusters' means, until
-    nothing changes.
+    Each round assigns all points with the least total distance under this bound (exactly, see
+    `balanced_assignment`) and moves the centroids to the directions of the clusters' means, until nothing
+    changes.
 
     Args:
-        points: float[N,D], unit rows (rows of zeros are allowed, and are equally far from all).
-        iterations: rounds at most.
+        points: float[N,D], rows of unit norm, or of zeros, which are equally far from all centroids.
+        iterations: maximum number of rounds.
 
     Raises:
-        ValueError: not a finite [N, D] array, or k not in 1..N.
+        ValueError: points are not a finite [N, D] array, or k is not in 1..N.
     """
     x = _checked(points, k)
     capacity = -(-len(x) // k)
@@ -53,7 +53,7 @@ def balanced_kmeans(points: ArrayLike, k: int, *, seed: int = 0, iterations: int
 
 
 def kmeans(points: ArrayLike, k: int, *, seed: int = 0) -> Clusters:
-    """Plain K-means, without the bound: what balance is measured against."""
+    """Run K-means without the bound, the baseline of the balanced variant."""
     x = _checked(points, k)
     model = KMeans(k, n_init=4, random_state=seed).fit(x)
     return Clusters(_unit(model.cluster_centers_.astype(np.float32)), model.labels_.astype(np.int64))
@@ -62,20 +62,20 @@ def kmeans(points: ArrayLike, k: int, *, seed: int = 0) -> Clusters:
 def balanced_assignment(
     cost: ArrayLike, capacity: int, prices: NDArray[np.float64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The assignment of N points to K clusters of least total cost, with at most `capacity` in each.
+    """Assign N points to K clusters with the least total cost and at most `capacity` points in each.
 
-    Exact. It works on the K clusters rather than on N x N cells as a Hungarian solve would: every
-    point goes to the cluster with the least cost + price, and points move from overfull clusters
-    along shortest paths to clusters with room, which keeps the reduced costs non-negative, as in
-    successive shortest paths from a pseudoflow. Good starting prices only save moves.
+    The result is exact. Unlike the Hungarian algorithm on N x N cells, this works on the K clusters: every
+    point starts in the cluster with the least cost + price, and points move from overfull clusters along
+    shortest paths to clusters with room. This keeps the reduced costs non-negative, as in successive
+    shortest paths from a pseudoflow. Good initial prices only save moves.
 
     Args:
         cost: float[N,K], finite.
-        capacity: points a cluster may take; N <= K * capacity.
-        prices: float64[K] to start from, as returned for a similar problem.
+        capacity: maximum points per cluster; N <= K * capacity.
+        prices: float64[K], initial prices, as returned for a similar problem.
 
     Returns:
-        labels int64[N] and the clusters' prices float64[K]; they prove each other optimal.
+        labels int64[N] and the clusters' prices float64[K], which certify that the labels are optimal.
 
     Raises:
         ValueError: the points do not fit.
@@ -84,12 +84,12 @@ def balanced_assignment(
     num_points, k = costs.shape
     if num_points > k * capacity:
         raise ValueError(f"{num_points} points do not fit into {k} clusters of {capacity}")
-    # Points that cost nothing anywhere fill the clusters up, so that all end exactly full.
+    # Dummy points without cost fill the clusters, so that all end exactly full.
     costs = np.vstack([costs, np.zeros((k * capacity - num_points, k))])
     price = _soft_prices(costs, capacity, np.zeros(k) if prices is None else prices.copy())
     labels = np.argmin(costs + price, axis=1)
     sizes = np.bincount(labels, minlength=k)
-    moves = np.full((k, k), np.inf)  # least extra cost of moving some point from a to b
+    moves = np.full((k, k), np.inf)  # least extra cost of moving a point from a to b
     movers = np.zeros((k, k), np.int64)
     for cluster in range(k):
         _refresh(cluster, costs, labels, moves, movers)
@@ -107,7 +107,7 @@ def balanced_assignment(
 def _shortest_path(
     moves: NDArray[np.float64], price: NDArray[np.float64], sizes: NDArray[np.int64], capacity: int
 ) -> list[int]:
-    """Dijkstra from the overfull clusters to the nearest one with room; updates `price` in place."""
+    """Return the shortest path from an overfull cluster to one with room (Dijkstra); updates `price`."""
     k = len(sizes)
     distance = np.where(sizes > capacity, 0.0, np.inf)
     parent = np.full(k, -1)
@@ -150,7 +150,7 @@ def _refresh(
 def _soft_prices(
     costs: NDArray[np.float64], capacity: int, price: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Prices under which about `capacity` points choose each cluster: entropic transport, annealed."""
+    """Return prices at which about `capacity` points choose each cluster, by annealed entropic transport."""
     scale = float(np.std(costs)) or 1.0
     for temperature in scale * np.geomspace(0.3, 0.01, 8):
         for _ in range(2):
@@ -182,15 +182,15 @@ def _means(
     filled, starts = np.unique(labels[order], return_index=True)
     sums[filled] = np.add.reduceat(x[order], starts, axis=0)
     # A cluster without points, or whose points cancel out, keeps its direction.
-    hopeless = np.linalg.norm(sums, axis=1) < 1e-12
-    sums[hopeless] = old[hopeless]
+    undefined = np.linalg.norm(sums, axis=1) < 1e-12
+    sums[undefined] = old[undefined]
     return _unit(sums)
 
 
 def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     norm = np.linalg.norm(rows, axis=1, keepdims=True)
     if not norm.all():
-        rows = np.where(norm > 0, rows, 1.0)  # zeros point nowhere: any direction will do
+        rows = np.where(norm > 0, rows, 1.0)  # zeros have no direction; any will do
         norm = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: NDArray[np.float32] = (rows / norm).astype(np.float32)
     return unit

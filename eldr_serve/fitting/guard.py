@@ -12,7 +12,7 @@ from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.fitting.clustering import balanced_assignment
 
 BATCH = 8  # size of the decode batches that are compared
-RANDOM_GROUPINGS = 39  # the table must beat all of them; by chance that happens once in forty times
+RANDOM_GROUPINGS = 39  # the table must beat all of them; chance achieves that once in 40 times
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Verdict:
 
     @property
     def better(self) -> bool:
-        """Return whether the table activates fewer experts than every random grouping."""
+        """Whether the table activates fewer experts than every random grouping."""
         return self.by_table < self.best_by_load
 
     def __str__(self) -> str:

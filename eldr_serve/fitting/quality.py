@@ -1,4 +1,4 @@
-"""What a fit weighs signatures by: IDF, how well prefill foretells decode, and which layers to keep."""
+"""Quality of signatures: IDF weights, correlation of prefill with decode, and layer selection."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from eldr_serve.signature import Element, cells_of
 
 
 def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]:
-    """float32[L,E] = log((N+1)/(df+1)); df counts the requests that use the expert (section 4.2.2).
+    """Return log((N+1)/(df+1)), float32[L,E]; df is the number of requests that use the expert (4.2.2).
 
     Raises:
-        ValueError: counts that are not [N, L, E] with N > 0.
+        ValueError: the counts are not [N, L, E] with N > 0.
     """
     counts = np.asarray(prefill_counts)
     if counts.ndim != 3 or not len(counts):
@@ -27,14 +27,14 @@ def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]
 
 
 def signature_quality(a: ArrayLike, b: ArrayLike, pairs: int = 20000, seed: int = 0) -> float:
-    """rho (Eq. 1): Spearman correlation of cosine distances in `a` and in `b`, over random pairs.
+    """Return rho (Eq. 1): Spearman correlation of cosine distances in `a` and in `b`, over random pairs.
 
     Args:
-        a, b: [N, *], two descriptions of the same N >= 3 requests.
-        pairs: how many pairs of different requests are drawn.
+        a, b: [N, *], two representations of the same N >= 3 requests.
+        pairs: number of random pairs of different requests.
 
     Raises:
-        ValueError: fewer than three requests, or different numbers of them.
+        ValueError: there are fewer than three requests, or their numbers differ.
     """
     left, right = (np.asarray(x, np.float32).reshape(len(np.asarray(x)), -1) for x in (a, b))
     if len(left) != len(right) or len(left) < 3:
@@ -46,11 +46,11 @@ def signature_quality(a: ArrayLike, b: ArrayLike, pairs: int = 20000, seed: int 
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """Layers in the order in which the greedy search took them, and rho after each.
+    """Result of the greedy layer search.
 
     Attributes:
-        order: int64[L].
-        rho: float64[L], rho[n-1] is with the first n layers of `order`.
+        order: int64[L], layers in the order of selection.
+        rho: float64[L], rho[n-1] is rho with the first n layers of `order`.
     """
 
     order: NDArray[np.int64]
@@ -58,7 +58,7 @@ class LayerSelection:
 
     @property
     def kept(self) -> NDArray[np.int64]:
-        """The layers up to the peak of rho, ascending."""
+        """Layers up to the maximum of rho, ascending."""
         return np.sort(self.order[: int(np.argmax(self.rho)) + 1])
 
 
@@ -71,13 +71,13 @@ def select_layers(
     pairs: int = 5000,
     seed: int = 0,
 ) -> LayerSelection:
-    """Greedy layer mask by rho (section 4.2.2, step 3): always the layer that raises rho most.
+    """Select layers greedily (section 4.2.2, step 3): always the layer that raises rho most.
 
     Args:
         prefill_counts: unsigned[N,L,E].
         decode_probability: float[N,L,E], share of decode steps in which the expert was chosen.
         idf: float[L,E]; None for no weights.
-        pairs: random pairs of requests that rho is taken over.
+        pairs: number of random pairs of requests for rho.
     """
     cells = cells_of(np.asarray(prefill_counts), element)
     if idf is not None:
@@ -85,7 +85,7 @@ def select_layers(
     decode = np.asarray(decode_probability, np.float32)
     i, j = _pairs(len(cells), pairs, seed)
     target = _centred_ranks(_cosine_distance(decode.reshape(len(decode), -1), i, j)[None])[0]
-    # The cosine of a set of layers is a sum over its layers, so each layer is looked at once.
+    # Dot products and norms of a set of layers are sums over its layers, so compute them once per layer.
     dots = np.stack(
         [np.einsum("pe,pe->p", cells[i, layer], cells[j, layer]) for layer in range(cells.shape[1])]
     )
@@ -125,7 +125,7 @@ def _cosine_distance(
 
 
 def _centred_ranks(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Rows of unit norm whose products are Spearman correlations; a constant row becomes zeros."""
+    """Return rows of unit norm whose products are Spearman correlations; a constant row becomes zeros."""
     ranks = stats.rankdata(values, axis=-1)
     ranks -= ranks.mean(axis=-1, keepdims=True)
     norm = np.sqrt((ranks**2).sum(axis=-1, keepdims=True))

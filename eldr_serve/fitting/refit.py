@@ -46,9 +46,9 @@ def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: 
         ValueError: there are fewer requests than workers, or the counts do not have the table's shape.
     """
     clusters = balanced_kmeans(table.spec.encode(counts), workers, seed=seed)
-    alike = clusters.centroids @ table.centroids.T
-    order = _slots(alike)
-    nearest = alike.argmax(axis=1)
+    similarity = clusters.centroids @ table.centroids.T
+    order = _slots(similarity)
+    nearest = similarity.argmax(axis=1)
     return replace(
         table,
         centroids=clusters.centroids[order],
@@ -95,15 +95,15 @@ def gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
     return _nearest(points, fitted) - _nearest(points, table)
 
 
-def _slots(alike: NDArray[np.floating]) -> NDArray[np.int64]:
+def _slots(similarity: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return the order of the new clusters that best matches the old ones; extra clusters come last.
 
     Args:
-        alike: float[new, old], similarities.
+        similarity: float[new, old], similarities.
     """
-    new, old = linear_sum_assignment(alike, maximize=True)
+    new, old = linear_sum_assignment(similarity, maximize=True)
     kept = new[np.argsort(old)]
-    return np.concatenate([kept, np.setdiff1d(np.arange(len(alike)), kept)])
+    return np.concatenate([kept, np.setdiff1d(np.arange(len(similarity)), kept)])
 
 
 def _nearest(points: NDArray[np.float32], table: RoutingTable) -> float:

@@ -1,4 +1,4 @@
-"""From a calibration trace to a routing table, and a report on what the fit found."""
+"""Fit of a routing table to a calibration trace, with a report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from eldr_serve.signature import TRANSFORMS, SignatureSpec
 
 
 def fit_signature(trace: CalibrationTrace, transform: str = "count-idf", *, seed: int = 0) -> SignatureSpec:
-    """Fit the weights and the layer mask on a calibration trace.
+    """Fit the weights and the layer mask to a calibration trace.
 
     Args:
         transform: one of TRANSFORMS.
 
     Raises:
-        ValueError: unknown transform, or a trace too small to correlate.
+        ValueError: the transform is unknown, or the trace is too small to correlate.
     """
     if transform not in TRANSFORMS:
         raise ValueError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
@@ -47,14 +47,14 @@ def fit_table(
     band: float = 0.1,
     seed: int = 0,
 ) -> tuple[RoutingTable, dict[str, Any]]:
-    """One balanced cluster a decode worker, over signatures with the mask that maximises rho.
+    """Fit one balanced cluster per decode worker, over signatures with the layer mask that maximises rho.
 
     Returns:
         The table, and a JSON-able report: rho (kept layers, all layers), layers, cluster sizes,
-        clusters by domain, mean similarity within and to the next cluster, seconds.
+        clusters by domain, mean similarity to the own and to the next cluster, seconds.
 
     Raises:
-        ValueError: fewer requests than workers, an unknown transform, a trace with no decode step.
+        ValueError: there are fewer requests than workers or no decode steps, or the transform is unknown.
     """
     if not trace.decode_steps.any():
         raise ValueError("the trace holds no decode step, so signatures have nothing to predict")
@@ -99,7 +99,7 @@ def fit_table(
 
 
 def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """For each transform: rho of all layers, the greedy order and rho after each layer (Fig. 7, 8)."""
+    """Return rho of all layers, greedy order and rho after each layer, by transform (Fig. 7, 8)."""
     idf = inverse_document_frequency(trace.prefill_counts)
     found = {}
     for name, (element, weighted) in TRANSFORMS.items():

@@ -1,4 +1,4 @@
-"""Placement policies over a signature and worker loads. Needs numpy, scipy and pydantic: no Ray, no vLLM."""
+"""Placement policies and the placer. Depends on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
 from eldr_serve.routing.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.routing.balance_band import BalanceBand

@@ -1,6 +1,6 @@
-"""BalanceRoute: decode workers whose KV tokens stay alike, now (BR-0) and over some steps (BR-H).
+"""BalanceRoute: balance the KV tokens of the decode workers, now (BR-0) and over the next steps (BR-H).
 
-Workers that meet at a barrier in every decode step go at the pace of the one with the most KV tokens.
+Workers with a barrier in every decode step are as slow as the one with the most KV tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pydantic import Field, field_validator
 from eldr_serve.routing.dispatch import Newcomers, Slots, dispatch
 from eldr_serve.routing.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.routing.horizon import Forecast
-from eldr_serve.routing.parameters import MOST, Count, Weight
+from eldr_serve.routing.parameters import MAX_COUNT, Count, Weight
 from eldr_serve.routing.policies import QueuedPolicy, available
 from eldr_serve.routing.predictors import Predictor, predictor_class
 from eldr_serve.routing.types import Decision, Loads, PlacementRequest
 
 Overtakes = Annotated[
     Count,
-    Field(description="later arrivals that a waiting request lets pass before it goes first"),
+    Field(description="later arrivals that may overtake a waiting request before it goes first"),
 ]
 
 
 class BalanceRoute(QueuedPolicy):
     """BR-0: fill the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
 
-    Requests wait in the decode queue until a worker has a free slot. While slots abound, the worker with
-    the most takes the request with the largest F; then workers, by free slots and margin, take the best
-    set of the requests that have waited longest. A free slot is never left while a request waits.
+    Requests wait in the decode queue until a worker has a free slot. While many slots are free, the worker
+    with the most takes the request with the largest F; then workers, by free slots and margin, take the best
+    set of the longest-waiting requests. No slot stays free while a request waits.
     """
 
     name = "balance-route"
@@ -51,25 +51,25 @@ class BalanceRoute(QueuedPolicy):
         )
         lookahead: Count = Field(
             default=64,
-            description="longest-waiting requests of which one is taken where a worker has a single slot to "
-            "give; ours: wider packs better, and lets more overtake",
+            description="longest-waiting requests compared for one slot; not in the paper: "
+            "larger values pack better and let more requests overtake",
         )
         threshold: int | None = Field(
             default=None,
             ge=0,
-            le=MOST,
-            description="free slots of all workers, up to which sets are compared; null: one a worker",
+            le=MAX_COUNT,
+            description="maximum total of free slots at which sets are compared; null: one per worker",
         )
         max_overtakes: Overtakes = 256
         queue: bool = Field(
             default=True,
-            description="false: each request at once to the worker with the largest F (paper, section D.6)",
+            description="false: place each request at once where F is largest (paper, section D.6)",
         )
         overcommit: int = Field(
             default=4,
             ge=0,
-            le=MOST,
-            description="requests beyond its slots that a worker may hold where there is no queue",
+            le=MAX_COUNT,
+            description="requests beyond its slots that a worker may hold without the queue",
         )
 
     parameters: Parameters
@@ -86,7 +86,7 @@ class BalanceRoute(QueuedPolicy):
         return FScore.present(num_workers)
 
     def _project(self, loads: Loads) -> NDArray[np.float64]:
-        """KV tokens of each worker, float64[W, H+1]."""
+        """Return the projected KV tokens of each worker, float64[W, H+1]."""
         return loads.kv_tokens[:, None].astype(np.float64)
 
     def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
@@ -94,13 +94,13 @@ class BalanceRoute(QueuedPolicy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        open_to_it = workers
+        candidates = workers
         if not self.parameters.queue:
             most = self.parameters.slots + self.parameters.overcommit
             below = workers[loads.in_flight[workers] < most]
-            open_to_it = below if len(below) else workers
-        worker = _best_worker(open_to_it, request, loads, self._score(len(workers)), self._project(loads))
-        return Decision(worker, len(open_to_it), None, self.name)
+            candidates = below if len(below) else workers
+        worker = _best_worker(candidates, request, loads, self._score(len(workers)), self._project(loads))
+        return Decision(worker, len(candidates), None, self.name)
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
@@ -111,24 +111,24 @@ class BalanceRoute(QueuedPolicy):
             return []
         overtaken = self._overtaken_by_index(waiting)
         overdue = [index for index, times in overtaken.items() if times >= p.max_overtakes]
-        # A queue may be deep, but what lies further back cannot be reached now.
+        # Requests further back in a deep queue cannot be selected now.
         others = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
         reachable = overdue + list(islice(others, max(p.lookahead, p.candidates) + int(free.sum())))
         requests = [waiting[index] for index in reachable]
-        given = [
+        placed = [
             (reachable[column], row)
             for column, row in self._fill(requests, len(overdue), loads, workers, free)
         ]
-        admitted = sorted(index for index, _ in given)
+        admitted = sorted(index for index, _ in placed)
         for index in range(admitted[-1]):
             overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
         for index in admitted:
             overtaken.pop(index, None)
         self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
-        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in given]
+        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in placed]
 
     def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
-        """How often each waiting request was overtaken, where it was; ascending."""
+        """Return how often each overtaken request was overtaken, by ascending index."""
         found: dict[int, int] = {}
         for index, request in enumerate(waiting):
             if len(found) == len(self._overtaken):
@@ -145,10 +145,11 @@ class BalanceRoute(QueuedPolicy):
         workers: NDArray[np.int64],
         free: NDArray[np.int64],
     ) -> list[tuple[int, int]]:
-        """(index into `waiting`, index into `workers`) of those placed; `free` slots are used up.
+        """Place requests and return (index into `waiting`, index into `workers`); updates `free`.
 
         Args:
-            waiting: those that can be reached; the first so many are overdue and go before the others.
+            waiting: requests that can be selected.
+            overdue: number of leading requests that go before the others.
         """
         p = self.parameters
         return dispatch(
@@ -163,9 +164,9 @@ class BalanceRoute(QueuedPolicy):
 
 
 class BalanceRouteHorizon(BalanceRoute):
-    """BR-H: the same over the next steps, as far as a predictor sees requests end (paper, section 4).
+    """BR-H: BR-0 over the next H steps, with predicted ends of requests (paper, section 4).
 
-    The attribute `predictor` takes any object of the Predictor protocol, for instance
+    The attribute `predictor` accepts any object of the Predictor protocol, for instance
     `Oracle({request id: output tokens})` in a simulation.
     """
 
@@ -175,19 +176,21 @@ class BalanceRouteHorizon(BalanceRoute):
         alpha: Weight = Field(default=48.0, description="cost of a token that overflows a margin, tokens")
         beta: float = Field(default=1.0, ge=1e-6, le=1e6, description="gain of a token admitted, tokens")
         gamma: float = Field(default=0.9, ge=1e-6, le=1, description="discount of each step ahead")
-        horizon: int = Field(default=20, ge=1, le=1000, description="decode steps that loads are projected")
+        horizon: int = Field(
+            default=20, ge=1, le=1000, description="decode steps over which loads are projected"
+        )
         predictor: str = Field(
             default="survival",
-            description="`survival`, `prompt-keyed`, `boosted-trees` or `module:Class` of your own, made "
+            description="`survival`, `prompt-keyed`, `boosted-trees` or your own `module:Class`, created "
             "with the horizon",
         )
-        refresh: Count = Field(default=10, description="tokens that a request generates between predictions")
+        refresh: Count = Field(default=10, description="generated tokens of a request between predictions")
         gate: float = Field(
             default=0.5,
             ge=0,
             le=1,
-            description="probability of ending within the horizon from which a prediction is believed; below "
-            "it the request stays for the horizon",
+            description="minimum probability of an end within the horizon for using a prediction; below "
+            "it the request is expected to outlast the horizon",
         )
 
         @field_validator("predictor")
@@ -206,7 +209,7 @@ class BalanceRouteHorizon(BalanceRoute):
 
     @property
     def predictor(self) -> Predictor:
-        """Says which requests end soon; may be set to any object of the protocol."""
+        """Predictor of the ends of requests; may be set to any object of the protocol."""
         return self._forecast.predictor
 
     @predictor.setter
@@ -243,12 +246,12 @@ def _best_worker(
     score: FScore,
     projected: NDArray[np.float64],
 ) -> int:
-    """The candidate with the largest F for the request.
+    """Return the candidate with the largest F for the request.
 
-    Wherever the request is safe F is the same; of those the one with the largest least margin is taken.
+    F is the same wherever the request fits; the largest minimum margin breaks such ties.
 
     Args:
-        projected: KV tokens of all workers, float64[W, H+1].
+        projected: projected KV tokens of all workers, float64[W, H+1].
     """
     envelope = projected[available(loads)].max(axis=0)
     margins = envelope - projected[candidates]
@@ -258,5 +261,5 @@ def _best_worker(
 
 
 def prompt_tokens(waiting: Sequence[PlacementRequest]) -> NDArray[np.float64]:
-    """float64[n]."""
+    """Return the prompt tokens of each request, float64[n]."""
     return np.array([request.prompt_tokens for request in waiting], np.float64)

@@ -1,4 +1,4 @@
-"""Marginal cost while slots are free; above saturation, expert locality within what balance leaves open."""
+"""Marginal cost while slots are free; above saturation, expert locality within a band of good balance."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from eldr_serve.routing.types import Decision, Loads, PlacementRequest
 
 
 class BalanceBand(BalanceRouteHorizon):
-    """While every waiting request finds a slot, the worker where it adds the least decode time, as
-    marginal-cost with `affinity` 0. While more wait than slots are free, of the pairs of a request and a
-    free worker whose F is within a band of the best, the one that adds the fewest experts there.
+    """Balance filters the candidates, and expert affinity decides, the inverse of ELDR's rule.
 
-    This inverts ELDR's rule: balance filters, affinity decides. Of a batch that is full anyway, the choice
-    is which request comes next; so what counts is the experts that a request adds here beyond those that
-    it would add at the worker that suits it best.
+    While there is a free slot for every waiting request, a request goes to the worker where it adds the least
+    decode time, as in marginal-cost with `affinity` 0. While more wait than slots are free, the pairs of a
+    request and a free worker whose F is within a band of the best are compared, and the pair with the fewest
+    excess experts wins: experts that the request adds there beyond those at its best worker. Batches are full
+    in any case then, so the choice is which request comes next.
 
-    Where no waiting request has expert counts, or without the queue, it is balance-route-horizon.
+    If no waiting request has expert counts, or without the queue, the policy is balance-route-horizon.
     """
 
     name = "balance-band"
@@ -40,8 +40,8 @@ class BalanceBand(BalanceRouteHorizon):
             default=1500.0,
             ge=0,
             le=1e9,
-            description="F below the best one that is as good, tokens admitted: 0 is balance alone, much is "
-            "locality alone",
+            description="width of the band below the best F, admitted tokens: 0 is balance alone, large "
+            "values are locality alone",
         )
 
     parameters: Parameters
@@ -50,7 +50,7 @@ class BalanceBand(BalanceRouteHorizon):
         super().__init__(**parameters)
         self._cost = StepCost()
         self._active = ExpectedActivation()
-        self._p: dict[str, NDArray[np.float32]] = {}  # of those that wait
+        self._p: dict[str, NDArray[np.float32]] = {}  # of waiting requests
 
     def update_cost_model(self, cost: StepCost) -> None:
         self._cost = cost
@@ -86,10 +86,10 @@ class BalanceBand(BalanceRouteHorizon):
             self._active.union[workers],
         )
         band = self.parameters.band_tokens * self._discounted.gain
-        given: list[tuple[int, int]] = []
+        assigned: list[tuple[int, int]] = []
         for columns in np.split(np.arange(len(waiting)), [overdue]):
             while len(columns) and free.any():
-                if len(waiting) - len(given) <= free.sum():
+                if len(waiting) - len(assigned) <= free.sum():
                     worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
                 else:
                     worker, column = batches.best_pair(
@@ -97,11 +97,11 @@ class BalanceBand(BalanceRouteHorizon):
                     )
                 batches.admit(worker, column)
                 columns = columns[columns != column]
-                given.append((column, worker))
-        return given
+                assigned.append((column, worker))
+        return assigned
 
     def _probabilities(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.float32] | None:
-        """float32[n, L*E], zeros where nothing is known of a request; None if of no request."""
+        """Return p of the requests, float32[n, L*E], zeros if unknown; None if all are unknown."""
         known: dict[str, NDArray[np.float32]] = {}
         for request in waiting:
             p = self._p.get(request.request_id)
@@ -117,16 +117,16 @@ class BalanceBand(BalanceRouteHorizon):
 
 
 class _Batches:
-    """The workers' batches as they fill up during one dispatch, and n requests that may join them.
+    """The workers' batches during one dispatch, and n requests that may join them.
 
     Args:
         newcomers: the requests.
-        tokens: float64[n], of their prompts.
+        tokens: float64[n], prompt tokens.
         p: float32[n, L*E], probability that a step of the request activates the expert.
-        free: int64[W], slots; changed in place.
-        in_flight: float64[W].
+        free: int64[W], free slots; changed in place.
+        in_flight: float64[W], requests.
         held: float64[W, H+1], KV tokens h steps ahead.
-        idle, union: of ExpectedActivation.
+        idle, union: columns of ExpectedActivation.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _Batches:
         self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
 
     def cheapest(self, request: int, cost: StepCost) -> int:
-        """The free worker where the request adds the least decode time for everybody."""
+        """Return the free worker where the request adds the least decode time over all requests."""
         added_s = cost.added_seconds(
             self._in_flight,
             self._held[:, 0],
@@ -156,8 +156,10 @@ class _Batches:
         return int(np.where(self._free > 0, added_s, np.inf).argmin())
 
     def best_pair(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
-        """(worker, request): of the pairs with an F within `band` of the best, the one with the fewest
-        experts added beyond those at the request's best worker."""
+        """Return the (worker, request) with the fewest excess experts, if F is within `band` of the best.
+
+        Excess experts are those added beyond the minimum over all workers.
+        """
         open_ = np.flatnonzero(self._free)
         margins = self._held.max(axis=0) - self._held[open_]
         value = score(self._newcomers.added[requests], margins[:, None])
@@ -168,7 +170,7 @@ class _Batches:
         return int(open_[row]), int(requests[column])
 
     def admit(self, worker: int, request: int) -> None:
-        """The request runs there from now on."""
+        """Add the request to the worker's batch."""
         self._free[worker] -= 1
         self._in_flight[worker] += 1
         self._held[worker] += self._newcomers.grown[request]

@@ -1,4 +1,4 @@
-"""What a policy must keep to, told to its author: `check_policy(MyPolicy)`."""
+"""Conformance checks for authors of policies: `check_policy(MyPolicy)`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROUNDS = 40
 
 
 def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
-    """What the class breaks of what the router and the simulator rely on, in sentences; empty if nothing.
+    """Return the violations of the policy interface by a class, as sentences; empty if there are none.
 
     Args:
-        parameters: those to make it with.
+        parameters: parameters of the tested instances.
     """
 
     def make() -> Policy:
@@ -32,7 +32,7 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
         "parameters": _parameters,
         "select": _selects,
         "requests without a usable signature": _odd_requests,
-        "what it is told": _told,
+        "notifications": _notifications,
         "more and fewer workers": _changes_of_workers,
         "a new table": _swaps,
         "dispatch": _dispatches,
@@ -42,13 +42,13 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
     for what, check in checks.items():
         try:
             found += check(make)
-        except Exception as error:  # whatever a stranger's class raises is a finding
+        except Exception as error:  # any exception of the class is a finding
             found.append(f"{what}: it raised {error!r}")
     return list(dict.fromkeys(found))
 
 
 class _Table:
-    """A centroid a kind of request."""
+    """A table with one centroid per kind of request."""
 
     def __init__(self, kinds: int = 4, band: float = 0.1) -> None:
         self.centroids = np.eye(kinds, dtype=np.float32)
@@ -101,7 +101,7 @@ def _changed(call: str, loads: Loads, before: Loads) -> Iterator[str]:
 def _served(
     policy: Policy, rng: np.random.Generator, requests: Iterable[PlacementRequest], workers: int = 4
 ) -> Iterator[str]:
-    """What is wrong as each request is given a worker."""
+    """Place each request; yield violations."""
     for request in requests:
         loads = _loads(rng, workers)
         before = _copy(loads)
@@ -115,7 +115,7 @@ def _parameters(make: Callable[[], Policy]) -> Iterator[str]:
     policy = make()
     as_json = json.loads(json.dumps(policy.parameters.model_dump(mode="json")))
     if type(policy)(**as_json).parameters != policy.parameters:
-        yield "its parameters are others after a round trip through JSON"
+        yield "its parameters change in a round trip through JSON"
 
 
 def _selects(make: Callable[[], Policy]) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _selects(make: Callable[[], Policy]) -> Iterator[str]:
     yield from _served(policy, rng, (_request(f"r{n}", rng) for n in range(_ROUNDS)))
     try:
         policy.select(_request("last", rng), Loads.of([0, 0], available=False), rng)
-        yield "select must raise NoWorkerError where no worker is available"
+        yield "select must raise NoWorkerError if no worker is available"
     except NoWorkerError:
         pass
 
@@ -141,8 +141,8 @@ def _odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     yield from _served(make(), rng, [replace(plain, request_id=f"odd{n}", **f) for n, f in enumerate(fields)])
 
 
-def _told(make: Callable[[], Policy]) -> Iterator[str]:
-    """Told of requests that it never saw, twice, elsewhere, and by another's decision."""
+def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
+    """Send notifications about unknown requests, repeatedly, and about other workers than it chose."""
     rng, policy = np.random.default_rng(2), make()
     policy.on_finished("nobody")
     policy.on_progress({})
@@ -181,10 +181,10 @@ def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
         return
     rng, waiting = np.random.default_rng(5), list[PlacementRequest]()
     if policy.dispatch([], _loads(rng), rng):
-        yield "dispatch placed requests where none waits"
+        yield "dispatch placed requests though none waits"
     for n in range(_ROUNDS):
         waiting += [_request(f"r{n}.{m}", rng) for m in range(rng.integers(4))]
-        # At times nobody runs: whoever still waits then would wait for ever.
+        # At times no request runs: requests that are left waiting then would wait forever.
         loads = _loads(rng) if n % 4 else Loads.of([0, 0, 0], available=[True, False, True])
         before = _copy(loads)
         given = policy.dispatch(tuple(waiting), loads, rng)
@@ -194,7 +194,7 @@ def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
             yield "dispatch must give each index into `waiting` at most once, and no other"
             return
         if waiting and not given and not loads.in_flight.any():
-            yield "dispatch left requests waiting though no worker runs any: nothing would ask it again"
+            yield "dispatch left requests waiting though no request runs: it would not be called again"
         for index, decision in given:
             wrong = list(_wrong(decision, before))
             yield from wrong
@@ -205,7 +205,7 @@ def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
 def _repeats(make: Callable[[], Policy]) -> Iterator[str]:
     first, second = (_workers_of(make(), np.random.default_rng(6)) for _ in range(2))
     if first != second:
-        yield "two runs of the same seed chose other workers: draw from `rng` alone"
+        yield "two runs with the same seed chose different workers: use only `rng`"
 
 
 def _workers_of(policy: Policy, rng: np.random.Generator) -> list[tuple[str, int]]:

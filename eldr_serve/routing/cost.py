@@ -1,4 +1,4 @@
-"""What one step of an engine costs, fitted from the engines' own step records."""
+"""Cost of an engine step, fitted to the engines' step records."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class StepCost:
-    """Seconds of a decode step, linear in what the step touches.
+    """Time of a decode step, linear in requests, KV tokens, active experts and prompt tokens.
 
-    The defaults are ratios of a small model on a CPU core. Placement hardly depends on them, and
-    they give way to fitted ones after the first steps.
+    The defaults have the ratios of a small model on a CPU core. Placement hardly depends on them, and
+    fitted values replace them after the first steps.
     """
 
     fixed_s: Seconds = Field(default=4e-3, description="every step, s")
@@ -32,12 +32,12 @@ class StepCost:
     )
     per_prompt_token_s: Seconds = Field(
         default=0.0,
-        description="each prompt token that a whole engine computes in the step, with the experts that it "
-        "activates beyond a decode step's, s; 0 where prefill has engines of its own",
+        description="each prompt token that a whole engine computes in the step, including the experts that "
+        "it activates beyond those of a decode step, s; 0 with separate prefill engines",
     )
 
     def seconds(self, requests: Any, kv_tokens: Any, experts: Any, prompt_tokens: Any = 0) -> Any:
-        """Time of a step, s; numbers or arrays that broadcast. `experts` are of requests that decode."""
+        """Return the time of a step, s; arguments broadcast. `experts`: those of decoding requests."""
         return (
             self.fixed_s
             + self.per_request_s * requests
@@ -49,32 +49,38 @@ class StepCost:
     def added_seconds(
         self, requests: Any, kv_tokens: Any, experts: Any, *, more_tokens: Any, more_experts: Any
     ) -> Any:
-        """What one more request of that many KV tokens and new experts adds, s a step, over all requests."""
+        """Return the time that one more request adds to a step, over all requests, s.
+
+        Args:
+            more_tokens: KV tokens of that request.
+            more_experts: active experts that it adds.
+        """
         now = self.seconds(requests, kv_tokens, experts)
         with_it = self.seconds(requests + 1, kv_tokens + more_tokens, experts + more_experts)
         return (requests + 1) * with_it - requests * now
 
     def as_dict(self) -> dict[str, float]:
-        """JSON-able; `StepCost(**d)` reads it."""
+        """Return a JSON-able dict `d`, such that `StepCost(**d)` restores it."""
         return asdict(self)
 
 
-_TERMS = len(fields(StepCost)) - 1  # of a decode step
+_TERMS = len(fields(StepCost)) - 1  # number of terms of a decode step
 
 
 @dataclass
 class StepSums:
-    """Step records as sums from which the cost is fitted; small, and sums of sums are sums.
+    """Additive sums over step records, from which the cost is fitted.
 
-    In `gram` and `moment` each record is weighted by 1 / seconds**2, so that the relative error is minimised
-    and a step that the machine interrupted hardly counts.
+    In `gram` and `moment` each record is weighted by 1 / seconds**2, so that the fit minimises the relative
+    error, and interrupted steps hardly count.
 
     Attributes:
-        steps: how many records of decode steps.
-        requests, experts, seconds: plain sums over them; experts over MoE layers too, time in s.
-        prompts: float64[5], of steps of whole engines that computed prompts too, which are in no other sum:
-            steps, requests, KV tokens, prompt tokens, seconds.
-        waited: sum of seconds times requests: how long tokens waited for the decode steps that made them, s.
+        gram, moment: normal equations of the weighted least-squares fit.
+        steps: number of decode steps.
+        requests, experts, seconds: unweighted sums over decode steps, experts also over MoE layers.
+        prompts: float64[5], sums over steps that computed prompts, which no other sum includes: steps,
+            requests, KV tokens, prompt tokens, seconds.
+        waited: sum of seconds times requests: total time that tokens waited for their decode steps, s.
     """
 
     gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((_TERMS, _TERMS)))
@@ -90,7 +96,11 @@ class StepSums:
     def of(
         cls, requests: ArrayLike, kv_tokens: ArrayLike, experts: ArrayLike, seconds: ArrayLike
     ) -> StepSums:
-        """Sums of records of decode steps: arrays of equal length; `experts` summed over MoE layers, s."""
+        """Sum records of decode steps, given as arrays of equal length.
+
+        Args:
+            experts: active experts, summed over MoE layers.
+        """
         time = np.asarray(seconds, np.float64)
         known = time > 0
         columns = [np.ones_like(time), *(np.asarray(a, np.float64) for a in (requests, kv_tokens, experts))]
@@ -104,7 +114,7 @@ class StepSums:
     def of_prompts(
         cls, requests: ArrayLike, kv_tokens: ArrayLike, prompt_tokens: ArrayLike, seconds: ArrayLike
     ) -> StepSums:
-        """Sums of records of steps that computed prompts; `prompt_tokens` beyond one of each request."""
+        """Sum records of steps that computed prompts; `prompt_tokens` excludes one token per request."""
         columns = [np.asarray(a, np.float64) for a in (requests, kv_tokens, prompt_tokens, seconds)]
         return cls(prompts=np.array([len(columns[0]), *(column.sum() for column in columns)]))
 
@@ -112,14 +122,14 @@ class StepSums:
         return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def faded(self, keep: float) -> StepSums:
-        """These sums with `keep` (0 to 1) of their weight, so that newer steps count more."""
+        """Return the sums multiplied by `keep` (0 to 1), so that newer steps count more."""
         return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 
     def fit(self) -> StepCost | None:
-        """The non-negative least-squares cost; None with too few steps, or if experts cost nothing.
+        """Fit the cost by non-negative least squares; None with too few steps or if experts cost nothing.
 
-        What steps with prompts took beyond a decode step of as many requests, KV tokens and the usual
-        number of experts is shared out evenly to their prompt tokens.
+        The cost of a prompt token is the mean excess of steps with prompts over decode steps of as many
+        requests and KV tokens with the mean number of experts.
         """
         if self.steps < 10 * _TERMS:
             return None
@@ -128,7 +138,7 @@ class StepSums:
         root = np.linalg.cholesky(gram)  # |root.T x - root^-1 m|^2 is the quadratic form of the sums
         solution, _ = nnls(root.T, np.linalg.solve(root, self.moment / scale))
         terms = solution / scale
-        if not (terms[-1] > 0 and terms.max() <= _MOST_S):  # neither holds of nan
+        if not (terms[-1] > 0 and terms.max() <= _MOST_S):  # also false for nan
             return None
         decode = StepCost(*map(float, terms))
         steps, requests, kv_tokens, prompt_tokens, seconds = self.prompts.tolist()
@@ -139,7 +149,7 @@ class StepSums:
         return replace(decode, per_prompt_token_s=min(max(0.0, each), _MOST_S))
 
     def error(self, cost: StepCost) -> float:
-        """Root mean square of the relative error of `cost` over these decode steps."""
+        """Return the root mean square of the relative error of `cost` over the decode steps."""
         c = np.array(astuple(cost)[:_TERMS])
         square = self.steps - 2 * c @ self.moment + c @ self.gram @ c
         return float(np.sqrt(max(0.0, square) / self.steps)) if self.steps else float("nan")

@@ -1,4 +1,4 @@
-"""Fair shares of what is scarce: whose request is next."""
+"""Max-min fair shares of a scarce resource among tenants."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 
 
 def share(held: int, priority: float) -> float:
-    """A tenant's, once it has one more than `held`; the smallest is next: max-min fairness."""
+    """Return a tenant's share with one more than `held`; the tenant with the smallest share is next."""
     return (held + 1) / priority
 
 
 def fair_order(waiting: Sequence[tuple[str, float]], held: Mapping[str, int]) -> list[int]:
-    """Indices into `waiting` in the order in which fair shares serve them.
+    """Return indices into `waiting` in the order in which fair shares serve them.
 
-    As if nothing that is held were given back meanwhile. A tenant's own requests keep their order; equal
-    shares go to whoever has waited longest.
+    The order assumes that nothing is released meanwhile. A tenant's requests keep their order; among equal
+    shares the request that has waited longest is first.
 
     Args:
-        waiting: (tenant, priority) of each request, first come first; a tenant's first priority counts.
-        held: what each tenant has.
+        waiting: (tenant, priority) of each request, in order of arrival; a tenant's first priority counts.
+        held: number of units that each tenant holds.
     """
     queues: dict[str, list[int]] = {}
     for index, (tenant, _) in enumerate(waiting):

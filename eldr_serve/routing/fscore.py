@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MAX_CANDIDATES = 12  # requests whose subsets are enumerated: 4,095 at most
+MAX_CANDIDATES = 12  # requests whose subsets are enumerated: at most 4,095
 
 
 @dataclass(frozen=True)
 class FScore:
     """F(s) = beta * s * sum_h w[h] - alpha * sum_h w[h] * max(0, s - m[h]), tokens.
 
-    s is what a worker is given (the KV tokens of the requests admitted), m[h] is the worker's margin
-    h decode steps ahead: by how much the heaviest worker's load exceeds its own. What fits into the
-    margins brings the workers nearer to each other; what overflows keeps all others waiting.
+    s is the number of KV tokens of the admitted requests, m[h] is the worker's margin h decode steps ahead:
+    the difference between the heaviest worker's load and its own. Tokens within the margins balance the
+    workers; tokens beyond them delay all others.
 
     Attributes:
         weights: w, float64[H+1], discount of each step ahead.
-        alpha, beta: what overflow costs and what filling gains.
+        alpha, beta: cost per token of overflow and gain per admitted token.
     """
 
     weights: NDArray[np.float64]
@@ -31,24 +31,23 @@ class FScore:
 
     @cached_property
     def gain(self) -> float:
-        """Of one token that fits."""
+        """F of one token within the margins."""
         return self.beta * float(self.weights.sum())
 
     @classmethod
     def present(cls, num_workers: int) -> FScore:
-        """BR-0: s - G * max(0, s - m), the fall of the imbalance G * max(L) - sum(L)."""
+        """Return the score of BR-0: s - G * max(0, s - m), the decrease of G * max(L) - sum(L)."""
         return cls(np.ones(1), float(num_workers), 1.0)
 
     @classmethod
     def discounted(cls, horizon: int, gamma: float, alpha: float, beta: float) -> FScore:
-        """BR-H: w[h] = gamma ** h, h = 0 .. horizon."""
+        """Return the score of BR-H: w[h] = gamma ** h, h = 0 .. horizon."""
         return cls(np.power(gamma, np.arange(horizon + 1.0)), alpha, beta)
 
     def __call__(self, added: ArrayLike, margins: NDArray[np.float64]) -> NDArray[np.float64]:
-        """F of added[..., H+1], tokens given h steps ahead, at margins[..., H+1]; leading axes broadcast.
+        """Return F of added[..., H+1] tokens h steps ahead at margins[..., H+1]; leading axes broadcast.
 
-        The paper's s is the same at every h; here a request that is expected to end sooner adds nothing
-        afterwards.
+        In the paper s is the same at every h; here a request adds nothing after its expected end.
         """
         added = np.asarray(added, np.float64)
         score: NDArray[np.float64] = self.beta * (added @ self.weights) - self.alpha * (
@@ -60,11 +59,11 @@ class FScore:
 def best_subset(
     added: NDArray[np.float64], limit: int, score: FScore, margins: NDArray[np.float64]
 ) -> tuple[list[int], float]:
-    """The set of 1 to `limit` of the requests with the largest F, and its F.
+    """Return the set of 1 to `limit` requests with the largest F, and its F.
 
     Args:
-        added: float64[n, H+1], each request's tokens; n <= MAX_CANDIDATES where limit is above 1.
-        margins: float64[H+1] of the worker.
+        added: float64[n, H+1], each request's tokens; n <= MAX_CANDIDATES if limit is above 1.
+        margins: float64[H+1], margins of the worker.
 
     Returns:
         (positions in `added`, F).
@@ -73,8 +72,8 @@ def best_subset(
         scores = score(added, margins)
         best = int(scores.argmax())
         return [best], float(scores[best])
-    # All sets are looked at: with the table of them at hand this takes less time than bitset subset sums,
-    # which grow with the prompts' length, and does not need the tokens to be the same at every h.
+    # All sets are enumerated. With a cached table this is faster than bitset subset sums, whose cost grows
+    # with the prompts' length, and tokens may differ between steps.
     members = _subsets(len(added), min(limit, len(added)))
     scores = score(members @ added, margins)
     best = int(scores.argmax())
@@ -83,7 +82,7 @@ def best_subset(
 
 @lru_cache(maxsize=4 * MAX_CANDIDATES**2)
 def _subsets(n: int, limit: int) -> NDArray[Any]:
-    """float64[S, n]: membership in each set of 1 to `limit` of n, larger sets last."""
+    """Return the membership matrix of all sets of 1 to `limit` of n, float64[S, n], larger sets last."""
     sets = np.arange(1, 1 << n)
     size = np.bitwise_count(sets)
     sets = sets[np.argsort(size, kind="stable")][: np.count_nonzero(size <= limit)]

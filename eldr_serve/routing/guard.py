@@ -1,4 +1,4 @@
-"""A policy that cannot stop routing."""
+"""Protection of routing against failures of a policy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class GuardedPolicy:
-    """Asks a policy; where it fails, the fewest requests in flight decide ("policy-error").
+    """A policy with a fallback: if it fails, the worker with the fewest requests is chosen ("policy-error").
 
-    What the policy is told may fail too: it then does not know of that request, and others go on.
+    If a notification fails, the policy misses that event; others are not affected.
 
     Args:
-        failed: told of each failure; may raise it again.
+        failed: callback for each exception; may raise it again.
     """
 
     def __init__(self, policy: Policy, failed: Callable[[Exception], None]) -> None:
@@ -40,7 +40,7 @@ class GuardedPolicy:
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         """See Policy.select."""
         try:
-            return _possible(self.policy.select(request, loads, rng), loads)
+            return _check_available(self.policy.select(request, loads, rng), loads)
         except NoWorkerError:
             raise
         except Exception as error:
@@ -50,34 +50,34 @@ class GuardedPolicy:
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        """See QueuedPolicy.dispatch; where that fails, nobody waits."""
+        """See QueuedPolicy.dispatch; if it fails, all waiting requests are placed."""
         assert isinstance(self.policy, QueuedPolicy)
         try:
-            given = self.policy.dispatch(waiting, loads, rng)
-            return [(index, _possible(decision, loads)) for index, decision in given]
+            assigned = self.policy.dispatch(waiting, loads, rng)
+            return [(index, _check_available(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
             return list(enumerate(_by_load(len(waiting), loads)))
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         """See Policy.on_assigned."""
-        self._tell(lambda: self.policy.on_assigned(request, worker, decision))
+        self._notify(lambda: self.policy.on_assigned(request, worker, decision))
 
     def on_finished(self, request_id: str) -> None:
         """See Policy.on_finished."""
-        self._tell(lambda: self.policy.on_finished(request_id))
+        self._notify(lambda: self.policy.on_finished(request_id))
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         """See Policy.on_progress."""
-        self._tell(lambda: self.policy.on_progress(generated_tokens))
+        self._notify(lambda: self.policy.on_progress(generated_tokens))
 
     def update_cost_model(self, cost: StepCost) -> None:
         """See Policy.update_cost_model."""
-        self._tell(lambda: self.policy.update_cost_model(cost))
+        self._notify(lambda: self.policy.update_cost_model(cost))
 
-    def _tell(self, tell: Callable[[], None]) -> None:
+    def _notify(self, notify: Callable[[], None]) -> None:
         try:
-            tell()
+            notify()
         except Exception as error:
             self._log(error)
 
@@ -85,17 +85,17 @@ class GuardedPolicy:
         self._failed(error)
         if not self._logged:
             self._logged = True
-            logger.warning("policy %s failed; load stands in for it", self.name, exc_info=error)
+            logger.warning("policy %s failed; requests are placed by load", self.name, exc_info=error)
 
 
-def _possible(decision: Decision, loads: Loads) -> Decision:
+def _check_available(decision: Decision, loads: Loads) -> Decision:
     if not loads.available[decision.worker]:
-        raise ValueError(f"worker {decision.worker} was chosen, which is not available")
+        raise ValueError(f"the chosen worker {decision.worker} is not available")
     return decision
 
 
 def _by_load(requests: int, loads: Loads) -> list[Decision]:
-    """A worker for each of so many requests, one after the other."""
+    """Choose the least loaded worker for each of `requests` requests, one after the other."""
     workers, in_flight = available(loads), loads.in_flight.copy()
     decisions = []
     for _ in range(requests):

@@ -1,4 +1,4 @@
-"""The workers' loads over the horizon: what runs, with what the predictor says of it."""
+"""Projection of the workers' loads over the horizon, from running requests and a predictor of their ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.routing.predictors import Guarded, Predictor, predictor_class
-from eldr_serve.routing.projection import Ran, RunningRequests
+from eldr_serve.routing.projection import FinishedRequest, RunningRequests
 from eldr_serve.routing.types import Loads, PlacementRequest
 
 
 class Forecast:
-    """Follows the running requests and projects each worker's load H steps ahead (paper, section C).
+    """Tracks the running requests and projects each worker's load H steps ahead (paper, section C).
 
     Args:
         horizon: H, decode steps.
-        predictor: what predictor_class takes.
-        refresh: R, tokens that a request generates between predictions.
-        gate: a prediction is taken where p is at least this; elsewhere the request stays for H.
+        predictor: name for predictor_class.
+        refresh: R, generated tokens between predictions for a request.
+        gate: minimum p at which a prediction is used; below it, the request is expected to run for H.
     """
 
     def __init__(self, horizon: int, predictor: str, refresh: int, gate: float) -> None:
@@ -27,7 +27,7 @@ class Forecast:
         self._refresh = refresh
         self._gate = gate
         self._running = RunningRequests(horizon)
-        self._left: dict[str, Ran] = {}  # released since the last look, perhaps to be placed elsewhere
+        self._finished: dict[str, FinishedRequest] = {}  # since the last prediction; may be placed again
         self._guard = Guarded(predictor_class(predictor)(horizon), horizon)
 
     @property
@@ -43,7 +43,7 @@ class Forecast:
         return self._guard.failures
 
     def on_assigned(self, request: PlacementRequest, worker: int) -> None:
-        ran = self._running.remove(request.request_id) or self._left.pop(request.request_id, None)
+        ran = self._running.remove(request.request_id) or self._finished.pop(request.request_id, None)
         self._running.add(
             request.request_id,
             worker,
@@ -56,16 +56,16 @@ class Forecast:
     def on_finished(self, request_id: str) -> None:
         ran = self._running.remove(request_id)
         if ran is not None:
-            self._left[request_id] = ran
+            self._finished[request_id] = ran
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._running.progress(generated_tokens)
         self._predict()
 
     def project(self, loads: Loads) -> NDArray[np.float64]:
-        """KV tokens of each worker, float64[W, H+1], that at h = 0 equal `loads`.
+        """Return the projected KV tokens of each worker, float64[W, H+1]; at h = 0 they equal `loads`.
 
-        What the loads hold beyond the requests that this was told of is taken to stay and to grow.
+        Loads of unknown requests are assumed to remain and to grow.
         """
         self._predict()
         projected, requests = self._running.project(len(loads))
@@ -75,7 +75,7 @@ class Forecast:
         return np.maximum(projected, 0.0, out=projected)
 
     def stays(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.int64]:
-        """int64[n], decode steps that requests not yet placed are expected to run, H at most."""
+        """Return the expected decode steps of requests that are not yet placed, int64[n], at most H."""
         by_request = self._guard.keyed_by_request
         keys = [request.request_id if by_request else request.prompt_key for request in waiting]
         tokens = np.array([request.prompt_tokens for request in waiting], np.int64)
@@ -89,20 +89,20 @@ class Forecast:
     def _expected(
         self, ages: NDArray[np.int64], keys: list[str | None], prompt_tokens: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """float64[n], r of each: p * mu + (1 - p) * H where p passes the gate, else H."""
+        """Return r of each request, float64[n]: p * mu + (1 - p) * H if p reaches the gate, else H."""
         horizon = self.horizon
         p, mu = self._guard.predict(ages, keys, prompt_tokens)
         expected = p * np.minimum(mu, horizon) + (1 - p) * horizon
         return np.where(p >= self._gate, expected, horizon)
 
     def _predict(self) -> None:
-        """Learn from those that have left for good, and ask anew about those that are due."""
+        """Learn from finished requests, and predict again for requests that are due."""
         running, by_request = self._running, self._guard.keyed_by_request
-        for request, ran in self._left.items():
+        for request, ran in self._finished.items():
             if ran.generated_tokens:  # else it never ran
                 key = request if by_request else ran.key
                 self._guard.learn(key, ran.prompt_tokens, ran.generated_tokens)
-        self._left.clear()
+        self._finished.clear()
         rows = running.stale(self._refresh)
         if not len(rows):
             return

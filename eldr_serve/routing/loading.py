@@ -1,4 +1,4 @@
-"""Classes of other packages, by import path."""
+"""Import of classes from other packages by path."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from eldr_serve.routing.types import PolicyError
 
 
 def load(path: str, what: str) -> Any:
-    """What `my_package.module:Name` names; else PolicyError, a sentence about `what`."""
+    """Import `my_package.module:Name`; raise PolicyError, one sentence about `what`, if that fails."""
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)
-    except Exception as error:  # a stranger's module may raise anything
+    except Exception as error:  # another package's module may raise anything
         why = (str(error).splitlines() or [""])[0]
         raise PolicyError(f"{what} cannot be imported ({type(error).__name__}: {why})") from error

@@ -1,4 +1,4 @@
-"""A policy's parameters: declared once, checked, and refused in one sentence."""
+"""Declaration and validation of policy parameters; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from eldr_serve.routing.types import PolicyError
 
-MOST = 2**31 - 1  # of any count: sums of them stay within int64
-Count = Annotated[int, Field(ge=1, le=MOST)]
+MAX_COUNT = 2**31 - 1  # maximum of any count, so that sums fit into int64
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 _RENAMED = {
@@ -29,7 +29,7 @@ _KINDS = {bool: "true or false", float: "a number", int: "a whole number", str: 
 
 
 class PolicyParameters(BaseModel):
-    """Base of every policy's parameters; each field says its default, range, unit and meaning."""
+    """Base class of policy parameters; each field declares its default, range, unit and meaning."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -38,7 +38,7 @@ Declared = TypeVar("Declared", bound=PolicyParameters)
 
 
 def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) -> Declared:
-    """The parameters of the policy of that name; PolicyError, one sentence, for the first that is wrong."""
+    """Return a policy's parameters; raise PolicyError, one sentence, for the first invalid one."""
     try:
         return declared(**values)
     except ValidationError as error:
@@ -65,24 +65,24 @@ def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """What a parameter may be: "a whole number from 1 to 12"."""
+    """Describe the valid values of a parameter: "a whole number from 1 to 12"."""
     kinds = get_args(field.annotation) or (field.annotation,)
     kind = next(kind for kind in kinds if kind is not type(None))
     low, high = _bound(field, "ge", "gt"), _bound(field, "le", "lt")
-    said = _KINDS.get(kind, getattr(kind, "__name__", str(kind)))
+    text = _KINDS.get(kind, getattr(kind, "__name__", str(kind)))
     if is_dataclass(kind):
-        said = f"a map from {', '.join(term.name for term in fields(kind))} to numbers, 0 or more"
+        text = f"a map from {', '.join(term.name for term in fields(kind))} to numbers, 0 or more"
     if low is not None:
-        said += f" from {_number(low)}" if high is not None else f", {_number(low)} or more"
+        text += f" from {_number(low)}" if high is not None else f", {_number(low)} or more"
     if high is not None:
-        said += f" to {_number(high)}"
-    return said + (", or null" if type(None) in kinds else "")
+        text += f" to {_number(high)}"
+    return text + (", or null" if type(None) in kinds else "")
 
 
 def _bound(field: FieldInfo, *names: str) -> Any:
-    said = (getattr(constraint, name, None) for constraint in field.metadata for name in names)
-    return next((bound for bound in said if bound is not None), None)
+    bounds = (getattr(constraint, name, None) for constraint in field.metadata for name in names)
+    return next((bound for bound in bounds if bound is not None), None)
 
 
 def _number(value: Any) -> str:
-    return "2^31 - 1" if value == MOST else f"{value:.15g}"
+    return "2^31 - 1" if value == MAX_COUNT else f"{value:.15g}"

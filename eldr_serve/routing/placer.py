@@ -1,6 +1,6 @@
-"""Which request runs on which worker, and which wait: the same for the server and the simulator.
+"""Assignment of requests to workers and the decode queue, shared by the server and the simulator.
 
-Plain Python: nothing in here knows of Ray or of simulated time, and nothing waits, so each call is atomic.
+This module does not use Ray or simulated time and never waits, so each call is atomic.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from eldr_serve.routing.types import Decision, Loads, Placement, PlacementReques
 
 
 class Placer:
-    """Gives decode workers to prefilled requests by a policy, and tells the policy what becomes of them.
+    """Assigns decode workers to prefilled requests by a policy, and notifies the policy of their progress.
 
-    A worker sits in a slot, which is its index in what policies see. Under a policy with a decode queue
-    requests that may wait do so until it gives them workers; it is asked by `submit` and `dispatch`, so one
-    of the two is called after whatever may change its mind.
+    The slot of a worker is its index in the loads that policies see. Under a policy with a decode queue,
+    requests that may wait do so until the policy assigns them a worker. Only `submit` and `dispatch` ask the
+    policy, so call one of them after any change of loads or workers.
 
     Args:
-        failed: told of what a policy raised, where load stands in for it (GuardedPolicy); may raise it again.
-        ledger: counts the load of workers.
-        clock: s, for how long requests have waited.
+        failed: callback for an exception of the policy, which load then replaces (GuardedPolicy); may raise.
+        ledger: load of the workers.
+        clock: time source for queue waits, s.
 
     Attributes:
         running: requests that hold a worker, by id.
-        queue: requests that wait, by id, first come first.
-        prefixes: what was sent where, of requests whose blocks are known.
+        queue: waiting requests, by id, in order of arrival.
+        prefixes: blocks that were sent to each worker.
     """
 
     def __init__(
@@ -59,68 +59,72 @@ class Placer:
         self._rng = np.random.default_rng(seed)
         self._clock = clock
         self._workers: list[str | None] = []
-        # Of the slots: who sits where, whose load the ledger has where, and which take requests.
+        # Slot of each worker; for each slot its row in the ledger and whether it accepts requests.
         self._slot: dict[str, int] = {}
-        self._places = np.zeros(0, np.int64)
+        self._ledger_rows = np.zeros(0, np.int64)
         self._open = np.zeros(0, bool)
 
     # -- workers and policy ----------------------------------------------------------------------
 
     def set_workers(self, workers: Sequence[str | None], closed: Iterable[str] = ()) -> None:
-        """Take who sits in each slot, None in a vacant one.
+        """Set the worker of each slot, None for a vacant one.
 
         Args:
-            closed: workers that take no more requests.
+            closed: workers that accept no more requests.
         """
         changed = list(workers) != self._workers
         if changed:
             self._workers = list(workers)
             self._slot = {worker: slot for slot, worker in enumerate(workers) if worker is not None}
-            self._places = self._ledger.places(workers)
+            self._ledger_rows = self._ledger.places(workers)
             self.prefixes.keep(self._slot)
         shut = set(closed)
         self._open = np.array([worker is not None and worker not in shut for worker in workers], bool)
         if self._shadow is not None:
             self._shadow.set_workers(self._workers, self._open)
         if changed:
-            self._tell_all()
+            self._notify_running()
 
     @property
     def policy(self) -> Policy:
         return self._policy.policy
 
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
-        """Decide by `policy` from now on; it is told of what a step costs and of all that runs."""
+        """Change the policy; notify the new one of the step cost and of all running requests."""
         self._policy = GuardedPolicy(policy, self._failed)
         if cost is not None:
             self._policy.update_cost_model(cost)
-        self._tell_all()
+        self._notify_running()
 
     def set_shadow(self, shadow: Shadow | None) -> None:
-        """Tell `shadow` all that the policy is told from now on, and first what runs; None: nobody."""
+        """Send all notifications of the policy to `shadow` too, beginning with the running requests.
+
+        Args:
+            shadow: None removes the present one.
+        """
         self._shadow = shadow
         if shadow is not None:
             shadow.set_workers(self._workers, self._open)
-            self._tell_all()
+            self._notify_running()
 
     def forget_scores(self) -> None:
-        """The table is another one: what waits is not similar to its centroids by the old one's measure."""
+        """Remove the similarity scores of waiting requests, which a change of the table invalidates."""
         for placement in self.queue.values():
             placement.request = replace(placement.request, similarity=None)
 
     def update_cost_model(self, cost: StepCost) -> None:
-        """A decode step costs this at present."""
-        for told in self._told():
-            told.update_cost_model(cost)
+        """Set the present cost of a decode step."""
+        for observer in self._observers():
+            observer.update_cost_model(cost)
 
     def loads(self, exclude: Iterable[str] = ()) -> Loads:
-        """Of each slot; the excluded workers are not available."""
+        """Return the loads of all slots; the excluded workers are not available."""
         available = self._open.copy()
         available[[self._slot[worker] for worker in exclude if worker in self._slot]] = False
-        return self._ledger.loads(self._places, available)
+        return self._ledger.loads(self._ledger_rows, available)
 
     def _loads_for(self, request: PlacementRequest) -> Loads:
-        """As `request` finds them; where only workers that failed it are left, these are available."""
+        """Return the loads for a request; its excluded workers are available if there are no others."""
         loads = self.loads(request.exclude)
         if not loads.available.any():
             loads = self.loads()
@@ -131,10 +135,10 @@ class Placer:
     # -- one request -----------------------------------------------------------------------------
 
     def submit(self, placements: Iterable[Placement] = ()) -> list[Placement]:
-        """Place or queue requests, which are SENT; all that have a worker by this call, queued ones too.
+        """Place or queue requests in state SENT; return all new leases, including those of queued requests.
 
-        A request that is here already is placed anew, or keeps its turn. One for which there is no worker
-        at all stays SENT.
+        A running request is placed again, and a queued one keeps its turn. A request stays SENT if no worker
+        is available at all.
         """
         leased = []
         for placement in placements:
@@ -149,7 +153,7 @@ class Placer:
         return leased + self.dispatch()
 
     def dispatch(self) -> list[Placement]:
-        """Give workers to requests of the queue, as the policy says."""
+        """Let the policy assign workers to queued requests; return the new leases."""
         if not self.queue:
             return []
         loads = self.loads()
@@ -158,20 +162,20 @@ class Placer:
         return [self._assign(placement, decision, loads) for placement, decision in self._decisions()]
 
     def hold(self, placement: Placement) -> None:
-        """The request is LEASED on its worker already, whoever placed it."""
+        """Add a request that is LEASED already, for example by its client."""
         self.finish(placement.request_id)
-        self._run(placement)
-        self._remember(placement)
+        self._start(placement)
+        self._record_prefix(placement)
 
     def counted(self, request: PlacementRequest) -> None:
-        """The request's prompt has been counted: its true signature and length; ignored if it runs not."""
+        """Replace a request by one with its true signature and length; ignored unless it is running."""
         placement = self.running.get(request.request_id)
         if placement is not None:
             placement.request = request
-            self._run(placement)
+            self._start(placement)
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
-        """Requests have generated so many tokens in all; unknown ones and steps back are ignored."""
+        """Set the totals of generated tokens by request id; ignore unknown requests and decreases."""
         known = {
             request_id: tokens
             for request_id, tokens in generated_tokens.items()
@@ -181,27 +185,27 @@ class Placer:
             self.running[request_id].generated_tokens = tokens
             self._ledger.progress(request_id, tokens)
         if known:
-            for told in self._told():
-                told.on_progress(known)
+            for observer in self._observers():
+                observer.on_progress(known)
 
     def finish(self, request_id: str) -> None:
-        """The request neither waits nor runs any more; unknown ones are ignored."""
+        """Remove a waiting or running request; ignored if unknown."""
         waiting = self.queue.pop(request_id, None)
         if waiting is not None:
             waiting.become(State.DONE)
-        self._leave(request_id)
+        self._stop(request_id)
 
-    # -- how -------------------------------------------------------------------------------------
+    # -- implementation --------------------------------------------------------------------------
 
     def _enqueue(self, placement: Placement) -> None:
-        self._leave(placement.request_id)
+        self._stop(placement.request_id)
         before = self.queue.get(placement.request_id)
         placement.since_s = self._clock() if before is None else before.since_s
         placement.become(State.QUEUED)
         self.queue[placement.request_id] = placement
 
     def _in_turn(self) -> list[Placement]:
-        """The queue as fair shares of tenants serve it."""
+        """Return the queue in the order of the tenants' fair shares."""
         waiting = list(self.queue.values())
         tenants = [(placement.request.tenant, placement.request.priority) for placement in waiting]
         if len(set(tenants)) < 2:
@@ -215,7 +219,7 @@ class Placer:
             requests = [placement.request for placement in waiting]
             for index, decision in self._policy.dispatch(requests, self.loads(), self._rng):
                 yield waiting[index], decision
-        else:  # the policy was changed: nobody waits under this one
+        else:  # the policy was changed to one without a queue
             for placement in waiting:
                 yield (
                     placement,
@@ -227,58 +231,58 @@ class Placer:
         assert worker is not None, "a policy chose a vacant slot"
         if self.queue.pop(placement.request_id, None) is placement:
             placement.waited_s = self._clock() - placement.since_s
-        self._leave(placement.request_id)  # a request that is placed again leaves its first worker
+        self._stop(placement.request_id)  # a request that is placed again leaves its first worker
         placement.become(State.LEASED)
         placement.replica, placement.slot = worker, decision.worker
         placement.band, placement.similarity = decision.band, decision.similarity
         placement.best = _is_best(decision.worker, placement.request, loads)
         placement.reason, placement.policy = decision.reason, self._policy.name
-        self._run(placement, decision)
-        self._remember(placement)
+        self._start(placement, decision)
+        self._record_prefix(placement)
         if placement.request.blocks is not None:
-            lacking = max(0, placement.request.prompt_tokens - placement.cached_tokens)
-            self._ledger.prefills(placement.request_id, lacking)
+            missing = max(0, placement.request.prompt_tokens - placement.cached_tokens)
+            self._ledger.prefills(placement.request_id, missing)
         return placement
 
-    def _remember(self, placement: Placement) -> None:
-        """What its worker has of the prompt, and that it will have all of it."""
+    def _record_prefix(self, placement: Placement) -> None:
+        """Set the cached tokens of the prompt, then add its blocks to the worker's prefix cache."""
         blocks = placement.request.blocks
         if blocks is not None and placement.replica in self._slot:
             placement.cached_tokens = int(self.prefixes.cached_tokens([placement.replica], blocks)[0])
             self.prefixes.sent(placement.replica, blocks)
 
-    def _run(self, placement: Placement, decision: Decision | None = None) -> None:
+    def _start(self, placement: Placement, decision: Decision | None = None) -> None:
         self.running[placement.request_id] = placement
         self._ledger.add(placement.request_id, placement.replica, placement.request.prompt_tokens)
         self._ledger.progress(placement.request_id, placement.generated_tokens)
-        self._tell(placement, decision)
+        self._notify_assigned(placement, decision)
 
-    def _leave(self, request_id: str) -> None:
+    def _stop(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)
         if running is not None:
             running.become(State.DONE)
             self._ledger.release(request_id)
-            for told in self._told():
-                told.on_finished(request_id)
+            for observer in self._observers():
+                observer.on_finished(request_id)
 
-    def _tell(self, placement: Placement, decision: Decision | None = None) -> None:
+    def _notify_assigned(self, placement: Placement, decision: Decision | None = None) -> None:
         slot = self._slot.get(placement.replica)
-        for told in self._told():
+        for observer in self._observers():
             if slot is None:
-                told.on_finished(placement.request_id)
+                observer.on_finished(placement.request_id)
                 continue
-            told.on_assigned(placement.request, slot, decision)
+            observer.on_assigned(placement.request, slot, decision)
             if placement.generated_tokens:
-                told.on_progress({placement.request_id: placement.generated_tokens})
+                observer.on_progress({placement.request_id: placement.generated_tokens})
 
-    def _told(self) -> Iterator[GuardedPolicy | Shadow]:
+    def _observers(self) -> Iterator[GuardedPolicy | Shadow]:
         yield self._policy
         if self._shadow is not None:
             yield self._shadow
 
-    def _tell_all(self) -> None:
+    def _notify_running(self) -> None:
         for placement in self.running.values():
-            self._tell(placement)
+            self._notify_assigned(placement)
 
 
 def _is_best(worker: int, request: PlacementRequest, loads: Loads) -> bool:

@@ -1,6 +1,6 @@
-"""What a policy is, and the plain ones: which decode worker takes a prefilled request.
+"""The policy interface and the simple policies, which choose the decode worker of a prefilled request.
 
-Each is one class. The simulator and the server call the same objects. A request without a usable
+Each policy is one class, and the simulator and the server call the same objects. A request without a usable
 signature is placed by load; that is never an error.
 """
 
@@ -21,7 +21,7 @@ from eldr_serve.routing.types import Decision, Loads, NoWorkerError, PlacementRe
 
 
 class CentroidTable(Protocol):
-    """What a policy needs of a RoutingTable."""
+    """The part of RoutingTable that policies use."""
 
     @property
     def centroids(self) -> NDArray[np.float32]: ...
@@ -33,24 +33,24 @@ class CentroidTable(Protocol):
 
 
 class Policy(ABC):
-    """Chooses a worker: a subclass defines `select`, and a nested `Parameters` where it has any.
+    """Base class of policies; a subclass defines `select` and, if it has parameters, a nested `Parameters`.
 
-    The caller counts load (LoadLedger), for all policies alike, and tells what became of each request
-    (`on_assigned`, `on_progress`, `on_finished`); most policies need not know. `check_policy` says what
-    a class breaks of this.
+    The caller counts load (LoadLedger) in the same way for all policies, and reports the progress of each
+    request (`on_assigned`, `on_progress`, `on_finished`); most policies ignore it. `check_policy` lists
+    violations of this interface.
 
     Attributes:
-        name: in settings, decisions and metrics; without one, the import path.
-        reads_counts: wants PlacementRequest.signature as counts, not only a similarity.
-        parameters: those that it was made with, all of them.
-        table: the live one, or None.
+        name: name in settings, decisions and metrics; by default the import path.
+        reads_counts: whether PlacementRequest.signature must be counts, not only a similarity.
+        parameters: all parameters of the instance.
+        table: the live table, or None.
     """
 
     name: ClassVar[str]
     reads_counts: ClassVar[bool] = False
 
     class Parameters(PolicyParameters):
-        """No parameters, unless a subclass declares some."""
+        """No parameters; subclasses may declare some."""
 
     parameters: Parameters
 
@@ -60,72 +60,71 @@ class Policy(ABC):
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
     def __init__(self, **parameters: Any) -> None:
-        """PolicyError, one sentence, for a parameter that there is not or that is out of range."""
+        """Validate the parameters; raise PolicyError, one sentence, if one is unknown or out of range."""
         self.parameters = validated(self.Parameters, self.name, parameters)
         self.table: CentroidTable | None = None
 
     @property
     def predictor_failures(self) -> int:
-        """Predictions that could not be used, of a policy that has a predictor."""
+        """Number of unusable predictions; 0 without a predictor."""
         return 0
 
     def with_table(self, table: CentroidTable | None) -> Policy:
-        """This policy, from now on with `table`."""
+        """Set the table and return this policy."""
         self.table = table
         return self
 
     @abstractmethod
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        """Choose one of the available workers; changes neither `loads` nor the request.
+        """Choose one of the available workers, without changing `loads` or the request.
 
         Args:
-            loads: indices are what Decision.worker means.
-            rng: source of random choices, so that a run repeats by seed.
+            loads: present loads; Decision.worker is an index into them.
+            rng: the only source of randomness, so that a seed reproduces a run.
 
         Raises:
             NoWorkerError: no worker is available.
         """
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:  # noqa: B027
-        """The request runs on `worker` from now on, and no longer where it ran before.
+        """Process the assignment of a request to `worker`; it no longer runs on its previous worker.
 
         Args:
-            decision: what this policy has just decided, with what it learnt by it (`Decision.learnt`); None
-                where another chose, or a new policy is told of what runs already.
+            decision: the decision that this policy has just made (see `Decision.learnt`); None if it did not
+                choose the worker, or if the request ran before the policy was set.
         """
 
     def on_finished(self, request_id: str) -> None:  # noqa: B027
-        """The request no longer runs; unknown ones are ignored."""
+        """Process the end of a request; unknown ones are ignored."""
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
-        """Requests have generated so many tokens in all, by request id; unknown ones are ignored."""
+        """Process totals of generated tokens by request id; unknown ones are ignored."""
 
     def update_cost_model(self, cost: StepCost) -> None:  # noqa: B027
-        """The decode engines' steps cost this at present."""
+        """Process a new estimate of the decode engines' step cost."""
 
 
 class QueuedPolicy(Policy):
-    """A policy under which prefilled requests wait in the decode queue until it gives them workers.
+    """A policy under which prefilled requests wait in the decode queue until it assigns them workers.
 
-    The caller keeps the queue. It calls `dispatch` when a request has come and when one has left a
-    worker, and then `on_assigned` for each request that was given one. `select` places a request that
-    cannot wait.
+    The caller keeps the queue. It calls `dispatch` when a request arrives or ends, and then `on_assigned`
+    for each placed request. `select` places a request that cannot wait.
     """
 
     @property
     def queues(self) -> bool:
-        """Whether requests wait at all; False sends each at once, by `select`."""
+        """Whether requests wait; if False, `select` places each at once."""
         return True
 
     @abstractmethod
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        """Give workers to some of the waiting requests; the others wait on.
+        """Assign workers to some of the waiting requests; the others continue to wait.
 
         Args:
-            waiting: in order of arrival.
-            loads: one a worker, without the requests that are about to be placed; not changed.
+            waiting: requests in order of arrival.
+            loads: present loads, without the waiting requests; must not be changed.
 
         Returns:
             (index into `waiting`, decision), each index at most once, in the order of placing.
@@ -133,10 +132,10 @@ class QueuedPolicy(Policy):
 
 
 def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDArray[np.float32]:
-    """float32[W] cosine of each worker, from float32[K] of each centroid, where K need not be W.
+    """Return the cosine of each worker, float32[W], from that of each centroid, float32[K].
 
-    With K >= W, worker w serves the centroids c with c mod W == w, and counts the best of them. With
-    K < W, worker w serves centroid w mod K, so that workers share one and load decides between them.
+    With K >= W, worker w serves the centroids c with c mod W == w and takes the largest cosine. With
+    K < W, worker w serves centroid w mod K, so that load decides between workers that share a centroid.
     """
     k = len(similarity)
     if k == num_workers:
@@ -158,13 +157,13 @@ def available(loads: Loads) -> NDArray[np.int64]:
 
 
 def shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
-    """The candidate with the fewest requests; of equals the first."""
+    """Choose the candidate with the fewest requests; the first in case of a tie."""
     worker = int(candidates[loads.in_flight[candidates].argmin()])
     return Decision(worker, len(candidates), None, reason)
 
 
 class Random(Policy):
-    """Any worker, each as likely."""
+    """A uniformly random worker."""
 
     name = "random"
 
@@ -174,7 +173,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """One worker after the other."""
+    """The workers in turn."""
 
     name = "round-robin"
 
@@ -199,7 +198,7 @@ class ShortestQueue(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two workers drawn at random."""
+    """The less loaded of two random workers."""
 
     name = "power-of-two"
 
@@ -210,7 +209,7 @@ class PowerOfTwo(Policy):
 
 
 class LeastTokens(Policy):
-    """The worker with the fewest KV tokens: prompt + generated, of its requests in flight."""
+    """The worker with the fewest KV tokens (prompt + generated) of requests in flight."""
 
     name = "least-tokens"
 
@@ -222,9 +221,9 @@ class LeastTokens(Policy):
 
 
 class Domain(Policy):
-    """The least loaded of the workers whose cluster is mostly of the request's domain.
+    """The least loaded worker whose cluster's main domain is the request's.
 
-    Without a table, or for a domain that leads no cluster, one worker is taken by hash of the name.
+    Without a table, or if no cluster has this main domain, the hash of its name selects a worker.
     """
 
     name = "domain"
@@ -250,7 +249,7 @@ def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[s
 class LocalityBand(Policy):
     """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
 
-    Where the load bound would leave no worker of the band, the shortest queue is taken.
+    If the load bound excludes the whole band, the worker with the shortest queue is chosen.
     """
 
     name = "locality-band"
@@ -260,14 +259,14 @@ class LocalityBand(Policy):
             default=None,
             ge=0,
             le=2,
-            description="width of the band, cosine similarity: 0 is the nearest centroid alone, 2 is "
-            "shortest queue; null takes the table's",
+            description="width of the band, cosine similarity: 0 is the nearest centroid only, 2 is "
+            "shortest queue; null: the table's",
         )
         max_load_ratio: float | None = Field(
             default=None,
             ge=1,
             le=1e6,
-            description="workers above this times the mean load leave the band; null, as in the paper: none",
+            description="workers above this multiple of the mean load leave the band; null (the paper): none",
         )
 
     parameters: Parameters
@@ -305,5 +304,5 @@ class LocalityBand(Policy):
                 return None, "bad-signature"
         if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():
             return None, "bad-signature"
-        # A signature of zeros (every expert common, or no count) is equally far from all centroids.
+        # A signature of zeros (only common experts, or no counts) is equally far from all centroids.
         return (similarity, "") if np.any(similarity) else (None, "no-signature")

@@ -1,7 +1,7 @@
-"""Whether a running request ends soon: the two-stage estimate of BalanceRoute (paper, section C).
+"""Predictors of the end of running requests: BalanceRoute's two-stage estimate (paper, section C).
 
 Stage 1 is p, the probability that a request which has generated `age` tokens ends within the next H;
-stage 2 is mu, its expected remaining tokens if so.
+stage 2 is mu, its expected remaining tokens in that case.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ _log = logging.getLogger(__name__)
 
 
 class Predictor(Protocol):
-    """What BalanceRoute asks. Any object of this shape may be set as a policy's `predictor`.
+    """Interface of predictors; any object that satisfies it may be set as a policy's `predictor`.
 
-    A class attribute `keyed_by_request = True` asks for request ids as keys, in place of prompt keys.
+    With a class attribute `keyed_by_request = True` the keys are request ids instead of prompt keys.
     """
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
     ) -> Prediction:
-        """(p, mu), float[n] each, of n running requests.
+        """Return (p, mu), float[n] each, of n running requests.
 
         Args:
-            ages: int64[n], tokens generated.
-            keys: n prompt keys, None where there is none.
+            ages: int64[n], generated tokens.
+            keys: n prompt keys; None if unknown.
             prompt_tokens: int64[n].
         """
 
     def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has ended after so many output tokens."""
+        """Learn the output length of a finished request."""
 
 
 class Survival:
-    """Both stages from the newest output lengths alone (section C.2.1, empirical survival).
+    """Empirical survival: both stages from the latest output lengths only (section C.2.1).
 
     Args:
         horizon: H, tokens.
-        capacity: output lengths remembered.
+        capacity: number of stored output lengths.
     """
 
     def __init__(self, horizon: int, *, capacity: int = 4096) -> None:
         self._horizon = horizon
         self._newest: deque[int] = deque()
-        self._sorted = np.zeros(capacity, np.int64)  # of which the first len(_newest) are used
-        self._sums: NDArray[np.int64] | None = None  # [n+1] of the sorted ones, made when asked for
+        self._sorted = np.zeros(capacity, np.int64)  # the first len(_newest) are valid
+        self._sums: NDArray[np.int64] | None = None  # [n+1], cumulative; computed on demand
 
     def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
         n = len(self._newest)
@@ -75,7 +75,7 @@ class Survival:
         lengths = self._sorted[: len(self._newest)]
         if self._sums is None:
             self._sums = np.concatenate([[0], np.cumsum(lengths)])
-        first = np.searchsorted(lengths, ages, side="right")  # of those that ran on beyond this age
+        first = np.searchsorted(lengths, ages, side="right")  # first length beyond this age
         last = np.searchsorted(lengths, ages + self._horizon, side="right")
         ending = last - first
         p = ending / np.maximum(len(lengths) - first, 1)
@@ -84,12 +84,12 @@ class Survival:
 
 
 class PromptKeyed:
-    """Survival among requests with an equal prompt; among all where the prompt says nothing.
+    """Empirical survival among requests with an equal prompt, or among all if the prompt is unknown.
 
     Args:
         horizon: H, tokens.
-        capacity: prompts remembered, those asked about last.
-        lengths_each: output lengths remembered of each prompt, the newest.
+        capacity: number of stored prompts; the least recently learnt is evicted.
+        lengths_each: number of stored output lengths per prompt, the latest.
     """
 
     def __init__(self, horizon: int, *, capacity: int = 4096, lengths_each: int = 16) -> None:
@@ -136,17 +136,17 @@ class PromptKeyed:
 class BoostedTrees:
     """Gradient-boosted trees, a classifier for p and a regressor for mu; Survival until they are fitted.
 
-    Features: prompt tokens, age, and of the requests that had ended by then the exponentially weighted
-    mean output, and mean and spread of the newest outputs and prompts. Each ended request gives one
-    example every `age_step` tokens of its life (section C.2.2). Needs scikit-learn.
+    Features: prompt tokens, age, and, over requests that had ended by then, the exponentially weighted mean
+    output and the mean and standard deviation of the latest outputs and prompts. Each finished request gives
+    one example per `age_step` generated tokens (section C.2.2). Needs scikit-learn.
 
     Args:
         horizon: H, tokens.
-        capacity: requests remembered to fit to, the newest.
-        refit_every: ended requests between fits.
+        capacity: number of latest requests to fit to.
+        refit_every: finished requests between fits.
         age_step: tokens between a request's examples.
-        background: fit in a thread of its own, so that routing goes on; False fits within `learn`, so
-            that a simulation repeats.
+        background: fit in a separate thread, without delaying routing; False fits within `learn`, so
+            that a simulation is reproducible.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class BoostedTrees:
             self._fitting = self._fitter.submit(self._fit, history)
 
     def _fit(self, history: Sequence[tuple[int, int, NDArray[np.float64]]]) -> tuple[Any, Any] | None:
-        """Classifier and regressor; None where the history shows but one of the two classes."""
+        """Return classifier and regressor; None if the history contains only one of the two classes."""
         from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
         features, left = [], []
@@ -224,7 +224,7 @@ class BoostedTrees:
 
 
 class Oracle:
-    """The true lengths, told by a simulator: {request id: output tokens}. Unknown requests do not end."""
+    """True lengths from a simulator, {request id: output tokens}; unknown requests do not end."""
 
     keyed_by_request: ClassVar[bool] = True
 
@@ -238,7 +238,7 @@ class Oracle:
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
     ) -> Prediction:
         length = np.array([self._output_tokens.get(key or "", -1) for key in keys], np.float64)
-        # Where the end is beyond the horizon, so is mu, and it is clipped there.
+        # For an end beyond the horizon mu is beyond it too, and the caller clips it.
         return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
 
 
@@ -250,10 +250,10 @@ PREDICTORS: dict[str, Callable[[int], Predictor]] = {
 
 
 def predictor_class(name: str) -> Callable[[int], Predictor]:
-    """What makes the predictor of that name, or of `my_package.module:MyPredictor`, from the horizon.
+    """Return the factory, given H, of a predictor by name or import path `my_package.module:MyPredictor`.
 
     Raises:
-        PolicyError: there is none; one sentence.
+        PolicyError: there is no such predictor; one sentence.
     """
     if name in PREDICTORS:
         return PREDICTORS[name]
@@ -267,10 +267,10 @@ def predictor_class(name: str) -> Callable[[int], Predictor]:
 
 
 class Guarded:
-    """A predictor that cannot stop routing: where it fails, survival answers, and then "not soon".
+    """A predictor with fallbacks: if it fails, empirical survival is used, and then "no end within H".
 
     Attributes:
-        failures: answers that were errors, of the wrong shape, not finite or out of range.
+        failures: number of exceptions and of answers of the wrong shape, not finite or out of range.
     """
 
     def __init__(self, predictor: Predictor, horizon: int) -> None:
@@ -300,9 +300,7 @@ class Guarded:
     def _failed(self, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            _log.warning(
-                "predictor %s failed (%s); past output lengths alone stand in", self.predictor, error
-            )
+            _log.warning("predictor %s failed (%s); only past output lengths are used", self.predictor, error)
 
 
 def _checked(prediction: Prediction, n: int) -> Prediction:

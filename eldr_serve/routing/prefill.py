@@ -1,4 +1,4 @@
-"""Which prefill replica takes a prompt: by prefix hash, unless it is too loaded."""
+"""Choice of a prefill replica: by hash of the prompt's prefix, bounded by load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import hashlib
 def choose_prefill(
     head: bytes, in_flight: dict[str, int], *, max_load_ratio: float = 1.25, attempt: int = 0
 ) -> str:
-    """The replica for a prompt that begins with `head`.
+    """Return the replica for a prompt that begins with `head`.
 
-    The replica is the one that ranks first by rendezvous hash, so that a replica that comes or goes
-    moves only its own share of prefixes. It is passed over for the least loaded one if, with this
-    request, it would hold more than `max_load_ratio` times the mean; of equally loaded ones for the next
-    in rank, so that one prefix overflows to one replica, and another prefix to another. `attempt` n > 0
-    takes the n-th next in rank, after a failure of the ones before.
+    Rendezvous hashing ranks the replicas, so that a replica that is added or removed moves only its own
+    share of prefixes. If the first one would exceed `max_load_ratio` times the mean load with this request,
+    the least loaded replica is taken; rank breaks ties, so that different prefixes overflow to different
+    replicas.
+
+    Args:
+        attempt: number of replicas that failed; n > 0 takes the n-th next in rank.
     """
     ranked = sorted(
         in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()

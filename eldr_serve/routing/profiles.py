@@ -1,46 +1,46 @@
-"""Affinity profiles: what kind of request each worker has taken of late."""
+"""Affinity profiles: the kind of requests that each worker has recently received."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing.activation import grown
+from eldr_serve.routing.activation import extend_rows
 
-_MEMORY = 32  # requests; what came before counts for a third
+_MEMORY = 32  # time constant of the mean, requests
 
 
 class AffinityProfiles:
-    """A worker's affinity profile: the mean activation deviation of what was placed there, older ones fading.
+    """Exponentially weighted mean of the activation deviations of the requests placed on each worker.
 
     A request's activation deviation is the unit vector of its activation minus the recent mean. Nothing is
-    fitted: workers specialise online, and follow the traffic when it changes.
+    fitted: workers specialise online and follow changes of the traffic.
 
     Attributes:
-        profile: float32[W, C], zeros where nothing was placed yet; C cells, in any order.
+        profile: float32[W, C], zeros for unused workers; C cells, in any order.
     """
 
     def __init__(self) -> None:
         self.profile = np.zeros((0, 0), np.float32)
         self._length = np.zeros(0, np.float32)
-        self._learnt = np.zeros(0, np.int64)  # requests
+        self._learnt = np.zeros(0, np.int64)  # number of requests
 
     def grow(self, workers: int, cells: int) -> None:
-        """There are at least so many workers."""
+        """Extend the arrays to at least this number of workers."""
         if workers > len(self.profile):
-            self.profile = grown(self.profile, workers, cells)
-            self._length = grown(self._length, workers)
-            self._learnt = grown(self._learnt, workers)
+            self.profile = extend_rows(self.profile, workers, cells)
+            self._length = extend_rows(self._length, workers)
+            self._learnt = extend_rows(self._learnt, workers)
 
     def learn(self, worker: int, deviation: NDArray[np.float32]) -> int:
-        """A request of that activation deviation, float32[C], was placed there; its number there."""
+        """Add a request's activation deviation, float32[C]; return the request's number at the worker."""
         self.grow(worker + 1, len(deviation))
         self._add(worker, (deviation - self.profile[worker]) / np.float32(_MEMORY))
         self._learnt[worker] += 1
         return int(self._learnt[worker])
 
     def correct(self, worker: int, number: int, more: NDArray[np.float32]) -> None:
-        """The deviation that was learnt there as this number lacked `more`, float32[C]."""
+        """Add `more`, float32[C], to the deviation that was learnt under this number."""
         share = (1 - 1 / _MEMORY) ** int(self._learnt[worker] - number) / _MEMORY
         self._add(worker, more * np.float32(share))
 
@@ -50,7 +50,7 @@ class AffinityProfiles:
         self._length[worker] = np.linalg.norm(profile)
 
     def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:
-        """float64[n], of the profiles with a deviation; 0 where nothing was placed yet.
+        """Return the cosines of profiles with a deviation, float64[n]; 0 for unused workers.
 
         Args:
             along: float32[n], profile @ deviation of each worker.
@@ -60,7 +60,7 @@ class AffinityProfiles:
 
 
 def deviation_of(p: NDArray[np.float32], mean: NDArray[np.float32]) -> NDArray[np.float32] | None:
-    """float32[C] of length 1; None where the request is like the mean."""
+    """Return the unit vector of p - mean, float32[C]; None if they are equal."""
     difference = p - mean
     length = np.linalg.norm(difference)
     if not length:

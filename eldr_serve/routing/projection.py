@@ -1,4 +1,4 @@
-"""Loads of the decode workers over the next steps, from the requests that run (paper, section C.1)."""
+"""Projection of the decode workers' loads from the running requests (paper, section C.1)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 _START_ROWS = 64
-_NEVER = np.iinfo(np.int32).max  # an age that no request reaches
+_NEVER = np.iinfo(np.int32).max  # larger than any age
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A request that no longer runs."""
+class FinishedRequest:
+    """A request that no longer runs, for the predictor."""
 
     key: str | None
     prompt_tokens: int
@@ -22,11 +22,11 @@ class Ran:
 
 
 class RunningRequests:
-    """The requests on all workers, one row each, with how many tokens each still has to go.
+    """The requests on all workers, one row each, with their expected remaining tokens.
 
-    The remaining tokens r of a request, in [1, H], are those last set, less one for each token
-    generated since. A request that was expected to outlast the horizon keeps r = H: H less the tokens
-    since would have it leave just beyond the next H - R steps, which nobody expects.
+    The remaining tokens r of a request, in [1, H], decrease from the value last set by one per generated
+    token. A request that is expected to outlast the horizon keeps r = H, since decreasing it would predict
+    an end within the horizon.
 
     Args:
         horizon: H, decode steps.
@@ -45,7 +45,7 @@ class RunningRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row
 
-    # Each is int64[n], a view.
+    # Columns: views, int64[n].
     @property
     def worker(self) -> NDArray[np.int64]:
         return self._columns[0, : len(self)]
@@ -56,22 +56,22 @@ class RunningRequests:
 
     @property
     def age(self) -> NDArray[np.int64]:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return self._columns[2, : len(self)]
 
     @property
-    def _last(self) -> NDArray[np.int64]:
-        """Age at which the request must end: its limit of new tokens."""
+    def _max_age(self) -> NDArray[np.int64]:
+        """Age at which the request must end, its limit of new tokens."""
         return self._columns[3, : len(self)]
 
     @property
-    def _asked(self) -> NDArray[np.int64]:
-        """Age when r was last set; -1 if never."""
+    def _predicted_at(self) -> NDArray[np.int64]:
+        """Age at which r was last set; -1 if never."""
         return self._columns[4, : len(self)]
 
     @property
-    def _end(self) -> NDArray[np.int64]:
-        """Age at which the request ends, as far as was known then."""
+    def _expected_end(self) -> NDArray[np.int64]:
+        """Expected age at the end, from the last prediction."""
         return self._columns[5, : len(self)]
 
     def add(
@@ -84,7 +84,7 @@ class RunningRequests:
         key: str | None,
         age: int = 0,
     ) -> None:
-        """The request runs on `worker`; until r is set, it is `horizon`. One that ran elsewhere leaves."""
+        """Add a request to `worker`, with r = `horizon`; remove it from its previous worker."""
         self.remove(request_id)
         row = len(self.ids)
         if row == self._columns.shape[1]:
@@ -95,12 +95,12 @@ class RunningRequests:
         self.ids.append(request_id)
         self.keys.append(key)
 
-    def remove(self, request_id: str) -> Ran | None:
-        """Forget the request; None if it was not known."""
+    def remove(self, request_id: str) -> FinishedRequest | None:
+        """Remove and return the request; return None if it is unknown."""
         row = self._row.pop(request_id, None)
         if row is None:
             return None
-        ran = Ran(self.keys[row], int(self.prompt_tokens[row]), int(self.age[row]))
+        ran = FinishedRequest(self.keys[row], int(self.prompt_tokens[row]), int(self.age[row]))
         last = len(self.ids) - 1
         self._columns[:, row] = self._columns[:, last]
         request, key = self.ids.pop(), self.keys.pop()
@@ -109,32 +109,34 @@ class RunningRequests:
         return ran
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
-        """So many tokens in all, by request id; unknown ones are ignored."""
+        """Set totals of generated tokens by request id; ignore unknown requests."""
         rows = [(self._row[r], tokens) for r, tokens in generated_tokens.items() if r in self._row]
         if rows:
             changed = np.array(rows, np.int64)
             self.age[changed[:, 0]] = changed[:, 1]
 
     def stale(self, refresh: int) -> NDArray[np.int64]:
-        """Rows whose r was never set, was set `refresh` tokens ago or has run out (section C.2.3)."""
-        asked, age = self._asked, self.age
-        return np.flatnonzero((asked < 0) | (age - asked >= refresh) | (age >= self._end))
+        """Return rows whose r was never set, was set `refresh` tokens ago or has run out (section C.2.3)."""
+        predicted_at, age = self._predicted_at, self.age
+        return np.flatnonzero(
+            (predicted_at < 0) | (age - predicted_at >= refresh) | (age >= self._expected_end)
+        )
 
     def set_remaining(self, rows: NDArray[np.int64], remaining: NDArray[np.float64]) -> None:
-        """Set r of rows[k], clipped to [1, H] and to what the request may still generate."""
+        """Set r of these rows, clipped to [1, H] and to the requests' remaining token limits."""
         age = self.age[rows]
         left = np.maximum(np.rint(remaining), 1)
-        left = np.minimum(np.where(left >= self.horizon, _NEVER, left), self._last[rows] - age)
-        self._asked[rows] = age
-        self._end[rows] = age + np.maximum(left, 1).astype(np.int64)
+        left = np.minimum(np.where(left >= self.horizon, _NEVER, left), self._max_age[rows] - age)
+        self._predicted_at[rows] = age
+        self._expected_end[rows] = age + np.maximum(left, 1).astype(np.int64)
 
     @property
     def remaining(self) -> NDArray[np.int64]:
-        """r, int64[n] in [1, H]."""
-        return np.clip(self._end - self.age, 1, self.horizon)
+        """Expected remaining tokens r, int64[n] in [1, H]."""
+        return np.clip(self._expected_end - self.age, 1, self.horizon)
 
     def project(self, num_workers: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """KV tokens of each worker h steps ahead, and its requests now.
+        """Return the KV tokens of each worker h steps ahead, and its present number of requests.
 
         A request contributes prompt + generated + h at h = 0 .. r, then nothing.
 
@@ -142,7 +144,7 @@ class RunningRequests:
             (float64[W, H+1], int64[W]); workers from `num_workers` on are left out.
         """
         steps = self.horizon + 1
-        # One cell for each worker and r, then summed from the far end: who is still there at h.
+        # Histogram over (worker, r); cumulative sums from the far end count the requests that remain at h.
         cell = self.worker * steps + self.remaining
         inside = self.worker < num_workers
         cell, kv = cell[inside], (self.prompt_tokens + self.age)[inside]

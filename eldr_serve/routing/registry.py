@@ -1,4 +1,4 @@
-"""Policies by name or import path."""
+"""Registry of policies by name or import path."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _REMOVED = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy of that name, or `my_package.module:MyPolicy` of any package.
+    """Return the policy class of that name or of the import path `my_package.module:MyPolicy`.
 
     Raises:
-        PolicyError: there is none; one sentence.
+        PolicyError: there is no such policy; one sentence.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -74,22 +74,22 @@ def _imported(path: str) -> type[Policy]:
 
 
 def make_policy(name: str, /, **parameters: Any) -> Policy:
-    """The policy of that name or import path.
+    """Create the policy of that name or import path.
 
     Raises:
-        PolicyError: unknown name, parameter or value; one sentence that says what there is.
+        PolicyError: the name, a parameter or a value is invalid; one sentence that lists valid ones.
     """
     made = policy_class(name)
     try:
         return made(**parameters)
     except PolicyError:
         raise
-    except Exception as error:  # a stranger's constructor may raise anything
+    except Exception as error:  # another package's constructor may raise anything
         raise PolicyError(f"policy {name!r} cannot be made: {error!r}") from error
 
 
 def reads_counts(name: str) -> bool:
-    """Whether the policy of that name or path wants a request's expert counts; False if there is none."""
+    """Return whether the policy uses a request's expert counts; False if there is no such policy."""
     try:
         return policy_class(name).reads_counts
     except PolicyError:
@@ -97,5 +97,5 @@ def reads_counts(name: str) -> bool:
 
 
 def policy_names() -> list[str]:
-    """The names of our own, sorted."""
+    """Return the names of the built-in policies, sorted."""
     return sorted(POLICIES)

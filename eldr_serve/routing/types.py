@@ -1,4 +1,4 @@
-"""The nouns of a placement: what arrives, what a worker holds, what was decided."""
+"""Data types of placement: requests, placements, loads and decisions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from eldr_serve.routing.prefixes import PromptBlocks
 _MOST_TOKENS = 2**31 - 1
 
 
-@dataclass(slots=True)  # not frozen: one is made for every placement, and that costs six times as much
+@dataclass(slots=True)  # not frozen: one is made per placement, and a frozen one takes six times as long
 class PlacementRequest:
-    """A prefilled request that needs a decode worker; never changed once it is made.
+    """A prefilled request that needs a decode worker; treat it as immutable.
 
-    Token counts are kept within [0, 2**31 - 1], whatever a client asks for: policies add them up in int64.
+    Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
     Attributes:
         signature: the prompt's expert counts, unsigned[L,E] (or the encoded unit vector); None if unknown.
-            Where they are predicted, floating[L,E].
-        similarity: float32[K], the cosine to each centroid of the table of `table_version`, where a caller
-            has scored the signature, which it may then leave out.
+            Predicted counts are floating[L,E].
+        similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
+            caller has scored the signature, which it may then omit.
         prompt_key: equal for equal prompts.
-        signature_missing: there is no signature that can be used, nor a prediction.
+        signature_missing: there is neither a usable signature nor a prediction.
         predicted: the signature is a prediction from the prompt's tokens.
-        blocks: of the prompt, where the worker prefills it too; None where it does not.
+        blocks: blocks of the prompt if the worker prefills it too; else None.
         exclude: workers that have just failed this request.
-        may_wait: in the decode queue, where the policy keeps one; else it is placed at once.
-        tenant, priority: whose it is, and the weight of their fair share of workers while requests wait.
+        may_wait: the request may wait in the policy's decode queue; else it is placed at once.
+        tenant: name of the tenant.
+        priority: weight of the tenant's fair share of workers while requests wait.
     """
 
     request_id: str
@@ -58,13 +59,13 @@ class PlacementRequest:
 
 
 class State(Enum):
-    """How far a request is on its way to a worker."""
+    """State of a placement."""
 
-    SCORED = "scored"  # its client sends it with the next call
-    SENT = "sent"  # the router is asked
+    SCORED = "scored"  # the client sends it with its next call
+    SENT = "sent"  # it was sent to the router
     QUEUED = "queued"  # it waits in the decode queue
-    LEASED = "leased"  # a worker is its own
-    DONE = "done"  # ended, given up, or placed anew
+    LEASED = "leased"  # it holds a worker
+    DONE = "done"  # it ended, was cancelled, or was placed again
 
 
 _NEXT = {
@@ -78,19 +79,19 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Placement:
-    """One request, from its first scoring to its end; the router and its client keep one each.
+    """The placement of a request, from its scoring to its end; the router and its client each keep one.
 
     Attributes:
-        client: who asked.
-        replica: name of the worker, once it is leased.
-        slot: of that worker in the router; -1 where somebody else placed it.
-        band: workers that the policy chose among.
-        similarity: cosine to the worker's centroid, where known.
+        client: client that sent the request.
+        replica: name of the leased worker.
+        slot: slot of that worker in the router; -1 if the router did not place the request.
+        band: number of candidate workers.
+        similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.
-        since_s: when it came into the decode queue, by the router's clock; its client keeps here when its
-            wait ends, by the clock of its loop.
-        waited_s: in the decode queue.
-        cached_tokens: of the prompt, which the worker is expected to have in its prefix cache.
+        since_s: in the router, time of entry into the decode queue, by its clock; in the client, end of the
+            wait, by the clock of its event loop.
+        waited_s: wait in the decode queue, s.
+        cached_tokens: prompt tokens that are expected in the worker's prefix cache.
     """
 
     request: PlacementRequest
@@ -113,30 +114,29 @@ class Placement:
         return self.request.request_id
 
     def become(self, state: State) -> None:
-        """Go on to `state`; ValueError where no request may."""
+        """Change to `state`; raise ValueError if the transition is not allowed."""
         if state not in _NEXT[self.state]:
             raise ValueError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
     def answer(self) -> Placement:
-        """What its client is told: all but the arrays that the client has itself."""
+        """Return a copy for the client, without the arrays that the client has."""
         return replace(self, request=replace(self.request, signature=None, similarity=None, blocks=None))
 
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """What the decode workers hold now, by column: policies choose among a thousand in microseconds.
+    """Present loads of the decode workers, as columns, so that policies are fast for a thousand workers.
 
-    The owner may change the arrays after the call that they were given to.
+    The arrays are valid only during the call that receives them.
 
     Attributes:
         in_flight: int64[W], requests.
-        kv_tokens: int64[W], prompt + generated tokens of these.
+        kv_tokens: int64[W], prompt + generated tokens of these requests.
         available: bool[W]; False for a worker that must not be chosen.
-        prefill_tokens: int64[W], tokens that the worker has yet to compute of these requests' prompts; None:
-            none.
-        cached_tokens: int64[W], tokens of the prompt to be placed that are expected in the worker's prefix
-            cache; None: none.
+        prefill_tokens: int64[W], prompt tokens of these requests still to be computed; None: none.
+        cached_tokens: int64[W], prompt tokens of the request to place that are expected in the worker's
+            prefix cache; None: none.
     """
 
     in_flight: NDArray[np.int64]
@@ -147,7 +147,7 @@ class Loads:
 
     @classmethod
     def of(cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True) -> Loads:
-        """Columns from any sequences; one value stands for all workers."""
+        """Create loads from any sequences; a scalar applies to all workers."""
         n = np.array(in_flight, np.int64)
         return cls(n, np.full(n.shape, kv_tokens, np.int64), np.full(n.shape, available, bool))
 
@@ -156,17 +156,20 @@ class Loads:
 
     @property
     def workers(self) -> NDArray[np.int64]:
-        """The available ones, ascending."""
+        """Indices of the available workers, ascending."""
         return np.flatnonzero(self.available)
 
 
 @dataclass(slots=True)
 class Decision:
-    """The chosen worker (index into the loads), out of `band` workers that came into question.
+    """The choice of a worker.
 
-    `similarity` is the cosine to the worker's centroid where one was known; `reason` says which
-    rule decided, with "no-signature", "no-table" or "bad-signature" where load had to stand in.
-    `learnt` is the policy's own, for its `on_assigned`.
+    Attributes:
+        worker: index into the loads.
+        band: number of candidate workers.
+        similarity: cosine to the worker's centroid, if known.
+        reason: rule that decided; "no-signature", "no-table" or "bad-signature" if load decided instead.
+        learnt: private data of the policy for its `on_assigned`.
     """
 
     worker: int
@@ -177,8 +180,8 @@ class Decision:
 
 
 class PolicyError(ValueError):
-    """No such policy, or no such parameter or value; one sentence."""
+    """The policy, parameter or value is invalid; the message is one sentence."""
 
 
 class NoWorkerError(RuntimeError):
-    """There is no available worker to choose."""
+    """No worker is available."""

@@ -194,7 +194,9 @@ MUTATIONS = (
     Mutation("an engine that leaves cuts its streams", f"{_SERVING}.servers", "await channel.drain()"),
     # -- the channel
     Mutation(
-        "calls of a lost channel are not told", "eldr_serve.channel.client", "call.over(ChannelLost(reason))"
+        "calls of a lost channel are not told",
+        "eldr_serve.channel.client",
+        "call.finish(ChannelLost(reason))",
     ),
     Mutation(
         "an engine does not hear a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"

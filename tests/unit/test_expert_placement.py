@@ -85,7 +85,7 @@ def test_a_placement_that_cannot_be_is_named(slots: Any, changes: dict[str, Any]
     ("content", "sidecar", "sentence"),
     [
         ("{", {}, "not JSON"),
-        ('{"physical_to_logical_map": [[0, 1]], "more": 1}', {}, "one key"),
+        ('{"physical_to_logical_map": [[0, 1]], "more": 1}', {}, "single key"),
         ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]]}', {}, "does not have 2 layers"),
         ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3]]}', {}, "layer 1 has 4 slots, not 6"),
         ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, "x"], 7]}', {}, "layer 0 is not a list of experts"),

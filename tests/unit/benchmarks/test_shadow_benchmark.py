@@ -68,7 +68,7 @@ def test_each_policy_is_live_once_a_round_with_the_other_as_its_shadow(
         service.reports_steps, service.model = True, "eldr-demo"
         monkeypatch.setattr(module, "KEY", KEY)
         monkeypatch.setattr(module, "_STARTS_S", 0.5)
-        monkeypatch.setattr(client, "_STILL_S", 0.1)  # the fake's steps are counted at once
+        monkeypatch.setattr(client, "_STABLE_S", 0.1)  # the fake's steps are counted at once
         monkeypatch.setattr(module, "serving", lambda arguments, port: nullcontext())
         load = {"rounds": 1, "trial_seconds": 10, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
         port = int(service.url.rpartition(":")[2])

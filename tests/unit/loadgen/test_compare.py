@@ -33,7 +33,7 @@ OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
     monkeypatch.setenv("ELDR_ADMIN_KEY", KEY)
-    monkeypatch.setattr(client, "_STILL_S", 0.1)  # the fake's steps are counted at once
+    monkeypatch.setattr(client, "_STABLE_S", 0.1)  # the fake's steps are counted at once
     with fake_service() as running:
         yield running
 

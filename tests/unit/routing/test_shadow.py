@@ -203,7 +203,7 @@ def test_nothing_of_the_policy_runs_while_a_request_is_placed_and_it_must_keep_u
     slow = Shadow(OneWorker())
     placer.set_shadow(slow)
     assert slow.catch_up(budget_s=0.0)  # no time, no work
-    monkeypatch.setattr("eldr_serve.routing.shadow._MOST_BEHIND", 1)
+    monkeypatch.setattr("eldr_serve.routing.shadow._MAX_EVENTS", 1)
     placer.finish("r")
     with pytest.raises(OverflowError):
         slow.catch_up()
