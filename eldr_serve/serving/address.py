@@ -1,4 +1,4 @@
-"""Where a process of the application listens for the ingress replicas, and what one must say there."""
+"""Addresses and secrets of the channel servers that ingress replicas connect to."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from eldr_serve.channel.frames import VERSION
 from eldr_serve.channel.server import Describe, Handler
 from eldr_serve.errors import Overloaded
 
-MAX_CALLS = 1_000_000  # as Ray Serve LLM sets it for its engines: they queue inside
+MAX_CALLS = 1_000_000  # Ray Serve LLM's value for its engines, which queue requests inside
 
 
 @dataclass(frozen=True)
 class Address:
-    """Only Ray passes it on, so only who belongs to the application knows the secret."""
+    """Address of a channel server. Only Ray passes it on, so the secret stays in the application."""
 
     host: str
     port: int
@@ -27,9 +27,9 @@ class Address:
     version: int = VERSION
 
     async def connect(self, changed: Callable[[], None] = lambda: None) -> Channel:
-        """A channel to it; see Channel.connect."""
+        """Open a channel to this address; see Channel.connect."""
         if self.version != VERSION:
-            raise ChannelLost(f"it speaks version {self.version} of the channel, not {VERSION}")
+            raise ChannelLost(f"the server speaks version {self.version} of the channel, not {VERSION}")
         return await Channel.connect(self.host, self.port, self.secret, changed)
 
 
@@ -41,11 +41,11 @@ async def open_channel(
     on_lost: Callable[[object], None] = lambda peer: None,
     report: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Address, ChannelServer]:
-    """Listen on this node, with a secret of its own; see ChannelServer."""
+    """Start a channel server with its own secret on this node; see ChannelServer."""
     secret = secrets.token_hex(16)
 
     def full() -> Exception:
-        return Overloaded(f"{limit} requests are in flight on this engine, the most allowed")
+        return Overloaded(f"{limit} requests are in flight on this engine, the maximum")
 
     server = ChannelServer(
         secret, handler, describe=describe, limit=limit, full=full, on_lost=on_lost, report=report

@@ -69,17 +69,17 @@ class AdminEndpoints:
     async def status(self, request: Request) -> Response:
         """Return workers, load, policy, table and counters of the router, and this ingress's own part.
 
-        Without the admin key, return only whether the service is ready, and how large it is.
+        Without the admin key, return only readiness and size of the service.
         """
         if not self._gate.is_operator(request.headers):
-            return JSONResponse(self._coarse())
-        return await self._look("status")
+            return JSONResponse(self._public_summary())
+        return await self._merged("status")
 
     async def ready(self, request: Request) -> Response:
-        """Return 200 once requests may come, and 503 with one sentence before, for readiness probes.
+        """Return 200 if the service is ready for requests, else 503 with one sentence, for readiness probes.
 
-        They may come when all prefill-decode pairs, or all whole engines, are warm; later on while any decode
-        engine that has been warm is up.
+        It becomes ready when all prefill-decode pairs, or all whole engines, are warm, and stays so while any
+        decode engine that has been warm is up.
         """
         if (awaited := self._warmup.awaited) is not None:
             raise Overloaded(awaited)
@@ -101,9 +101,10 @@ class AdminEndpoints:
     async def live(self, request: Request) -> Response:
         """Return the status and the history that the live page draws."""
         self._gate.check_key(request.headers)
-        return await self._look("live")
+        return await self._merged("live")
 
-    async def _look(self, method: str) -> Response:
+    async def _merged(self, method: str) -> Response:
+        """Return the router's answer to `method`, with this ingress's own status."""
         try:
             status = await self._client.call(method)
         except AWAY as error:
@@ -130,7 +131,7 @@ class AdminEndpoints:
             "experts": self._engines.decode.directory.experts,
         }
 
-    def _coarse(self) -> dict[str, Any]:
+    def _public_summary(self) -> dict[str, Any]:
         settings = self._client.link.settings
         return {
             "model": self._model_id,
@@ -155,7 +156,7 @@ class AdminEndpoints:
         return await self._administer("set_policy", change.name, change.parameters)
 
     async def set_shadow(self, request: Request) -> Response:
-        """Start to compare the live policy with another one; a DELETE ends the comparison."""
+        """Start a shadow comparison of the live policy with another one; DELETE ends it."""
         if request.method == "DELETE":
             return await self._administer("set_shadow", None)
         try:
@@ -165,14 +166,14 @@ class AdminEndpoints:
         return await self._administer("set_shadow", NamedPolicy(change.name, change.parameters))
 
     async def table(self, request: Request) -> Response:
-        """Return the live routing table as a RoutingTable file; a PUT of one swaps it in."""
+        """Return the live routing table as a RoutingTable file; PUT swaps in the file of its body."""
         if request.method == "PUT":
             return await self._administer("swap_table", await request.body())
         self._gate.check_key(request.headers)
         settings: Settings = await self._client.call("settings")
         if settings.table is None:
             raise BadRequest(
-                "no routing table is live: GET /eldr/status says under `signatures` what is missing"
+                "no routing table is live: `signatures` in GET /eldr/status shows what is missing"
             )
         return Response(settings.table, media_type="application/octet-stream")
 
@@ -196,7 +197,7 @@ class AdminEndpoints:
         self._gate.check_key(request.headers)
         try:
             tokenizer, vocabulary = await self._tokens.fingerprint(), await self._tokens.size()
-        except ValueError:  # a trace without token ids needs none
+        except ValueError:  # a trace without token ids needs no tokenizer
             tokenizer, vocabulary = "", 0
         try:
             file = await self._pool.trace(tokenizer, vocabulary)
@@ -205,7 +206,7 @@ class AdminEndpoints:
         return Response(file, media_type="application/octet-stream")
 
     async def place_experts(self, request: Request) -> Response:
-        """Bring the experts of decode engines to a placement while they serve, one engine after the other."""
+        """Apply an expert placement to the decode engines while they serve, one engine after the other."""
         return JSONResponse(await place_everywhere(self._engines.decode, await request.body()))
 
     async def _administer(self, method: str, *args: Any) -> Response:

@@ -1,4 +1,4 @@
-"""What a request must satisfy before it may cost anything: key, size, form and a free place."""
+"""Request admission: authentication, size, JSON syntax and the concurrency limit."""
 
 from __future__ import annotations
 
@@ -27,67 +27,66 @@ from eldr_serve.serving.tenants import Tenants, Visit
 
 MIB = 2**20
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
-_READING = ("GET", "HEAD", "OPTIONS")
-_FOR_EVERYBODY = ("/openapi.json", "/health", "/ping", "/version", "/metrics")
-# Digits or an exponent, be it within a string, that may not fit in 64 bits: then each number is looked at.
+_READ_METHODS = ("GET", "HEAD", "OPTIONS")
+_PUBLIC_PATHS = ("/openapi.json", "/health", "/ping", "/version", "/metrics")
+# Digits or an exponent, even in a string, that may exceed 64 bits: only then is each number checked.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
 class TracingOptions(BaseModel, frozen=True, extra="forbid"):
-    """Traces of requests, by OpenTelemetry."""
+    """OpenTelemetry tracing of requests."""
 
     endpoint: AnyHttpUrl = Field(
-        description="where spans go: a collector's URL that takes OTLP over HTTP, as "
-        "http://collector:4318/v1/traces"
+        description="URL of a collector that accepts OTLP over HTTP, such as http://collector:4318/v1/traces"
     )
     sample: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="share of requests that are traced; one that comes with a `traceparent` is traced if "
-        "that says so",
+        description="share of requests that are traced; if a request has a `traceparent` header, its "
+        "sampled flag decides",
     )
 
 
 class IngressOptions(BaseModel, frozen=True, extra="forbid"):
-    """What one ingress replica does by itself."""
+    """Options of one ingress replica."""
 
     port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="port at which each ingress replica answers HTTP itself, past Serve's proxy; replicas of "
-        "one node share it; none: Serve's proxy alone",
+        description="port of each ingress replica's own HTTP server, which bypasses Serve's proxy; replicas "
+        "of one node share it; none: Serve's proxy alone",
     )
-    host: str = Field(default="127.0.0.1", description="where it listens; 0.0.0.0: everywhere")
+    host: str = Field(default="127.0.0.1", description="address of that server; 0.0.0.0: all interfaces")
     max_in_flight: int = Field(
-        default=4096, ge=1, description="requests in one ingress replica; more get 429 before prefill"
+        default=4096, ge=1, description="maximum requests in one ingress replica; more get 429 before prefill"
     )
     max_body_mib: float = Field(
-        default=16.0, gt=0, description="size of a request's body, MiB; a larger one gets 413"
+        default=16.0, gt=0, description="maximum size of a request's body, MiB; a larger one gets 413"
     )
     body_timeout_s: float = Field(
         default=30.0, gt=0, description="time for a request's body to arrive, s; a slower one gets 408"
     )
     max_sequences: int = Field(
-        default=256, ge=1, description="answers to one request (prompts x n); one that asks for more gets 400"
+        default=256, ge=1, description="maximum answers to one request (prompts x n); more get 400"
     )
     keys_file: Path | None = Field(
         default=None,
         description="inference keys, tenants and their limits (`eldr keys`), on each node of the ingress; "
-        "read again when it changes; none: no key is asked for",
+        "read again when it changes; none: no key is required",
     )
     max_wait_s: float = Field(
         default=5.0,
         ge=0,
-        description="how long a tenant's request may wait for a place before it gets 429, s; without "
-        "keys_file none waits",
+        description="maximum wait of a tenant's request for admission before it gets 429, s; without "
+        "keys_file, none waits",
     )
     max_waiting: int = Field(
-        default=1024, ge=1, description="requests that may wait for a place in one ingress replica"
+        default=1024, ge=1, description="maximum requests that wait for admission in one ingress replica"
     )
     max_connections: int = Field(
-        default=16384, ge=1, description="open connections to the port of one replica; one more is closed"
+        default=16384, ge=1, description="maximum open connections to one replica's port; more are closed"
     )
     head_timeout_s: float = Field(
         default=30.0, gt=0, description="time for a request's line and headers to arrive at the port, s"
@@ -95,28 +94,27 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     write_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="how long a client of the port may take nothing of what is sent to it, s; then its "
-        "connection is closed",
+        description="a connection to the port is closed if its client accepts no data for this time, s",
     )
     log_requests: Literal["failed", "all"] = Field(
         default="failed",
-        description="which requests for generated text have a line of JSON in the log when they have ended: "
-        "those that something has failed, answered or not, or all",
+        description="which requests for generated text get a line of JSON in the log when they end: those "
+        "with a failure, even if they were answered, or all",
     )
     tracing: TracingOptions | None = Field(
-        default=None, description="one span a request, with one for each of its stages; none: no tracing"
+        default=None, description="one span per request and per stage of it; none: no tracing"
     )
 
 
 class Gate:
-    """Who may come in, and how many are in; one for each ingress replica.
+    """Authentication and the concurrency limit of one ingress replica.
 
     Args:
-        admin_key_sha256: SHA-256 (hex) of the key for what changes the service; None refuses it all.
-        count: told the name of each event that /eldr/status counts.
+        admin_key_sha256: SHA-256 (hex) of the admin key; if None, requests that need it are refused.
+        count: callback that counts an event of this name for /eldr/status.
 
     Raises:
-        KeysError: the file of keys cannot be used.
+        KeysError: the keys file is invalid.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        """Places that are taken."""
+        """Return the number of admitted requests that have not ended."""
         return self.places.in_flight
 
     def check_key(self, headers: Headers) -> None:
@@ -141,7 +139,7 @@ class Gate:
             raise Refused("the admin key is missing or wrong: send Authorization: Bearer KEY", status=401)
 
     def is_operator(self, headers: Headers) -> bool:
-        """Whether the headers carry the admin key."""
+        """Return whether the headers carry the admin key."""
         given = headers.get("authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
 
@@ -156,7 +154,7 @@ class Admission:
     tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
     process, and the parts of /eldr that do not need the admin key.
 
-    The state of an admitted request has its `tenant` and its `visit`, which the endpoint fills in.
+    The state of an admitted request has its `visit`, which the endpoint fills in.
 
     Args:
         gate: returns the gate of the running ingress replica.
@@ -171,16 +169,16 @@ class Admission:
             await self._app(scope, receive, send)
             return
         gate, headers = self._gate(), Headers(scope=scope)
-        operated = scope["path"].startswith("/eldr/")
+        administrative = scope["path"].startswith("/eldr/")
         try:
-            if scope["path"] in _FOR_EVERYBODY:
+            if scope["path"] in _PUBLIC_PATHS:
                 await self._app(scope, receive, send)
-            elif scope["method"] in _READING:
-                if not operated:
+            elif scope["method"] in _READ_METHODS:
+                if not administrative:
                     gate.tenants.find(headers.get("authorization", "")).admit()
                 await self._app(scope, receive, send)
-            elif operated:
-                await self._operate(gate, headers, scope, receive, send)
+            elif administrative:
+                await self._administer(gate, headers, scope, receive, send)
             else:
                 await self._serve(gate, headers, scope, receive, send)
         except Refused as refused:
@@ -198,24 +196,24 @@ class Admission:
         visit = Visit(tenant)
         scope.setdefault("state", {})["visit"] = visit
 
-        async def placed() -> None:
+        async def admitted() -> None:
             async with gate.places.place(tenant):
                 try:
                     await self._app(scope, _replay(body), send)
                 finally:
                     visit.settle()
 
-        await _while_there(receive, placed())
+        await _unless_disconnected(receive, admitted())
 
-    async def _operate(
+    async def _administer(
         self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send
     ) -> None:
         record = Audit(scope, headers)
         try:
             gate.check_key(headers)
             body = await _read(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
-            record.authorised(headers, body)
-            await _while_there(receive, self._app(scope, _replay(body), record.watched(send)))
+            record.record_request(headers, body)
+            await _unless_disconnected(receive, self._app(scope, _replay(body), record.capture_status(send)))
         except Refused as refused:
             record.status = refused.status
             raise
@@ -233,10 +231,10 @@ async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float
     encoding = headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "gzip", "x-gzip"):
         raise Refused(
-            f"content-encoding {encoding[:40]!r} is not taken: send the body by gzip or as it is", status=415
+            f"content-encoding {encoding[:40]!r} is not supported: send the body plain or as gzip", status=415
         )
-    told = headers.get("content-length", "")
-    size = int(told) if re.fullmatch(r"[0-9]{1,18}", told) else 0
+    declared = headers.get("content-length", "")
+    size = int(declared) if re.fullmatch(r"[0-9]{1,18}", declared) else 0
     body, more = bytearray(), True
     try:
         async with asyncio.timeout(timeout_s):
@@ -249,14 +247,14 @@ async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float
     except TimeoutError:
         raise Refused(f"the request's body did not arrive within {timeout_s:g} s", status=408) from None
     if encoding != "identity" and len(body) <= limit:
-        body = await asyncio.to_thread(_gunzipped, bytes(body), limit)
+        body = await asyncio.to_thread(_decompressed, bytes(body), limit)
     if max(size, len(body)) > limit:
         raise Refused(f"the request's body is larger than {limit / MIB:g} MiB", status=413)
     return bytes(body)
 
 
-def _gunzipped(body: bytes, limit: int) -> bytearray:
-    """Return the decompressed body, but stop one byte above `limit`."""
+def _decompressed(body: bytes, limit: int) -> bytearray:
+    """Return the decompressed body, at most one byte longer than `limit`."""
     found = bytearray()
     try:
         while body and len(found) <= limit:
@@ -266,12 +264,12 @@ def _gunzipped(body: bytes, limit: int) -> bytearray:
                 raise zlib.error("it ends early")
             body = member.unused_data
     except zlib.error as error:
-        raise BadRequest(f"the body is no gzip, as its content-encoding says: {error}") from error
+        raise BadRequest(f"the body is not valid gzip, unlike its content-encoding: {error}") from error
     return found
 
 
 def _replay(body: bytes) -> Receive:
-    """An ASGI `receive` that gives this body."""
+    """Return an ASGI `receive` that yields this body."""
 
     async def replayed() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -279,40 +277,40 @@ def _replay(body: bytes) -> Receive:
     return replayed
 
 
-async def _while_there(receive: Receive, answer: Awaitable[None]) -> None:
-    """Answer, unless the client goes before that is done: then the work for it is cancelled."""
+async def _unless_disconnected(receive: Receive, answer: Awaitable[None]) -> None:
+    """Await the answer; cancel it if the client disconnects first."""
     answering = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_gone(receive))
+    disconnected = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([answering, disconnected], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        leaving.cancel()
+        disconnected.cancel()
         answering.cancel()  # does nothing if it is done
         with suppress(asyncio.CancelledError):
             await answering
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-# -- form ----------------------------------------------------------------------------------------
+# -- JSON ----------------------------------------------------------------------------------------
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a JSON text that every engine and every answer can carry on.
+    """Return the value of a JSON text that every engine and every answer can represent.
 
-    NaN and Infinity are no JSON, a lone surrogate no Unicode; numbers must fit in 64 bits, and nesting in
-    what the parser allows (200 levels).
+    NaN and Infinity are not JSON, and a lone surrogate is not Unicode. Numbers must fit in 64 bits, and the
+    parser allows 200 levels of nesting.
 
     Raises:
-        BadRequest: one sentence on what is wrong.
+        BadRequest: the body is not such JSON; one sentence.
     """
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
     if _WIDE_NUMBER.search(body):
         _check_numbers(value)
     return value
@@ -326,15 +324,15 @@ def _check_numbers(value: Any) -> None:
             pending += found.values()
         elif isinstance(found, list):
             pending += found
-        elif found in (math.inf, -math.inf) or (isinstance(found, int) and not _fits(found)):
-            raise BadRequest("a number of the body does not fit in 64 bits")
+        elif found in (math.inf, -math.inf) or (isinstance(found, int) and not _fits_64_bits(found)):
+            raise BadRequest("a number in the body does not fit in 64 bits")
 
 
-def _fits(number: int) -> bool:
+def _fits_64_bits(number: int) -> bool:
     return -(2**63) <= number < 2**63
 
 
-# -- answers -------------------------------------------------------------------------------------
+# -- responses -----------------------------------------------------------------------------------
 
 
 def refusal(
@@ -345,12 +343,12 @@ def refusal(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return an OpenAI-like error answer."""
+    """Return an OpenAI-like error response."""
     retry_after = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
     body = error_body(message, status, kind, param)
     return Response(body, status, {**retry_after, **(headers or {})}, "application/json")
 
 
 def refused_response(error: Refused) -> Response:
-    """The answer to a request that was refused."""
+    """Return the response to a refused request."""
     return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param)

@@ -1,4 +1,4 @@
-"""`serve run deployments/<topology>.yaml` ends here: configuration in, application graph out."""
+"""Build the application graph from a deployment file, for `serve run deployments/<topology>.yaml`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Built:
 
     Attributes:
         args: the validated arguments of the file.
-        specs: its engines, in the order in which requests reach them.
+        specs: engine specs, in the order in which requests reach the engines.
         application: the Serve application graph, not started.
         names: names of its deployments.
     """
@@ -56,7 +56,7 @@ def build_app(args: dict[str, Any]) -> Application:
         args: see EldrArgs.
 
     Raises:
-        ConfigurationError: `args` are wrong; one sentence.
+        ConfigurationError: `args` are invalid; one sentence.
     """
     return build(args).application
 
@@ -65,7 +65,7 @@ def build(args: dict[str, Any]) -> Built:
     """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
-        ConfigurationError: one sentence on what is wrong with `args`.
+        ConfigurationError: `args` are invalid; one sentence.
     """
     ENGINES.check()
     parsed = parse(args)
@@ -75,11 +75,11 @@ def build(args: dict[str, Any]) -> Built:
     stall_limit_s = parsed.path.stall_limit_s
     prefill = None
     for role in prefill_roles:
-        with _refusing(f"{_CONFIG[role]}.deployment_config"):
+        with _naming_part(f"{_CONFIG[role]}.deployment_config"):
             prefill = specs[role].deployment(
                 LLMPrefillServer, name_prefix=_PREFIX[role], stall_limit_s=stall_limit_s
             )
-    with _refusing("decode_config.deployment_config"):
+    with _naming_part("decode_config.deployment_config"):
         decode = decode_spec.deployment(
             LLMDecodeServer,
             name_prefix=_PREFIX[decode_role],
@@ -89,7 +89,7 @@ def build(args: dict[str, Any]) -> Built:
             stall_limit_s=stall_limit_s,
         )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
-    with _refusing("ingress_deployment_config"):
+    with _naming_part("ingress_deployment_config"):
         ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
     bound = ingress.bind(
         prefill=prefill,
@@ -111,7 +111,7 @@ def build(args: dict[str, Any]) -> Built:
 
 
 def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
-    """Return the start arguments of the DecodeRouter actor, also those that are not in the YAML."""
+    """Return the start arguments of the DecodeRouter actor, including those that the YAML lacks."""
     router_name = actor_name(parsed.name)
     pool = PoolSettings(parsed.name, router_name, model_id, parsed.signatures)
     return parsed.router.model_copy(
@@ -120,7 +120,7 @@ def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
 
 
 @contextmanager
-def _refusing(where: str) -> Iterator[None]:
+def _naming_part(where: str) -> Iterator[None]:
     """Turn errors of Serve or an engine into a ConfigurationError that names the part of the file."""
     try:
         yield
@@ -133,7 +133,7 @@ def _refusing(where: str) -> Iterator[None]:
 
 
 def engine_specs(parsed: EldrArgs) -> dict[EngineRole, EngineSpec]:
-    """Of the engines that requests come to, in this order; raises ConfigurationError."""
+    """Return engine specs in the order in which requests reach the engines; raise ConfigurationError."""
     kv_lease_s = parsed.path.kv_lease_s
     decode_name = decode_directory(parsed.name)
     if parsed.prefill_config is None:
@@ -157,7 +157,7 @@ def engine_spec(
     directory_name: str,
     kv_lease_s: float,
 ) -> EngineSpec:
-    """Engines with what serving asks of their deployment filled in, the request router for one."""
+    """Return an engine spec, including the deployment options that serving needs (request router, drain)."""
     config = copy.deepcopy(given)
     given_options = config.get("deployment_config") or {}
     deployment = {name: value for name, value in given_options.items() if value is not None}

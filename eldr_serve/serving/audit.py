@@ -1,4 +1,4 @@
-"""The audit log: who changed the service, or tried to, and what came of it."""
+"""The audit log of requests that change the service, with their outcome."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from eldr_serve.serving.keys import digest
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_BYTES = 1000  # of a body; all of it has a hash
+_LOGGED_BYTES = 1000  # start of the body that is logged; the hash covers all of it
 
 
 class Audit:
     """One line of JSON about one request to /eldr.
 
-    `what` is the beginning of a body that is text; `sha256` is all of it. `key_sha256` begins the hash of the
-    admin key that was used, where it was right; nothing is kept of wrong ones.
+    `what` is the start of a textual body, and `sha256` the hash of the whole body. `key_sha256` is the start
+    of the admin key's hash if the key was right; nothing of wrong keys is logged.
     """
 
     def __init__(self, scope: Scope, headers: Headers) -> None:
         client = scope.get("client")
-        self.status: int | None = None  # none: the client went before it had an answer
+        self.status: int | None = None  # None: the client disconnected before the response
         self._line: dict[str, Any] = {
             "method": scope["method"],
             "path": scope["path"],
@@ -35,16 +35,16 @@ class Audit:
             "key_sha256": None,
         }
 
-    def authorised(self, headers: Headers, body: bytes) -> None:
-        """The key is right, and this was sent."""
+    def record_request(self, headers: Headers, body: bytes) -> None:
+        """Record the admin key, which is right, and the body."""
         key = headers.get("authorization", "").removeprefix("Bearer ")
         self._line |= {"key_sha256": digest(key)[:12], "sha256": hashlib.sha256(body).hexdigest()}
         self._line["bytes"] = len(body)
         if body.isascii():
-            self._line["what"] = body[:_SHOWN_BYTES].decode()
+            self._line["what"] = body[:_LOGGED_BYTES].decode()
 
-    def watched(self, send: Send) -> Send:
-        """`send`, of which the answer's status is learnt."""
+    def capture_status(self, send: Send) -> Send:
+        """Return a `send` that records the response's status."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -54,5 +54,5 @@ class Audit:
         return sending
 
     def write(self) -> None:
-        """At the level of warnings, which deployments show."""
+        """Write the line as a warning, a level that deployments show."""
         logger.warning("audit %s", json.dumps(self._line | {"status": self.status}))

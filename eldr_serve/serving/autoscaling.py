@@ -1,10 +1,10 @@
-"""A policy for Serve's autoscaler: as many engines as their requests and their KV caches ask for.
+"""Autoscaling policy for Ray Serve: scale engines by requests in flight and by KV cache usage.
 
-Serve counts the requests that go through its own handles. Ours go through channels, so its default policy
-sees none. Each engine reports by `record_autoscaling_stats`: requests in flight, of a decode engine with its
-share of those that wait in the router's decode queue, and how full its KV cache is.
-Serve's controller runs the policy, and applies bounds, delays and factors to what it returns; this module
-travels to it by value, so it imports nothing of ours.
+Serve counts only requests that go through its own handles. Ours go through channels, so its default policy
+sees none. Each engine reports, through `record_autoscaling_stats`, its requests in flight (a decode engine
+adds its share of the router's decode queue) and its KV cache usage.
+Serve's controller runs the policy and applies bounds, delays and factors to its result. Ray sends this module
+to the controller by value, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-IN_FLIGHT = "in_flight"  # the reported count's name
-KV_IN_USE = "kv_in_use"  # and that of the share of KV blocks in use
-KV_TARGET = 0.8  # mean share that engines are wanted for; above it requests are preempted or refused soon
+IN_FLIGHT = "in_flight"  # name of the reported count
+KV_IN_USE = "kv_in_use"  # name of the reported share of KV blocks in use
+KV_TARGET = 0.8  # target of the mean share; above it, requests are soon preempted or refused
 
 
 def by_requests_in_flight(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Engines so that each has `target_ongoing_requests`, and KV blocks in use below KV_TARGET, whichever is
-    more; by means over `look_back_period_s`.
+    """Return the desired number of engines.
 
-    An engine that has not reported yet counts as idle, and while there is one no engine is taken away.
+    On average over `look_back_period_s`, each engine then has at most `target_ongoing_requests`, and at most
+    KV_TARGET of its KV blocks in use. An engine that has not reported yet counts as idle; while there is one,
+    the number does not fall.
     """
     reported = (ctx.aggregated_metrics or {}).get(IN_FLIGHT, {})
     desired = sum(reported.values()) / ctx.config.get_target_ongoing_requests()

@@ -1,4 +1,4 @@
-"""Choose prefill replicas with room in their KV caches, by the reports that they send every second."""
+"""Select prefill replicas with free KV cache, by the reports that they send every second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KV_USAGE = "eldr_kv_usage"  # field of a replica's report: share of KV blocks in use, 0 to 1
-SAMPLE = "eldr_sample"  # number of that sample; the same number again is no news
+SAMPLE = "eldr_sample"  # sequence number of the sample; it repeats if there is no new sample
 _STALE_S = 10.0
 
 
@@ -23,27 +23,27 @@ class _Sample:
 class PrefillBudget:
     """Back-pressure before prefill: a prompt's blocks stay on its prefill engine until decode reads them.
 
-    A replica whose samples have stopped counts as full, so that an old low figure draws nobody to it.
-    If those of all replicas have stopped, it is their way here that is broken, and nobody is full. A
-    replica that has never sent one has just started, and is empty.
+    A replica whose samples have stopped counts as full, so that an old low value attracts no prompts.
+    If all samples have stopped, assume that reporting failed, not the engines, and count no replica as
+    full. A replica that has never sent a sample has just started and counts as empty.
 
     Args:
-        max_usage: a replica above this share of its KV blocks takes no new prompt, 0 to 1.
+        max_usage: a replica with more than this share of its KV blocks in use gets no new prompt, 0 to 1.
     """
 
     def __init__(self, max_usage: float = 1.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_usage = max_usage
         self._clock = clock
         self._samples: dict[str, _Sample] = {}
-        self._lock = threading.Lock()  # Serve's thread writes, the ingress reads
+        self._lock = threading.Lock()  # written by Serve's thread, read by the ingress
 
     def take(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""
         now = self._clock()
         with self._lock:
             before, self._samples = self._samples, {}
-            for name, found in stats.items():
-                number, usage = found.get(SAMPLE), found.get(KV_USAGE)
+            for name, report in stats.items():
+                number, usage = report.get(SAMPLE), report.get(KV_USAGE)
                 last = before.get(name)
                 if number is not None and usage is not None and (last is None or last.number != number):
                     last = _Sample(number, usage, now)
@@ -52,12 +52,12 @@ class PrefillBudget:
 
     @property
     def usage(self) -> dict[str, float]:
-        """The newest sample of each replica that has sent one: share of KV blocks in use, 0 to 1."""
+        """Return the newest sample of each replica that has sent one: share of KV blocks in use, 0 to 1."""
         with self._lock:
             return {name: sample.usage for name, sample in self._samples.items()}
 
     def with_room(self, replicas: Iterable[str]) -> list[str]:
-        """Those of `replicas` that may take a prompt."""
+        """Return those of `replicas` that may get a prompt."""
         names, now = list(replicas), self._clock()
         with self._lock:
             samples = {name: self._samples.get(name) for name in names}

@@ -1,4 +1,4 @@
-"""The live policy against its shadow: begun, kept up to date between placements, ended, remembered."""
+"""Comparison of the live policy with a shadow policy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from eldr_serve.serving.messages import Settings
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 8  # comparisons that have ended
+_MAX_PAST = 8  # ended comparisons that the status shows
 
 
 class Comparison:
-    """Of one placer. A shadow that fails is switched off and counted (`shadow_errors`); placements go on.
+    """Shadow comparison of one placer.
+
+    A shadow that fails is disabled and counted (`shadow_errors`); placement continues.
 
     Args:
-        counters: those of the status.
-        clock: s.
+        counters: the counters of the status.
+        clock: monotonic clock, s.
     """
 
     def __init__(
@@ -35,19 +37,19 @@ class Comparison:
         self._shadow: Shadow | None = None
         self._names: dict[str, Any] = {}
         self._against_itself = False
-        self._failed: str | None = None
-        self._past: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._failure: str | None = None
+        self._past: deque[dict[str, Any]] = deque(maxlen=_MAX_PAST)
 
     def begin(self, settings: Settings, policy: Policy | None, cost: StepCost | None) -> None:
-        """Compare under these settings from now on; `policy` is the shadow's, None for none.
+        """Start a comparison under these settings; `policy` is the shadow, None for no comparison.
 
-        The comparison before is remembered where it priced a token, but for that of a policy with itself, as
-        there is one whenever `eldr compare` comes to the policy that is the shadow.
+        Keep the previous comparison if it priced a token and did not compare a policy with itself, as happens
+        whenever `eldr compare` reaches the policy that is also the shadow.
         """
         ended = None if self._shadow is None or self._against_itself else _result(self._shadow)
         if ended is not None:
             self._past.append(self._names | ended)
-        self._failed, self._shadow, self._names = None, None, {}
+        self._failure, self._shadow, self._names = None, None, {}
         if policy is not None and settings.shadow is not None:
             self._shadow = Shadow(policy, table_version=settings.table_version, clock=self._clock)
             if cost is not None:
@@ -61,31 +63,31 @@ class Comparison:
         self._placer.set_shadow(self._shadow)
 
     def observe_steps(self, steps: StepSums) -> None:
-        """What an engine did since its last report."""
+        """Pass an engine's steps since its last report to the shadow."""
         if self._shadow is not None:
             self._shadow.observe_steps(steps)
 
     def catch_up(self, budget_s: float = float("inf")) -> bool:
-        """Let the shadow work for about so long; whether it is behind still."""
+        """Let the shadow work for about `budget_s`; return whether it is still behind."""
         if self._shadow is None:
             return False
         try:
             return self._shadow.catch_up(budget_s)
         except Exception as error:
-            logger.warning("the shadow %s failed and is off", self._names["shadow"]["name"], exc_info=error)
-            self._failed = sentence(error)
+            logger.warning("the shadow %s failed: disabled", self._names["shadow"]["name"], exc_info=error)
+            self._failure = sentence(error)
             self._shadow = None
             self._placer.set_shadow(None)
             self._counters["shadow_errors"] += 1
             return False
 
     def status(self) -> dict[str, Any]:
-        """JSON-able: the present comparison, why it is off if it failed, and those before it.
+        """Return the current comparison, its error if it failed, and previous ones, as JSON-able values.
 
-        `now` and each of `past` have the fields of Saving beside the two policies.
+        `now` and each item of `past` have the two policies and the fields of Saving.
         """
         now = None if self._shadow is None else self._names | (_result(self._shadow) or {})
-        return {"now": now, "failed": self._failed, "past": list(self._past)}
+        return {"now": now, "failed": self._failure, "past": list(self._past)}
 
 
 def _result(shadow: Shadow) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a deployment YAML says: one or two Ray Serve LLM configurations and how requests move between them."""
+"""Schema of a deployment YAML: Ray Serve LLM configurations and how requests move between them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from eldr_serve.serving.router_settings import RouterSettings
 from eldr_serve.serving.signatures.settings import SignatureOptions
 from eldr_serve.validation import problem
 
-DRAIN_S = 600.0  # for open streams when a replica is scaled down or updated
+DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
 SCALING = "eldr_serve.serving.autoscaling:by_requests_in_flight"
-_CORES_FOR_TWO = 4  # of the machine that builds the application: so that two ingresses leave some to others
+_MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes
 
 
 def default_ingresses() -> int:
-    """Where there are cores another ingress serves while one is lost or replaced."""
-    return 2 if len(os.sched_getaffinity(0)) >= _CORES_FOR_TWO else 1
+    """Return 2 if there are enough cores, so that one serves while the other is lost or replaced, else 1."""
+    return 2 if len(os.sched_getaffinity(0)) >= _MIN_CORES_FOR_TWO else 1
 
 
 class PrefillRouterOptions(BaseModel):
@@ -33,14 +33,14 @@ class PrefillRouterOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_load_ratio: float = Field(
-        default=1.25, ge=1.0, description="a replica above this times the mean load is passed over"
+        default=1.25, ge=1.0, description="a replica whose load exceeds the mean by this factor is skipped"
     )
     max_kv_usage: float = Field(
         default=0.95,
         gt=0,
         le=1,
-        description="a replica with more than this share of its KV blocks in use takes no new prompt; 1: no "
-        "bound. With `disable_log_stats` there is none",
+        description="a replica with more than this share of its KV blocks in use gets no new prompt; 1, or "
+        "`disable_log_stats`: no bound",
     )
 
 
@@ -54,7 +54,7 @@ class EldrArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(default="eldr", description="names the DecodeRouter actor; one an application")
+    name: str = Field(default="eldr", description="name of the DecodeRouter actor; unique per application")
     prefill_config: dict[str, Any] | None = Field(
         default=None, description="LLMConfig of the prefill deployment; none: decode engines prefill too"
     )
@@ -64,7 +64,7 @@ class EldrArgs(BaseModel):
         default_factory=SignatureOptions, description="sampling of live traffic and routing tables"
     )
     prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
-    path: PathOptions = Field(default_factory=PathOptions, description="tries and leases of one request")
+    path: PathOptions = Field(default_factory=PathOptions, description="retries and leases of one request")
     ingress: IngressOptions = Field(default_factory=IngressOptions)
     ingress_deployment_config: dict[str, Any] = Field(
         default_factory=dict,
@@ -78,10 +78,10 @@ class EldrArgs(BaseModel):
 
     @field_validator("ingress_deployment_config")
     @classmethod
-    def _drained_and_scaled(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """With what Serve's defaults would get wrong, as the engines have it."""
-        said = {name: value for name, value in given.items() if value is not None}
-        options = {"graceful_shutdown_timeout_s": DRAIN_S} | said
+    def _with_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Fill in drain time, autoscaling policy and replicas, where Serve's defaults do not fit."""
+        configured = {name: value for name, value in given.items() if value is not None}
+        options = {"graceful_shutdown_timeout_s": DRAIN_S} | configured
         if scaling := options.get("autoscaling_config"):
             if isinstance(scaling, dict):
                 options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
@@ -94,7 +94,7 @@ def parse(args: Any) -> EldrArgs:
     """Validate the `args` of an application as far as possible without importing engine code.
 
     Raises:
-        ConfigurationError: a name or value is wrong; one sentence on the first.
+        ConfigurationError: a name or value is invalid; one sentence on the first.
     """
     try:
         parsed = EldrArgs.model_validate(args)

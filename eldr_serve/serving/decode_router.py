@@ -1,4 +1,4 @@
-"""The DecodeRouter actor: one a deployment, detached and named, a thin shell around RouterState."""
+"""The DecodeRouter actor: one per deployment, detached and named, a thin shell around RouterState."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from eldr_serve.serving.watching import PERIOD_S, RouterMetrics
 
 logger = logging.getLogger(__name__)
 
-_IDLE_EXIT_S = 600.0  # without a word from any ingress, before the actor leaves
-_GRACE_S = 6.0  # for a client whose channel is lost to come again: it says something every 5 s
+_IDLE_EXIT_S = 600.0  # without a call from any ingress, before the actor exits
+_GRACE_S = 6.0  # for a client to reconnect after its channel is lost; clients call every 5 s
 _SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
 
 
 class DecodeRouter:
-    """Holds live load, leases, the policy and the table for every ingress of one deployment."""
+    """Live load, leases, the policy and the table of one deployment, shared by its ingresses."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._pool = PoolLink()
@@ -44,26 +44,26 @@ class DecodeRouter:
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
-        self._peers: dict[str, object] = {}  # client -> the connection that it restored its leases by
+        self._peers: dict[str, object] = {}  # client -> connection over which it restored its leases
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
 
     async def address(self) -> Address:
-        """Where clients call all methods but this one (see RouterCalls)."""
+        """Return the address for calls to all other methods (see RouterCalls)."""
         if self._channel is None:
             self._channel = asyncio.ensure_future(self._open())
         return (await self._channel)[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        return await open_channel(self._answer, describe=_describe, on_lost=self._lost)
+        return await open_channel(self._answer, describe=_describe, on_lost=self._on_lost)
 
-    def _lost(self, peer: object) -> None:
-        """A client may come again over another connection; what one held that does not is released."""
+    def _on_lost(self, peer: object) -> None:
+        """Release the leases of clients that do not reconnect within the grace period."""
         clients = {client for client, known in self._peers.items() if known is peer}
         if clients:
-            asyncio.get_running_loop().call_later(_GRACE_S, self._forget, clients, peer)
+            asyncio.get_running_loop().call_later(_GRACE_S, self._drop_clients, clients, peer)
 
-    def _forget(self, clients: set[str], peer: object) -> None:
+    def _drop_clients(self, clients: set[str], peer: object) -> None:
         gone = {client for client in clients if self._peers.get(client) is peer}
         for client in gone:
             del self._peers[client]
@@ -75,39 +75,41 @@ class DecodeRouter:
         if isinstance(message, Restore):
             self._peers[message.client] = answer.peer
         elif isinstance(message, Exchange) and self._peers.get(message.client) is not answer.peer:
-            # Of a connection that its client has left it may come late, after what the client said since.
+            # This is not the client's current connection, so the message may be older than the state.
             arguments = (replace(message, known_epoch=""),)
         result = await getattr(self, method)(*arguments)
         answer.send(pickle.dumps(result, protocol=5))
 
-    def _start(self, settings: RouterSettings, older: Settings | None = None) -> None:
+    def _start(self, settings: RouterSettings, previous: Settings | None = None) -> None:
         given = dict(settings)
         self._pool.use(given.pop("pool"))
         self._state = RouterState(**given)
-        self._state.supersede(settings.fingerprint, older)
+        self._state.supersede(settings.fingerprint, previous)
         self._last_call = time.monotonic()
         self._metrics = RouterMetrics()
 
     async def configure(self, settings: RouterSettings) -> None:
-        """Start anew if the deployment was changed: it wins over what operators said before it, which
-        clients would restore. Leases come back from the clients."""
-        outbox, older = self._state.outbox, self._state.settings
+        """Restart the state if the deployed settings were changed.
+
+        They replace what operators set before, which clients would restore. Clients restore the leases.
+        """
+        outbox, previous = self._state.outbox, self._state.settings
         self._pool.use(settings.pool)
-        if settings.fingerprint != older.deployed:
-            self._start(settings, older)
+        if settings.fingerprint != previous.deployed:
+            self._start(settings, previous)
             outbox.close()
             logger.warning(
-                "the deployed router settings have changed: policy %s %s and %s win over %s %s and table %d",
+                "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
                 settings.parameters,
                 "no table" if settings.table is None else "the table of the deployment",
-                older.policy,
-                older.parameters,
-                older.table_version,
+                previous.policy,
+                previous.parameters,
+                previous.table_version,
             )
 
     async def exchange(self, message: Exchange) -> Reply:
-        """Take a client's news and place its requests; see RouterState.exchange."""
+        """Apply a client's updates and place its requests; see RouterState.exchange."""
         self._last_call = time.monotonic()
         start = time.perf_counter()
         reply = self._state.exchange(message)
@@ -118,62 +120,62 @@ class DecodeRouter:
         return reply
 
     async def granted(self, client: str, timeout_s: float) -> tuple[Placement, ...]:
-        """Leases for requests of the client out of the decode queue; waits up to `timeout_s` for one."""
+        """Return leases for queued requests of the client; wait up to `timeout_s` for the first."""
         self._last_call = time.monotonic()
         leases = await self._state.outbox.take(client, timeout_s)
         self._metrics.granted(self._state, leases)
         return leases
 
     async def restore(self, message: Restore) -> Restored:
-        """Take from a client what an earlier incarnation knew."""
+        """Restore from a client what an earlier incarnation of this actor knew."""
         self._last_call = time.monotonic()
         return self._state.restore(message)
 
     async def settings(self) -> Settings:
-        """The live policy and table."""
+        """Return the live policy and table."""
         return self._state.settings
 
     async def update_workers(self, replicas: tuple[str, ...]) -> None:
-        """Take the ids of the live decode replicas."""
+        """Set the ids of the live decode replicas."""
         self._state.update_workers(replicas)
 
     async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
-        """Take the signature shape that engines report."""
+        """Set the signature shape that engines report."""
         self._state.expect_signatures(num_layers, num_experts)
 
     async def observe_steps(
         self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
     ) -> float:
-        """Take what the steps of a decode replica's engine cost of late, and how much its cache holds.
+        """Record recent step costs of a decode replica's engine, and the size of its prefix cache.
 
         Returns:
-            Its share of the requests that wait in the decode queue.
+            The replica's share of the requests in the decode queue.
         """
         self._state.observe_steps(steps, replica, prefix_cache)
         return self._state.queue_size / max(1, self._state.num_workers)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""
+        """Set the policy; raise SwapRefused, with one sentence and without effect, if it is unknown."""
         return self._state.set_policy(policy, parameters)
 
     async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        """Raises SwapRefused with one sentence, and changes nothing, if the policy is unknown."""
+        """Set the shadow; raise SwapRefused, with one sentence and without effect, if it is unknown."""
         return self._state.set_shadow(shadow)
 
     async def swap_table(self, table: bytes) -> Settings:
-        """Raises SwapRefused with one sentence, and changes nothing, if the table does not fit."""
+        """Swap the table; raise SwapRefused, with one sentence and without effect, if it does not fit."""
         return self._state.swap_table(table)
 
     async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
-        """Raises SwapRefused with one sentence, and changes nothing, if the predictor does not fit."""
+        """Swap the predictor; raise SwapRefused, with one sentence and without effect, if it does not fit."""
         return self._state.swap_predictor(predictor, tokenizer)
 
     async def share_limits(self, ingress: str, taken: Taken) -> dict[str, Taken]:
-        """Take what tenants have taken of their limits at an ingress; the same of each other one."""
+        """Record what tenants have used of their limits at an ingress; return the use at each other one."""
         return self._limits.exchange(ingress, taken)
 
     async def recent_signatures(self) -> list[NDArray[Any]]:
-        """Unsigned[L,E] expert counts of prompts that were placed lately, the newest last."""
+        """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""
         return list(self._state.recent)
 
     async def pool_looks(self, status: dict[str, Any]) -> RouterView:
@@ -196,18 +198,18 @@ class DecodeRouter:
         return live.table_version
 
     async def status(self) -> dict[str, Any]:
-        """What `GET /eldr/status` shows."""
+        """Return the router's part of `GET /eldr/status`."""
         return self._state.status() | self._pool.status() | self._loops()
 
     async def live(self) -> dict[str, Any]:
-        """What `GET /eldr/live` shows."""
+        """Return the router's part of `GET /eldr/live`."""
         return self._state.live() | self._pool.status() | self._loops()
 
     def _loops(self) -> dict[str, Any]:
         return {"loops": {self._watch.role: self._watch.status()}}
 
     async def _compare(self) -> None:
-        """The shadow works a little at a time, and placements go between."""
+        """Run the shadow in short slices, between which requests are placed."""
         while True:
             behind = self._state.comparison.catch_up(_SHADOW_WORK_S)
             await asyncio.sleep(_SHADOW_PAUSE_S if behind else _SHADOW_PERIOD_S)
@@ -230,12 +232,12 @@ def _describe(error: Exception) -> tuple[int, bytes]:
 
 
 def actor_name(application: str) -> str:
-    """The name under which the DecodeRouter of a deployment is found, in namespace `eldr`."""
+    """Return the name of a deployment's DecodeRouter in the Ray namespace `eldr`."""
     return f"decode-router:{application}"
 
 
 def connect(name: str, settings: RouterSettings) -> ActorHandle:
-    """The named actor, started if it is not there."""
+    """Return the named actor; start it if there is none."""
     handle: ActorHandle = (
         ray.remote(DecodeRouter)
         .options(
@@ -253,5 +255,5 @@ def connect(name: str, settings: RouterSettings) -> ActorHandle:
 
 
 def find(name: str) -> ActorHandle:
-    """The named actor; ValueError if no deployment of that name runs."""
+    """Return the named actor; raise ValueError if no deployment of that name runs."""
     return ray.get_actor(name, namespace=NAMESPACE)

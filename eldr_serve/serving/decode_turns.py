@@ -1,4 +1,4 @@
-"""Estimate when a decode replica starts to work on a call: it works on as many calls as it has seats."""
+"""Estimate when a decode replica, which works on one call per seat, starts to work on a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEATS = "eldr_seats"  # field of a replica's metadata, see protocol.Engine.seats
 
 
 class DecodeTurns:
-    """Tracks the calls of one ingress that have not received a token yet."""
+    """Calls of one ingress that have not received a token yet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -31,7 +31,7 @@ class DecodeTurns:
             self._waits[turn.replica].departed(empty=not waiting or not self._is_full(turn.replica))
 
     def wait_s(self) -> float:
-        """Return the predicted wait of a new request for a seat, in the replica that has one first, s."""
+        """Return the predicted wait of a new request for the first free seat of any replica, s."""
         return min((self._wait_s(replica) for replica in self._fleet.live), default=0.0)
 
     def _wait_s(self, replica: str) -> float:
@@ -40,7 +40,7 @@ class DecodeTurns:
         return self._waits[replica].wait_s(self._turns.waiting(replica) + 1)
 
     def since_s(self, turn: Turn) -> float:
-        """Return the time since when the replica is assumed to work on a call that has no token yet."""
+        """Return the time at which the replica is assumed to have started on a call without a token yet."""
         if self._is_full(turn.replica):
             turn.since_s = _now()
         return turn.since_s
@@ -48,8 +48,8 @@ class DecodeTurns:
     def _is_full(self, replica: str) -> bool:
         directory = self._fleet.directory
         seats: int = directory.metadata.get(replica, {}).get(SEATS, 0)
-        told = Report.of(directory.reports.get(replica, {})).calls
-        return 0 < seats < max(told, self._fleet.in_flight.get(replica, 0))
+        reported = Report.of(directory.reports.get(replica, {})).calls
+        return 0 < seats < max(reported, self._fleet.in_flight.get(replica, 0))
 
 
 def _now() -> float:

@@ -14,10 +14,10 @@ from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.validation import problem, shown, unknown_name
 
-_NOT_OURS = {"_func_or_class", "version"}
-_ENGINES_OWN = {"placement_group_bundles", "placement_group_strategy"}
-# Options in which Serve ignores unknown names.
-_PARTS: dict[str, type[BaseModel]] = {
+_UNSUPPORTED = {"_func_or_class", "version"}
+_PLACEMENT_OPTIONS = {"placement_group_bundles", "placement_group_strategy"}
+# Nested options, in which Serve ignores unknown names.
+_NESTED: dict[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
     "ray_actor_options": RayActorOptionsSchema,
     "request_router_config": RequestRouterConfig,
@@ -32,29 +32,29 @@ def check_options(where: str, options: Mapping[str, Any], *, engines: bool) -> N
         options: the options in the file.
         engines: whether this is an engine deployment, whose placement group is configured elsewhere.
     """
-    known = set(inspect.signature(serve.deployment).parameters) - _NOT_OURS
-    for name in _ENGINES_OWN & options.keys() if engines else ():
-        raise ConfigurationError(f"{where}.{name}: give it as placement_group_config, beside {where}")
-    _names(where, options, known)
+    known = set(inspect.signature(serve.deployment).parameters) - _UNSUPPORTED
+    for name in _PLACEMENT_OPTIONS & options.keys() if engines else ():
+        raise ConfigurationError(f"{where}.{name}: set placement_group_config instead, next to {where}")
+    _check_names(where, options, known)
     if options.get("num_replicas") is not None:
-        _fixed(where, options)
-    for name, model in _PARTS.items():
+        _check_num_replicas(where, options)
+    for name, model in _NESTED.items():
         part = options.get(name)
         if isinstance(part, Mapping):
-            _names(f"{where}.{name}", part, model.model_fields)
-            _validated(f"{where}.{name}", part, model)
+            _check_names(f"{where}.{name}", part, model.model_fields)
+            _check_schema(f"{where}.{name}", part, model)
     try:
         DeploymentSchema.model_validate({"name": "any"} | {k: v for k, v in options.items() if v is not None})
     except ValidationError as error:
         raise ConfigurationError(problem(error, options, where=where, model=DeploymentSchema)) from error
 
 
-def _fixed(where: str, options: Mapping[str, Any]) -> None:
+def _check_num_replicas(where: str, options: Mapping[str, Any]) -> None:
     number = options["num_replicas"]
     if options.get("autoscaling_config"):
         raise ConfigurationError(
             f"{where} has num_replicas {shown(number)} and autoscaling_config: "
-            "Serve takes one of them, not both: leave one out"
+            "Serve accepts one of them, not both: remove one"
         )
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         remedy = ", or autoscaling_config with min_replicas and max_replicas" if number == "auto" else ""
@@ -63,14 +63,14 @@ def _fixed(where: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def _validated(where: str, given: Any, model: type[BaseModel]) -> None:
+def _check_schema(where: str, given: Any, model: type[BaseModel]) -> None:
     try:
         model.model_validate(given)
     except ValidationError as error:
         raise ConfigurationError(problem(error, given, where=where, model=model)) from error
 
 
-def _names(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+def _check_names(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise ConfigurationError(unknown_name(where, name, known))

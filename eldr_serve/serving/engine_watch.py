@@ -1,4 +1,4 @@
-"""An engine whose core has died, or stands still, though its replica lives: nobody calls it meanwhile."""
+"""Health check of an engine's core: while it is dead or hangs, its replica's channel is suspended."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _PERIOD_S = 1.0
 
 
 class EngineWatch:
-    """Looks once a period, and at once when a call has failed; asks the core only while there are calls.
+    """Health check, once a period and as soon as a call fails; the core is pinged only during calls.
 
-    A core that does not answer for a period is looked at: one that somebody has stopped is lost then.
-    While the engine is lost its channel is closed to all, so that ingresses place elsewhere what it had.
+    A core that does not answer for a period counts as lost if a process of it is stopped (SIGSTOP).
+    While the engine is lost its channel is suspended, so that ingresses place its requests elsewhere.
 
     Args:
-        engine: this replica's.
-        channel: by which it is called.
-        role: of this process, for the metrics.
-        limit_s: a core that answers nothing for so long stands still, s. Time in which this process itself
-            was stopped does not count.
+        engine: the engine of this replica.
+        channel: the channel server through which the engine is called.
+        role: role of this process, for the metrics.
+        limit_s: a core that answers nothing for this time hangs, s. Time in which this process itself was
+            stopped does not count.
 
     Attributes:
-        proven: the engine has answered a client. Before that it may still compile, and takes its time.
-        lost: why it is not called now, or None.
+        proven: whether the engine has answered a client. Before, it may be compiling: no limit applies.
+        lost: the reason why the engine is not called now, or None.
     """
 
     def __init__(self, engine: Engine, channel: ChannelServer, role: str, limit_s: float) -> None:
@@ -47,41 +47,41 @@ class EngineWatch:
         self.lost: str | None = None
 
     def failed(self) -> None:
-        """A call has failed by the engine's fault."""
+        """Check the engine at once, after a call that failed through its fault."""
         self._failed.set()
 
     async def run(self) -> None:
-        """Watch until the engine has died, or this is cancelled."""
+        """Watch until the engine dies or the task is cancelled."""
         loop = asyncio.get_running_loop()
         self._metrics.begin(self._role)
-        asked: asyncio.Task[None] | None = None
+        ping: asyncio.Task[None] | None = None
         silent_s = 0.0
         try:
             while not await self._has_died():
-                if asked is not None and asked.done():
-                    asked, silent_s = None, 0.0
-                    self._found()
-                if asked is None and (self.lost or self._channel.in_flight):
-                    asked = loop.create_task(self._ask())
+                if ping is not None and ping.done():
+                    ping, silent_s = None, 0.0
+                    self._mark_recovered()
+                if ping is None and (self.lost or self._channel.in_flight):
+                    ping = loop.create_task(self._ping())
                 if silent_s >= _PERIOD_S and self.lost is None and (stopped := _stopped_child()):
-                    self._lose(f"process {stopped} of its core is stopped")
+                    self._mark_lost(f"process {stopped} of its core is stopped")
                 if silent_s >= self._limit_s and self.proven:
-                    self._lose(f"its core has answered nothing for {self._limit_s:g} s")
+                    self._mark_lost(f"its core has answered nothing for {self._limit_s:g} s")
                 waited_s = await self._wait()
-                if asked is not None:
+                if ping is not None:
                     silent_s += waited_s
         finally:
-            if asked is not None:
-                asked.cancel()
+            if ping is not None:
+                ping.cancel()
 
-    async def _ask(self) -> None:
+    async def _ping(self) -> None:
         try:
             await self._engine.ping()
         except Exception as error:
-            logger.info("the engine's core cannot be asked: %r", error)  # whether it has died is looked at
+            logger.info("the ping of the engine's core failed: %r", error)  # `run` checks whether it has died
 
     async def _wait(self) -> float:
-        """Until the next look; for how long, s, but no longer than a period: it was we who did not run."""
+        """Wait for the next check; return the time waited, s, without stops of this process."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         try:
@@ -96,11 +96,11 @@ class EngineWatch:
         try:
             await self._engine.check_health()
         except Exception as error:
-            self._lose(f"it has died: {sentence(error)}")
+            self._mark_lost(f"it has died: {sentence(error)}")
             return True
         return False
 
-    def _lose(self, why: str) -> None:
+    def _mark_lost(self, why: str) -> None:
         if self.lost is None:
             calls = self._channel.in_flight
             logger.error("the engine is lost, and so are %d calls: %s", calls, why)
@@ -108,7 +108,7 @@ class EngineWatch:
         self.lost = why
         self._channel.suspend(why)
 
-    def _found(self) -> None:
+    def _mark_recovered(self) -> None:
         if self.lost is not None:
             logger.warning("the engine answers again and takes calls")
             self.lost = None
@@ -116,9 +116,9 @@ class EngineWatch:
 
 
 def _stopped_child() -> int | None:
-    """The id of a process that this one has started, or one of its children, and that SIGSTOP holds."""
+    """Return the id of a descendant of this process that is stopped (SIGSTOP), or None."""
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # the child has ended meanwhile
             if child.status() == psutil.STATUS_STOPPED:
                 return int(child.pid)
     return None

@@ -1,4 +1,4 @@
-"""A new placement of experts for decode engines that serve: what is asked, of whom, and what it took."""
+"""Change the expert placement of decode engines while they serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eldr_serve.engine.protocol import Engine
 from eldr_serve.errors import BadRequest, Overloaded, Refused, sentence
 from eldr_serve.serving.fleet import Fleet
 
-METHOD = "place_experts"  # of a channel's call
+METHOD = "place_experts"  # name of the channel's method
 
 
 class ExpertsChange(BaseModel):
@@ -25,14 +25,14 @@ class ExpertsChange(BaseModel):
     map: dict[str, Any] = Field(description="content of the placement's .json")
     meta: dict[str, Any] = Field(description="content of its .meta.json")
     load: list[list[float]] | None = Field(
-        default=None, description="tokens that each expert is expected to get, [layers][experts], for rules "
-        "of replica choice that ask",
+        default=None, description="expected tokens per expert, [layers][experts], for replica choices "
+        "that need them",
     )  # fmt: skip
     replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
 
     @classmethod
     def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:
-        """The body, and the placement in it; BadRequest, with one sentence, if it is none."""
+        """Return the body and its placement; raise BadRequest, with one sentence, if they are invalid."""
         try:
             change = cls.model_validate_json(body)
             placed = ExpertPlacement.parse(
@@ -44,13 +44,13 @@ class ExpertsChange(BaseModel):
 
 
 async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
-    """Bring the decode engines to a placement, one after the other, so that one at a time is slowed.
+    """Apply a placement to the decode engines one after the other, so that only one at a time slows down.
 
     Returns:
-        What each replica's swap took, see protocol.Engine.place_experts.
+        The cost of each replica's swap, see protocol.Engine.place_experts.
 
     Raises:
-        Refused: what is asked is wrong, or an engine refuses; those before it keep the new placement.
+        Refused: the body is invalid, or an engine refuses it; engines before it keep the new placement.
     """
     change, _ = ExpertsChange.parse(body)
     names = list(dict.fromkeys(decode.live if change.replicas is None else change.replicas))
@@ -58,20 +58,20 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
         raise BadRequest(f"there is no decode replica {min(unknown)!r}")
     if not names:
         raise Overloaded("no decode replica can be reached")
-    took: dict[str, Any] = {}
+    swaps: dict[str, Any] = {}
     for name in names:
         try:
-            took[name] = await _placed(decode, name, body)
+            swaps[name] = await _place_on(decode, name, body)
         except (CallFailed, ChannelLost) as error:
-            changed = f"; {', '.join(took)} have the new one" if took else ""
+            changed = f"; already changed: {', '.join(swaps)}" if swaps else ""
             raise Refused(
-                f"decode replica {name}: {_said(error)}{changed}",
+                f"decode replica {name}: {_reason(error)}{changed}",
                 status=error.status if isinstance(error, CallFailed) else 503,
             ) from error
-    return took
+    return swaps
 
 
-async def _placed(decode: Fleet, name: str, body: bytes) -> Any:
+async def _place_on(decode: Fleet, name: str, body: bytes) -> Any:
     call = decode.call(name, METHOD, {}, body)
     try:
         chunk = await call.read()
@@ -80,7 +80,7 @@ async def _placed(decode: Fleet, name: str, body: bytes) -> Any:
     return msgspec.msgpack.decode(chunk.payload if chunk else b"\xc0")
 
 
-def _said(error: CallFailed | ChannelLost) -> str:
+def _reason(error: CallFailed | ChannelLost) -> str:
     if isinstance(error, ChannelLost):
         return f"it was lost: {sentence(error)}"
     try:
@@ -90,6 +90,6 @@ def _said(error: CallFailed | ChannelLost) -> str:
 
 
 async def place(engine: Engine, body: bytes) -> bytes:
-    """The engine's side of such a call: what the swap took, as msgpack."""
+    """Apply the placement of the body to an engine; return the cost of the swap, as msgpack."""
     change, placed = ExpertsChange.parse(body)
     return msgspec.msgpack.encode(await engine.place_experts(placed, change.load))

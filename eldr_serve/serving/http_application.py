@@ -1,4 +1,4 @@
-"""The HTTP application of an ingress replica: its routes, and errors as responses."""
+"""The HTTP application of an ingress replica: routes and error responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def application() -> Starlette:
             response: Response = await getattr(getattr(replica(), group), name)(*args, request)
             return response
 
-        answer.__doc__ = getattr(_GROUPS[group], name).__doc__  # for the reference
+        answer.__doc__ = getattr(_GROUPS[group], name).__doc__  # shown in the API reference
         return answer
 
     async def page(request: Request) -> Response:
@@ -95,16 +95,16 @@ def application() -> Starlette:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    return _named(request, refused_response(error))
+    return _with_request_id(request, refused_response(error))
 
 
 async def _call_failed(request: Request, error: Any) -> Response:
     retry_after = {"Retry-After": "1"} if error.status == 503 else None
-    return _named(request, Response(error.body, error.status, retry_after, "application/json"))
+    return _with_request_id(request, Response(error.body, error.status, retry_after, "application/json"))
 
 
 async def _channel_lost(request: Request, error: Any) -> Response:
-    return _named(request, refusal(f"an engine was lost: {sentence(error)}", 503, 1))
+    return _with_request_id(request, refusal(f"an engine was lost: {sentence(error)}", 503, 1))
 
 
 async def _http_error(request: Request, error: Any) -> Response:
@@ -112,10 +112,10 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return _named(request, refusal("the ingress failed; its log says more", 500))
+    return _with_request_id(request, refusal("the ingress failed: see its log", 500))
 
 
-def _named(request: Request, response: Response) -> Response:
+def _with_request_id(request: Request, response: Response) -> Response:
     """Add the request's id, if it has one, to the headers of a response."""
     response.headers.update(getattr(request.state, "named", {}))
     return response

@@ -1,4 +1,4 @@
-"""An ingress replica's own HTTP server: requests come to its event loop without crossing Ray Serve."""
+"""An ingress replica's own HTTP server, whose requests do not pass through Ray Serve's proxy."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from eldr_serve.serving.port import Port
 
 _BACKLOG = 4096
 _REQUEST_ID = b"x-request-id"
-_PLAIN = re.compile(rb"[ -~]{1,256}")  # what of it is sent back: short printable ASCII
-_MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers; and what one read brings beyond
-_LAST_S = 1.0  # a connection's time to begin its last request when the server leaves: it may be on its way
+_ECHOED_ID = re.compile(rb"[ -~]{1,256}")  # ids that are sent back: short printable ASCII
+_MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, exceeded by one read at most
+_LAST_REQUEST_S = 1.0  # for one last request on an idle connection while draining: it may be on its way
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are Ray's."""
+        """Leave signals to Ray."""
         yield
 
 
 class _Connection(HttpToolsProtocol):
-    """With what uvicorn leaves open: how many there are, and how large and slow a request's head may be.
+    """HTTP connection with limits that uvicorn lacks: on their number, and on size and time of a head.
 
-    When the server leaves, uvicorn would close each connection without a request at once, and cut off who has
-    just sent one. Here it has a last one, whose answer says that the connection ends.
+    On shutdown uvicorn would close idle connections at once, and cut off clients that have just sent a
+    request. Here they may send one last request, whose response says that the connection closes.
     """
 
-    def __init__(self, options: IngressOptions, leaving: asyncio.Event, **given: Any) -> None:
+    def __init__(self, options: IngressOptions, draining: asyncio.Event, **given: Any) -> None:
         super().__init__(**given)
         self._options = options
-        self._leaving = leaving
+        self._draining = draining
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -51,8 +51,8 @@ class _Connection(HttpToolsProtocol):
         if len(self.connections) > self._options.max_connections:
             transport.abort()
         else:
-            self._await_head()
-        if self._leaving.is_set():
+            self._start_head_timer()
+        if self._draining.is_set():
             self.shutdown()
 
     def data_received(self, data: bytes) -> None:
@@ -66,20 +66,20 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._await_head()
+        self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._have_head()
+        self._stop_head_timer()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
-        if self._leaving.is_set():
+        if self._draining.is_set():
             self.cycle.keep_alive = False
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server leaves."""
+        """Close the connection when it is idle; uvicorn calls this when the server drains."""
         if self._idle:
-            self.loop.call_later(_LAST_S, self._end_if_idle)
+            self.loop.call_later(_LAST_REQUEST_S, self._end_if_idle)
         else:
             super().shutdown()
 
@@ -92,14 +92,14 @@ class _Connection(HttpToolsProtocol):
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._have_head()
+        self._stop_head_timer()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
+    def _start_head_timer(self) -> None:
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._options.head_timeout_s, self.transport.abort)
 
-    def _have_head(self) -> None:
+    def _stop_head_timer(self) -> None:
         self._head_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -122,15 +122,15 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
     cycle.send = sending  # type: ignore[method-assign]
 
 
-class _Named:
-    """Answers carry the client's own name for its request, as Serve's proxy has them carry it."""
+class _RequestIdEcho:
+    """Middleware that sends the client's request id back, like Serve's proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
-        if not _PLAIN.fullmatch(given):
+        if not _ECHOED_ID.fullmatch(given):
             await self._app(scope, receive, send)
             return
 
@@ -143,21 +143,21 @@ class _Named:
 
 
 class HttpServer:
-    """Listens on a port. The kernel spreads connections over the replicas that share it.
+    """HTTP server on a port. The kernel spreads connections over the replicas that share the port.
 
     Args:
-        port: a bound port; by default one is bound by `options`.
+        port: a bound port; by default, the port of `options` is bound.
     """
 
     def __init__(self, app: ASGIApp, options: IngressOptions, port: Port | None = None) -> None:
         self._port = port = port or Port(options.host, options.port or 0, "an ingress")
-        # Connections inherit it: the kernel closes one whose client takes nothing for so long.
+        # Connections inherit this: the kernel closes one whose client accepts no data for this time.
         port.socket.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.write_timeout_s)
         )
-        self._leaving = asyncio.Event()
+        self._draining = asyncio.Event()
         config = uvicorn.Config(
-            _Named(app), http=functools.partial(_Connection, options, self._leaving), ws="none",  # type: ignore[arg-type]
+            _RequestIdEcho(app), http=functools.partial(_Connection, options, self._draining), ws="none",  # type: ignore[arg-type]
             backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
             date_header=False, proxy_headers=False, timeout_keep_alive=60,
         )  # fmt: skip
@@ -170,8 +170,8 @@ class HttpServer:
         return self._port.number
 
     async def drain(self) -> None:
-        """Take no further connection, and wait until those that are open have had their answers."""
+        """Accept no further connections, and wait until the open ones have their responses."""
         self._port.release()
-        self._leaving.set()
+        self._draining.set()
         self._server.should_exit = True
         await self._serving

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALONE_S, _LOOK_S = 5.0, 0.05  # until it listens without a decode replica
+_LISTEN_DELAY_S, _POLL_S = 5.0, 0.05  # maximum delay of listening without a decode replica
 
 
 class EldrIngress:
@@ -94,13 +94,13 @@ class EldrIngress:
         self._prefill.directory.budget.max_usage = max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
         calls = RouterCalls(lambda: connect(actor_name(application), router))
-        self._client = RouterClient(calls, self._decode, on_predictor=self._tokenise)
+        self._client = RouterClient(calls, self._decode, on_predictor=self._start_tokenizer)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
         engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
         self._tokens = PromptTokens(tokenizer)
         self._whole = engines.whole
-        self._tokenising: asyncio.Task[None] | None = None
+        self._tokenizer_task: asyncio.Task[None] | None = None
         path = RequestPath(engines=engines, client=self._client, options=path_options, tokens=self._tokens)
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
@@ -147,9 +147,9 @@ class EldrIngress:
         self._prefill.start()
         self._decode.start()
         if self._whole or self._router.predictor is not None:
-            self._tokenise()
-            assert self._tokenising is not None
-            await self._tokenising
+            self._start_tokenizer()
+            assert self._tokenizer_task is not None
+            await self._tokenizer_task
         try:
             await self._client.call("configure", self._router)
         except AWAY as error:
@@ -165,26 +165,28 @@ class EldrIngress:
             tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
         )
 
-    def _tokenise(self) -> None:
-        """Load the tokenizer, once: whoever swapped a predictor in may have told another ingress."""
-        failed = self._tokenising is not None and self._tokenising.done() and self._client.tokenizer is None
-        if self._tokenising is None or failed:
-            self._tokenising = asyncio.get_running_loop().create_task(self._load_tokenizer())
+    def _start_tokenizer(self) -> None:
+        """Load the tokenizer once; a predictor may have been swapped in at another ingress."""
+        task = self._tokenizer_task
+        if task is None or (task.done() and self._client.tokenizer is None):
+            self._tokenizer_task = asyncio.get_running_loop().create_task(self._load_tokenizer())
 
     async def _load_tokenizer(self) -> None:
         try:
             self._client.tokenised_by(await self._tokens.fingerprint())
         except ValueError as error:
-            logger.warning("prompts are placed without a prediction: %s", error)
+            logger.warning("requests are placed without predicted signatures: %s", error)
 
     async def _listen(self) -> None:
-        """Answer at the port of its own. Where a decode replica is known soon, not before: other ingresses of
-        the node have the connections until then."""
+        """Listen on the replica's own port, once a decode replica is known or after a maximum delay.
+
+        Until then, other ingresses of the node get the connections.
+        """
         if self._port is None:
             return
-        until = time.monotonic() + _ALONE_S
+        until = time.monotonic() + _LISTEN_DELAY_S
         while not self._decode.live and time.monotonic() < until:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self._http = HttpServer(http_application(), self.gate.options, self._port)
 
     async def _export(self) -> None:
@@ -194,11 +196,11 @@ class EldrIngress:
             await asyncio.sleep(PERIOD_S)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what it cannot count itself, since it does not see what comes in at the own port."""
+        """Return the requests in flight, for Serve, which does not see those to the replica's own port."""
         return {IN_FLIGHT: float(self.gate.in_flight)}
 
     async def __del__(self) -> None:
-        """Serve's hook before it ends the replica: answers end first."""
+        """Wait for open responses to end; Serve calls this before it stops the replica."""
         if self._http is not None:
             await self._http.drain()
         elif self._port is not None:
@@ -206,11 +208,11 @@ class EldrIngress:
         await self._log.stop()
 
     async def stop(self) -> None:
-        """End the background work and all channels."""
+        """Stop the background work and close all channels."""
         if self._started is not None:
             self._started.cancel()
-        if self._tokenising is not None:
-            self._tokenising.cancel()
+        if self._tokenizer_task is not None:
+            self._tokenizer_task.cancel()
         await self._log.stop()
         await self._client.stop()
         await self._prefill.stop()
@@ -220,16 +222,16 @@ class EldrIngress:
 def _tracing(options: TracingOptions | None) -> Tracing | None:
     if options is None:
         return None
-    from eldr_serve.serving.tracing import Tracing  # of OpenTelemetry, which is imported for a while
+    from eldr_serve.serving.tracing import Tracing  # slow: imports OpenTelemetry
 
     return Tracing(options)
 
 
 def decode_directory(application: str) -> str:
-    """Under which this process's decode request router is found."""
+    """Return the name of this process's directory of decode replicas."""
     return f"{application}/decode"
 
 
 def prefill_directory(application: str) -> str:
-    """Under which this process's prefill request router is found."""
+    """Return the name of this process's directory of prefill replicas."""
     return f"{application}/prefill"

@@ -1,4 +1,4 @@
-"""A replica's log, which an engine closes."""
+"""Restore Serve's log handlers after vLLM closes them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 
-_SERVE = "ray.serve"  # Serve's logger
+_SERVE_LOGGER = "ray.serve"
 
 
 @contextmanager
 def kept_log() -> Iterator[None]:
-    """After it Serve's log of this process has the file that it had before.
+    """Give Serve's log handlers of this process their files back on exit.
 
-    vLLM configures logging as it is imported, and again as an engine starts, by `logging.config.dictConfig`,
-    which closes all handlers that there are. Serve's then has no file. What the replica says after that is
-    lost, and a Serve controller that starts again asks each replica for that file's path, gets an
-    AttributeError, and replaces the replica: all engines at once, with all that they stream (Ray 2.60.0,
-    vLLM 0.32.0).
+    vLLM configures logging when it is imported, and again when an engine starts, with
+    `logging.config.dictConfig`, which closes all existing handlers. Serve's handler then has no file. Later
+    log lines of the replica are lost, and a restarted Serve controller asks each replica for that file's
+    path, gets an AttributeError, and replaces the replica: all engines at once, with all their streams (Ray
+    2.60.0, vLLM 0.32.0).
     """
-    handlers = [one for one in logging.getLogger(_SERVE).handlers if isinstance(one, MemoryHandler)]
+    handlers = [h for h in logging.getLogger(_SERVE_LOGGER).handlers if isinstance(h, MemoryHandler)]
     targets = [handler.target for handler in handlers]
     try:
         yield

@@ -1,4 +1,4 @@
-"""The file of inference keys: whose they are, and what each tenant may use. It holds no key, only hashes."""
+"""The keys file: tenants, their limits, and the hashes of their inference keys, not the keys."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class KeysError(ValueError):
-    """The file of keys cannot be used; one sentence."""
+    """The keys file is unreadable or invalid; one sentence."""
 
 
 class Limits(BaseModel):
-    """What one tenant may use, all its keys together."""
+    """Limits of one tenant, shared by all its keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     priority: float = Field(
-        default=1.0, gt=0, le=1000, description="weight of its fair share while requests wait"
+        default=1.0, gt=0, le=1000, description="weight of the tenant's fair share while requests wait"
     )
     requests_per_minute: float | None = Field(default=None, gt=0, description="none: no limit")
     tokens_per_minute: float | None = Field(
@@ -54,27 +54,27 @@ class Keys(BaseModel):
     keys: tuple[Key, ...] = ()
 
     @model_validator(mode="after")
-    def _sound(self) -> Keys:
+    def _check(self) -> Keys:
         for key in self.keys:
             if key.tenant not in self.tenants:
-                raise ValueError(f"key {key.sha256[:12]} is of {key.tenant!r}, which is no tenant here")
+                raise ValueError(f"key {key.sha256[:12]} belongs to {key.tenant!r}, which is not in tenants")
         if len({key.sha256 for key in self.keys}) < len(self.keys):
-            raise ValueError("a key is there twice")
+            raise ValueError("a key is listed twice")
         return self
 
     @property
     def owners(self) -> dict[str, str]:
-        """Tenants by their keys' SHA-256."""
+        """Return the tenant of each key, by the key's SHA-256."""
         return {key.sha256: key.tenant for key in self.keys}
 
 
 def digest(key: str) -> str:
-    """SHA-256 of a key, hex."""
+    """Return the SHA-256 of a key, hex."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(path: Path) -> Keys:
-    """The file's content; KeysError if it is not there or not sound."""
+    """Read the keys file; raise KeysError if it is missing or invalid."""
     try:
         return Keys.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -84,24 +84,24 @@ def read_keys(path: Path) -> Keys:
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Write the file whole or not at all."""
+    """Write the keys file atomically."""
     write_whole(path, keys.model_dump_json(indent=1, exclude_none=True) + "\n")
 
 
 def add_key(keys: Keys, tenant: str, key: str, limits: Mapping[str, float]) -> Keys:
-    """With one more key of the tenant, whose limits change as given; KeysError if that is not sound."""
+    """Return the keys with one more key of the tenant and its new limits; raise KeysError if invalid."""
     old = keys.tenants[tenant].model_dump() if tenant in keys.tenants else {}
     try:
         changed = {tenant: Limits(**{**old, **limits})}
-        made = Key(sha256=digest(key), tenant=tenant, created=datetime.now(UTC).date())
-        return Keys(tenants={**keys.tenants, **changed}, keys=(*keys.keys, made))
+        added = Key(sha256=digest(key), tenant=tenant, created=datetime.now(UTC).date())
+        return Keys(tenants={**keys.tenants, **changed}, keys=(*keys.keys, added))
     except ValidationError as error:
         raise KeysError(sentence(error)) from error
 
 
 def revoke_key(keys: Keys, prefix: str) -> Keys:
-    """Without the key whose SHA-256 begins so; KeysError unless it is exactly one. Its tenant stays."""
+    """Return the keys without the one whose SHA-256 has this prefix; raise KeysError unless it is unique."""
     found = [key for key in keys.keys if prefix and key.sha256.startswith(prefix)]
     if len(found) != 1:
-        raise KeysError(f"{len(found)} keys have a SHA-256 that begins with {prefix!r}: name one")
+        raise KeysError(f"{len(found)} keys have a SHA-256 that begins with {prefix!r}, not one")
     return Keys(tenants=keys.tenants, keys=tuple(key for key in keys.keys if key is not found[0]))

@@ -1,4 +1,4 @@
-"""What the live page shows beside the status: newest requests, steps of each worker, latencies over time."""
+"""Data of the live page besides the status: newest requests, steps of each worker, latencies over time."""
 
 from __future__ import annotations
 
@@ -14,80 +14,80 @@ from eldr_serve.routing import CentroidTable, Placement, Placer, State, StepSums
 from eldr_serve.serving.messages import Answered
 from eldr_serve.serving.signature_plane import CentroidPlane, CountsPlane, Point
 
-_POINTS = 400  # newest requests in the signature space
-_FIRST = 64  # requests whose counts span it, where there is no table
-_RUNNING = 200  # requests that are shown with their worker
-_ANSWERS = 8192  # newest answers with their latencies
-_BIN_S, _BINS = 5.0, 120  # of latencies: ten minutes
+_POINTS = 400  # newest requests shown in the signature space
+_SPANNING = 64  # requests whose counts span the plane if there is no table
+_RUNNING = 200  # requests shown with their worker
+_ANSWERS = 8192  # newest answers whose latencies are kept
+_BIN_S, _BINS = 5.0, 120  # bins of latencies: ten minutes
 _STEPS = 120  # newest reports of each engine, one a second
 
 
 @dataclass(eq=False)
-class _Seen:
-    """A placed request, as it is drawn."""
+class _DrawnRequest:
+    """A placed request in the signature space."""
 
     number: int
     placement: Placement
     point: Point | None = field(default=None)
-    plane: object = None  # in which that is
+    plane: object = None  # the plane of `point`
 
 
 class LiveView:
-    """Of one router. It keeps references to what it is told, and works when it is looked at.
+    """Recent events of one router. It keeps references, and computes only in `snapshot`.
 
     Args:
-        clock: s.
+        clock: monotonic clock, s.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._number = 0
-        self._seen: deque[_Seen] = deque(maxlen=_POINTS)
+        self._drawn: deque[_DrawnRequest] = deque(maxlen=_POINTS)
         self._plane: CentroidPlane | CountsPlane | None = None
-        self._spanned_by = 0  # requests, where there is no table
+        self._spanned_by = 0  # number of requests, if there is no table
         self._table: tuple[CentroidTable, int] | None = None
         self._answers: deque[tuple[float, Answered]] = deque(maxlen=_ANSWERS)
         self._steps: dict[str, deque[tuple[float, StepSums]]] = {}
         self._changes: deque[tuple[float, str]] = deque(maxlen=20)
 
-    # -- what the router tells -----------------------------------------------------------------------
+    # -- events of the router ------------------------------------------------------------------------
 
     def placed(self, placements: Iterable[Placement]) -> None:
-        """These have their workers."""
+        """Add requests that have been placed."""
         for placement in placements:
             self._number += 1
-            self._seen.append(_Seen(self._number, placement))
+            self._drawn.append(_DrawnRequest(self._number, placement))
 
     def answered(self, answers: Iterable[Answered]) -> None:
-        """These streams have ended."""
+        """Add streams that have ended."""
         now = self._clock()
         self._answers.extend((now, answer) for answer in answers)
 
     def observe_steps(self, replica: str, steps: StepSums) -> None:
-        """What one engine did since its last report."""
+        """Add the steps of one engine since its last report."""
         self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
     def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
-        """The settings are these from now on."""
+        """Record new settings."""
         self._changes.append((self._clock(), policy))
         self._table = None if table is None else (table, table_version)
         self._plane, self._spanned_by = None, 0
 
-    # -- what the page asks --------------------------------------------------------------------------
+    # -- what the page shows -------------------------------------------------------------------------
 
     def snapshot(self, placer: Placer, slots: list[str | None], layers: int | None) -> dict[str, Any]:
-        """JSON-able; times are s before now, latencies ms.
+        """Return the data as JSON-able values; times are s before now, latencies ms.
 
         Args:
-            slots: the replica in each.
-            layers: MoE layers, by which active experts are divided; None: not known yet.
+            slots: the replica in each slot.
+            layers: number of MoE layers, by which active experts are divided; None: not known yet.
         """
         now = self._clock()
-        self._steps = {name: told for name, told in self._steps.items() if name in slots}
+        self._steps = {name: reports for name, reports in self._steps.items() if name in slots}
         return {
             "requests": self._requests(placer),
             "space": self._space(),
-            "steps": {name: self._series(told, now, layers) for name, told in self._steps.items()},
+            "steps": {name: self._series(reports, now, layers) for name, reports in self._steps.items()},
             "latency": self._latencies(now),
             "changes": [{"ago_s": round(now - at, 1), "policy": name} for at, name in self._changes],
         }
@@ -108,11 +108,11 @@ class LiveView:
     def _space(self) -> dict[str, Any]:
         plane = self._current_plane()
         points = []
-        for seen in self._seen:
-            if plane is not None and seen.plane is not plane:
-                seen.plane, seen.point = plane, plane.place(seen.placement.request)
-            if plane is not None and seen.point is not None:
-                points.append([seen.number, *seen.point, seen.placement.slot, seen.placement.request.domain])
+        for one in self._drawn:
+            if plane is not None and one.plane is not plane:
+                one.plane, one.point = plane, plane.place(one.placement.request)
+            if plane is not None and one.point is not None:
+                points.append([one.number, *one.point, one.placement.slot, one.placement.request.domain])
         return {
             "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
             "centroids": [] if plane is None else list(plane.centroids),
@@ -123,9 +123,9 @@ class LiveView:
     def _current_plane(self) -> CentroidPlane | CountsPlane | None:
         if self._table is not None:
             self._plane = self._plane or CentroidPlane(*self._table)
-        elif self._spanned_by < _FIRST:
-            found = [seen.placement.request.signature for seen in self._seen]
-            counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_FIRST]
+        elif self._spanned_by < _SPANNING:
+            found = [one.placement.request.signature for one in self._drawn]
+            counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
             counts = [c for c in counts if c.shape == counts[0].shape]
             if len(counts) > max(self._spanned_by, 2):
                 self._plane, self._spanned_by = CountsPlane(counts), len(counts)
@@ -148,10 +148,10 @@ class LiveView:
         return {"columns": columns, "rows": rows}
 
     def _series(
-        self, told: Iterable[tuple[float, StepSums]], now: float, layers: int | None
+        self, reports: Iterable[tuple[float, StepSums]], now: float, layers: int | None
     ) -> dict[str, Any]:
         rows = []
-        for at, steps in told:
+        for at, steps in reports:
             n = steps.steps
             experts = None if not layers else round(steps.experts / n / layers, 2)
             rows.append(

@@ -1,4 +1,4 @@
-"""The engine deployments over the chosen kind of engine."""
+"""Engine deployments over the selected kind of engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.serving.kept_log import kept_log
 
 with kept_log():
-    ENGINES.load()  # before all that a replica imports with its arguments
+    ENGINES.load()  # before any import that a replica's arguments cause
 
 from typing import Any
 
@@ -19,13 +19,13 @@ class _OverEngine(EngineServer):
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-        """Ray Serve LLM's hook: the resources that a replica takes."""
+        """Return the resources that a replica takes; Ray Serve LLM calls this."""
         return ENGINES.deployment_options(llm_config)
 
 
 class LLMPrefillServer(_OverEngine, PrefillServer):
-    """Prefill by the chosen engines."""
+    """Prefill server over the selected kind of engine."""
 
 
 class LLMDecodeServer(_OverEngine, DecodeServer):
-    """Decode by the chosen engines."""
+    """Decode server over the selected kind of engine."""

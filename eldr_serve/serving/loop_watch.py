@@ -1,4 +1,4 @@
-"""How long the event loop of this process stands still, and how many tasks it has."""
+"""Measure stalls of this process's event loop, and count its tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TICK_S = 0.1
 
 
 class LoopWatch:
-    """One timer: a stall is how much later than due it comes, so up to `_TICK_S` of each is not seen.
+    """Stall detector: a stall is the delay of a timer, so up to `_TICK_S` of each is not seen.
 
-    A loop stands still while something in it computes, or waits without `await`; and with its process, when
-    that is stopped or gets no core.
+    A loop stalls while something in it computes or blocks without `await`, and while its process is stopped
+    or gets no core.
 
     Args:
-        role: of this process, for the metrics.
+        role: role of this process, for the metrics.
 
     Attributes:
-        stalls: how often it stood still for STALL_S or longer, since this began.
-        longest_s: the longest time that it stood still since then, s.
+        stalls: number of stalls of at least STALL_S since the start.
+        longest_s: longest stall since the start, s.
     """
 
     def __init__(self, role: str) -> None:
@@ -30,7 +30,7 @@ class LoopWatch:
         self.stalls, self.longest_s = 0, 0.0
 
     async def run(self) -> None:
-        """Watch, and export what was seen, until cancelled."""
+        """Measure and export stalls until cancelled."""
         loop, metrics = asyncio.get_running_loop(), LoopMetrics()
         export_at = loop.time()
         while True:
@@ -44,7 +44,7 @@ class LoopWatch:
                 metrics.export(self.role, self.status())
 
     def status(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the measurements as JSON-able values."""
         return {
             "stalls": self.stalls,
             "longest_stall_s": round(self.longest_s, 3),

@@ -81,8 +81,8 @@ async def test_every_decode_engine_gets_it_or_those_that_are_named(
 @pytest.mark.parametrize(
     ("error", "status", "sentence"),
     [
-        (Refused("a swap is under way", status=409), 409, "r1: a swap is under way; r0 have the new one"),
-        (ChannelLost("gone"), 503, "r1: it was lost: gone; r0 have the new one"),
+        (Refused("a swap is under way", status=409), 409, "r1: a swap is under way; already changed: r0"),
+        (ChannelLost("gone"), 503, "r1: it was lost: gone; already changed: r0"),
     ],
 )
 async def test_the_first_engine_that_refuses_ends_it_and_is_named(
