@@ -184,7 +184,7 @@ class RouterClient:
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
-            self._own.take(placement)
+            self._own.add(placement)
             self._new_counts.add(request_id)
             self.link.wake_soon()
 
@@ -366,7 +366,7 @@ class RouterClient:
                 own.similarity, own.best = answer.similarity, answer.best
                 own.reason, own.policy, own.waited_s = answer.reason, answer.policy, answer.waited_s
                 self._drop_unread(own)
-                self._own.take(own)
+                self._own.add(own)
                 self._resume(own)
             elif own.state is State.SENT and answer.state is State.QUEUED:
                 self._queue(own)
