@@ -64,7 +64,7 @@ class OpenAIEndpoints:
         """Run a chat or text completion over prefill, placement and decode."""
         asked_at = time.monotonic()
         body = await request.body()
-        asked = self._asked(body)
+        asked = self._parse(body)
         count, most = sequences(asked), self._max_sequences
         if count > most:
             raise BadRequest(f"{count} answers (prompts x n) are requested, at most {most} are allowed")
@@ -87,7 +87,7 @@ class OpenAIEndpoints:
             request.state.named["x-eldr-trace"] = record.trace_id
         streaming: list[asyncio.Task[Any]] = []
 
-        def placed(lease: Placement) -> None:
+        def keep_lease(lease: Placement) -> None:
             visit.lease = lease
 
         def cut_off() -> None:
@@ -95,7 +95,7 @@ class OpenAIEndpoints:
             for task in streaming:
                 task.cancel()
 
-        run = self._path.generate(generation, record, placed=placed, cut_off=cut_off)
+        run = self._path.generate(generation, record, on_lease=keep_lease, on_overflow=cut_off)
         try:
             first = await anext(run)
         except BaseException:
@@ -127,7 +127,7 @@ class OpenAIEndpoints:
     async def other(self, method: str, request: Request) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
-        salt = tenant_salt(request.state.visit.tenant.name, self._asked(body))
+        salt = tenant_salt(request.state.visit.tenant.name, self._parse(body))
         in_flight = self._decode.in_flight
         if not in_flight:
             raise Overloaded("no decode replica can be reached")
@@ -154,7 +154,7 @@ class OpenAIEndpoints:
         """Return the service's OpenAPI document."""
         return JSONResponse(self._openapi)
 
-    def _asked(self, body: bytes) -> Asked:
+    def _parse(self, body: bytes) -> Asked:
         fields = parse_json(body)
         if not isinstance(fields, dict):
             raise BadRequest("the body must be a JSON object")

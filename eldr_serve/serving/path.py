@@ -105,21 +105,21 @@ class RequestPath:
         request: Generation,
         record: RequestRecord | None = None,
         *,
-        placed: Callable[[Placement], None] = lambda lease: None,
-        cut_off: Callable[[], None] = lambda: None,
+        on_lease: Callable[[Placement], None] = lambda lease: None,
+        on_overflow: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
 
         Args:
             record: record of the request, to be filled in.
-            placed: called with each new lease.
-            cut_off: called when the consumer is too slow and too much is buffered; the answer ends there.
+            on_lease: called with each new lease.
+            on_overflow: called when the consumer is too slow and too much is buffered; the answer ends there.
 
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        run = Run(request, record or RequestRecord(), placed, cut_off, key=hash(request.body))
+        run = Run(request, record or RequestRecord(), on_lease, on_overflow, key=hash(request.body))
         failures = run.record.failures
         with run.record:
             while len(run.failed) < self._options.decode_tries:
@@ -193,7 +193,7 @@ class RequestPath:
         """Yield the answer of the leased engine, then release the lease."""
         resumed = run.tokens > 0
         run.record.lease = lease
-        run.placed(lease)
+        run.on_lease(lease)
         if resumed:
             self._client.progress(run.request_id, run.tokens)
         first = True
@@ -311,7 +311,7 @@ class RequestPath:
             if self._engines.whole and run.token_ids is not None and not run.tokens:
                 signature = self._true_signature(lease, run.token_ids)
             call = self._engines.decode.call(lease.replica, "generate", header, request.body)
-            call.on_overflow = run.cut_off
+            call.on_overflow = run.on_overflow
             if request.asked.stream or prefilled is not None:  # others send only complete answers
                 since = partial(self._decode_turns.since_s, turn)
                 call.expect(self._options.first_token_limit_s, self._options.gap_limit_s, since=since)
@@ -343,7 +343,7 @@ class RequestPath:
                 raise _DecodeFailed(error, lease.replica, alive=True, begun=begun) from error
         except ChannelLost as error:
             ended = True
-            run.lost += 1
+            run.lost_engines += 1
             if call is not None:
                 unread = None
             if not run.ended:

@@ -165,7 +165,7 @@ class PrefillStep:
             self._health.failed(replica, error)
             raise PrefillFailed(f"prefill replica {replica} failed: {error}") from error
         except ChannelLost as error:
-            run.lost += 1
+            run.lost_engines += 1
             raise PrefillFailed(f"prefill replica {replica} was lost: {error}") from error
         except BaseException as error:
             if call is not None:

@@ -42,13 +42,13 @@ class Run:
 
     request: Generation
     record: RequestRecord
-    placed: Callable[[Placement], None]
-    cut_off: Callable[[], None]
+    on_lease: Callable[[Placement], None]
+    on_overflow: Callable[[], None]
     prefills: int = 0  # prefill calls, including failed ones
     failed_prefills: int = 0
     passed_over: int = 0  # number of prefill replicas skipped, in the prefix's order of preference
     failed: list[str] = field(default_factory=list)  # decode replicas that failed the request
-    lost: int = 0  # number of engines whose channel was lost during a call
+    lost_engines: int = 0  # number of engines whose channel was lost during a call
     key: int = 0  # identifies the request, to recognise a client's retry
     stream_failures: int = 0  # failed decode calls after the client had received part of the answer
     prompt: bytes = b""  # token ids, uint32 bytes, set by the prefill engine's answer

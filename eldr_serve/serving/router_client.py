@@ -411,11 +411,11 @@ class RouterClient:
             self.predictor = self._load_predictor(self._predictor_file)
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         return bool(self._released or self._progress or self._events or self._finished or self._new_counts)
 
     @property
-    def waits(self) -> bool:
+    def has_queued(self) -> bool:
         return any(self._queued())
 
     def _queued(self) -> Iterator[Placement]:

@@ -63,11 +63,11 @@ class LinkDelegate(Protocol):
         """Return the shape of signatures (MoE layers, experts); None until known."""
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Return whether there are minor updates to report."""
 
     @property
-    def waits(self) -> bool:
+    def has_queued(self) -> bool:
         """Return whether any request is in the actor's decode queue."""
 
 
@@ -126,7 +126,7 @@ class RouterLink:
         asyncio.get_running_loop().call_later(_BATCH_DELAY_S, self._wake_if_updated)
 
     def _wake_if_updated(self) -> None:
-        if self._delegate.has_news:
+        if self._delegate.has_updates:
             self._to_send.set()
 
     def poll(self) -> None:
@@ -161,7 +161,7 @@ class RouterLink:
         while True:
             await asyncio.sleep(_PROGRESS_S)
             due = time.monotonic() - last > _HEARTBEAT_S
-            if due or self._delegate.has_news or self._reported_workers != self._replicas.live:
+            if due or self._delegate.has_updates or self._reported_workers != self._replicas.live:
                 last = time.monotonic()
                 self._to_send.set()
 
@@ -170,7 +170,7 @@ class RouterLink:
         while True:
             await self._polling.wait()
             epoch = self._epoch
-            if not self._delegate.waits:
+            if not self._delegate.has_queued:
                 self._polling.clear()
                 continue
             try:

@@ -36,9 +36,7 @@ def _not_from_yaml(given: Any) -> Any:
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     """Policy, artifacts and client timeout of a decode router."""
 
-    model_id: str = Field(
-        default="", description="set automatically: the served model, for which tables must be"
-    )
+    model_id: str = Field(default="", description="set automatically: id of the served model")
     policy: str = Field(
         default=DEFAULT_POLICY,
         description="policy to start with, a name or my_package.module:MyPolicy; PUT /eldr/policy changes it",
