@@ -1,4 +1,4 @@
-"""What a client of the DecodeRouter actor and the actor say to each other."""
+"""Messages between the DecodeRouter actor and its clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eldr_serve.routing import Placement, PlacementRequest, reads_counts
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NamedPolicy:
-    """A policy as settings name it."""
+    """Name and parameters of a policy in the settings."""
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class NamedPolicy:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an operator may change while requests run; the newest version wins."""
+    """Settings that an operator may change while requests run; the newest version wins."""
 
     version: int
     policy: str
@@ -30,22 +30,22 @@ class Settings:
     table_version: int
     predictor: bytes | None = None  # a SignaturePredictor file
     predictor_version: int = 0
-    deployed: str = ""  # fingerprint of the deployment's own settings that these go back to
-    shadow: NamedPolicy | None = None  # what the live policy is compared with
+    deployed: str = ""  # fingerprint of the deployment settings that these are based on
+    shadow: NamedPolicy | None = None  # policy to compare the live one with
 
     @property
     def read_counts(self) -> bool:
-        """Whether a request's expert counts are read: by the policy, or to price both placements."""
+        """Return whether the policy or the comparison of placements reads a request's expert counts."""
         return self.shadow is not None or reads_counts(self.policy)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A stream that has ended; from the request's arrival at the ingress, as its client saw it.
+    """Latencies of a finished stream as its client saw them, from the request's arrival at the ingress.
 
     Attributes:
-        ttft_s: to the first chunk.
-        tpot_s: between tokens, mean; None with fewer than two.
+        ttft_s: time to the first chunk, s.
+        tpot_s: mean time between tokens, s; None with fewer than two.
     """
 
     ttft_s: float
@@ -54,14 +54,14 @@ class Answered:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One round trip from a client: everything that happened since its last one."""
+    """One message from a client: everything that happened since its last one."""
 
     client: str
     placements: tuple[PlacementRequest, ...] = ()
     released: tuple[str, ...] = ()
     progress: dict[str, int] = field(default_factory=dict)  # request id -> generated tokens
-    held: tuple[Placement, ...] = ()  # LEASED ones that the client made or corrected itself
-    counted: tuple[PlacementRequest, ...] = ()  # with true signatures, of such as were LEASED without
+    held: tuple[Placement, ...] = ()  # leases that the client made or corrected itself
+    counted: tuple[PlacementRequest, ...] = ()  # requests leased without true signatures, with them
     known_epoch: str = ""
     events: dict[str, int] = field(default_factory=dict)  # counters seen by the client, as increments
     answered: tuple[Answered, ...] = ()
@@ -70,31 +70,31 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Reply:
-    """`placements` answers those of the exchange, in order.
+    """The actor's reply to an Exchange; `placements` are in the order of the exchange.
 
-    Each is LEASED, or QUEUED (its lease comes by `granted`), or still SENT: it must be scored and sent again.
+    Each is LEASED, QUEUED (fetch its lease with `granted`), or still SENT (score and send it again).
     """
 
-    epoch: str  # a new value means that the actor started anew
+    epoch: str  # a new value means that the actor has restarted
     settings_version: int
     placements: tuple[Placement, ...] = ()
-    refused: str | None = None  # why nothing was placed: "unknown-client" asks for `restore`
+    refused: str | None = None  # why nothing was placed; "unknown-client": call `restore` first
 
 
 @dataclass(frozen=True)
 class Restore:
-    """What a client gives a new actor: workers, settings and leases that the old one knew."""
+    """A client's message to a new actor: workers, settings and leases that the old one knew."""
 
     client: str
     workers: tuple[str, ...]
     settings: Settings | None
     leases: tuple[Placement, ...]
-    signature_shape: tuple[int, int] | None = None  # that engines report, if the client knows it
+    signature_shape: tuple[int, int] | None = None  # as engines report it, if known
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The actor's incarnation and what is live in it after a `Restore`."""
+    """The actor's reply to a `Restore`: its incarnation and live settings."""
 
     epoch: str
     settings: Settings

@@ -1,4 +1,4 @@
-"""The OpenAI endpoints of an ingress: chat and text completions, and what a decode engine answers alone."""
+"""The OpenAI endpoints of an ingress: completions, and requests that a decode engine answers alone."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _NOT_FOR_ENGINES = {
     "cookie",
     "host",
 } | STEERING_HEADERS
-_BYTES_A_TOKEN = 4  # of a body, until the prompt's tokens are counted
+_BYTES_A_TOKEN = 4  # assumed for a body until the prompt's tokens are counted
 
 
 class OpenAIEndpoints:
-    """Answers the requests of clients.
+    """Endpoints for inference requests.
 
     Args:
         decode: decode engines, for the endpoints that generate nothing.
@@ -64,12 +64,12 @@ class OpenAIEndpoints:
         """Run a chat or text completion over prefill, placement and decode."""
         asked_at = time.monotonic()
         body = await request.body()
-        asked = self._asked(body)
+        asked = self._parse(body)
         count, most = sequences(asked), self._max_sequences
         if count > most:
-            raise BadRequest(f"{count} answers are asked for (prompts x n), the most allowed are {most}")
+            raise BadRequest(f"{count} answers (prompts x n) are requested, at most {most} are allowed")
         visit: Visit = request.state.visit
-        visit.foresee(len(body) // _BYTES_A_TOKEN, count * max_new_tokens(asked))
+        visit.reserve(len(body) // _BYTES_A_TOKEN, count * max_new_tokens(asked))
         self._client.start()
         generation = Generation(
             method,
@@ -87,7 +87,7 @@ class OpenAIEndpoints:
             request.state.named["x-eldr-trace"] = record.trace_id
         streaming: list[asyncio.Task[Any]] = []
 
-        def placed(lease: Placement) -> None:
+        def keep_lease(lease: Placement) -> None:
             visit.lease = lease
 
         def cut_off() -> None:
@@ -95,7 +95,7 @@ class OpenAIEndpoints:
             for task in streaming:
                 task.cancel()
 
-        run = self._path.generate(generation, record, placed=placed, cut_off=cut_off)
+        run = self._path.generate(generation, record, on_lease=keep_lease, on_overflow=cut_off)
         try:
             first = await anext(run)
         except BaseException:
@@ -125,9 +125,9 @@ class OpenAIEndpoints:
         return Response(whole, 200, headers, "application/json")
 
     async def other(self, method: str, request: Request) -> Response:
-        """Return the answer of some decode engine to a request that generates nothing."""
+        """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
-        salt = tenant_salt(request.state.visit.tenant.name, self._asked(body))
+        salt = tenant_salt(request.state.visit.tenant.name, self._parse(body))
         in_flight = self._decode.in_flight
         if not in_flight:
             raise Overloaded("no decode replica can be reached")
@@ -141,11 +141,11 @@ class OpenAIEndpoints:
         return Response(chunk.payload if chunk else b"", media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        """Return the served model, as OpenAI's list."""
+        """Return the served model as a list in OpenAI's format."""
         return JSONResponse({"object": "list", "data": [self._model_card]})
 
     async def model(self, request: Request) -> Response:
-        """Return the served model by its name."""
+        """Return the served model if it has the requested name."""
         if request.path_params["model"] != self._model_card["id"]:
             raise _no_model(request.path_params["model"])
         return JSONResponse(self._model_card)
@@ -154,7 +154,7 @@ class OpenAIEndpoints:
         """Return the service's OpenAPI document."""
         return JSONResponse(self._openapi)
 
-    def _asked(self, body: bytes) -> Asked:
+    def _parse(self, body: bytes) -> Asked:
         fields = parse_json(body)
         if not isinstance(fields, dict):
             raise BadRequest("the body must be a JSON object")
@@ -168,10 +168,10 @@ class OpenAIEndpoints:
 
 
 class _Streamed(Response):
-    """Send an engine's bytes as they come; leave the engines at once when the client disconnects.
+    """A streaming response that ends the engine calls as soon as the client disconnects.
 
     Args:
-        tasks: receives the task that sends the bytes.
+        tasks: list to which the sending task is appended.
         sent: called when all bytes are sent.
     """
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the service: the engine's requests, which the ingress passes on unknown."""
+"""The OpenAPI document of the service, with the engine's own request types."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PATHS = {
 
 
 def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
-    """The document as JSON types.
+    """Return the document as JSON types.
 
     Args:
-        requests: the engine's types of requests, by method.
+        requests: the engine's request types, by method.
     """
     app = FastAPI(title="eldr-serve")
     for path, method in _PATHS.items():

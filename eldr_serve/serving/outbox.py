@@ -1,4 +1,4 @@
-"""Leases that were granted out of the decode queue, until their client fetches them by a long poll."""
+"""Leases granted from the decode queue, kept until their client fetches them by a long poll."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from eldr_serve.routing import Placement, State
 
 
 class Outbox:
-    """Of one router; a lease that ends before it was fetched is not handed out."""
+    """Unfetched leases of one router; leases that have ended are not handed out."""
 
     def __init__(self) -> None:
         self._granted: dict[str, list[Placement]] = {}  # by client
-        self._polls: dict[str, asyncio.Event] = {}  # client -> set when its poll shall return
+        self._polls: dict[str, asyncio.Event] = {}  # client -> event that ends its poll
         self._closed = False
 
     def put(self, placements: Iterable[Placement]) -> None:
+        """Add leases and end their clients' polls."""
         for placement in placements:
             self._granted.setdefault(placement.client, []).append(placement)
             if placement.client in self._polls:
                 self._polls[placement.client].set()
 
     def drop(self, client: str) -> None:
-        """The client is gone."""
+        """Discard the leases of a client that is gone."""
         self._granted.pop(client, None)
 
     def close(self) -> None:
-        """Every poll returns now and in future: nothing will be put in here any more."""
+        """End all polls, current and future; no lease will be added any more."""
         self._closed = True
         for event in self._polls.values():
             event.set()
 
     async def take(self, client: str, timeout_s: float) -> tuple[Placement, ...]:
-        """The client's leases, as soon as there are any; empty after `timeout_s` seconds.
+        """Return the client's leases as soon as there are any, or nothing after `timeout_s` seconds.
 
-        A client's newest poll is the one that counts: an older one, whose caller may have gone, returns
-        empty at once and takes nothing.
+        A new poll ends the client's older one, whose caller may be gone, with an empty result.
         """
         if client in self._polls:
             self._polls[client].set()

@@ -1,4 +1,4 @@
-"""Replicas that fail calls although their channel is open are set aside for a while."""
+"""Outlier ejection for replicas that fail calls although their channel is open."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 FAILURES = 3  # in a row
-_ASIDE_S = 10.0  # the first time; then doubled, up to
-_MOST_S = 120.0
+_FIRST_EJECTION_S = 10.0  # doubled for each further ejection
+_MAX_EJECTION_S = 120.0
 
 
 @dataclass
 class _Record:
-    failures: int = 0  # since the last success, or since it was last set aside
-    times: int = 0  # that it was set aside since the last success
+    failures: int = 0  # since the last success or ejection
+    ejections: int = 0  # since the last success
     until_s: float = 0.0
 
 
 class Outliers:
-    """Of one deployment, as one ingress sees it."""
+    """Outlier ejection for the replicas of one deployment, by the calls of one ingress."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: dict[str, _Record] = {}
 
     def succeeded(self, replica: str) -> None:
-        """It has answered."""
+        """Reset the record of a replica that has answered."""
         self._records.pop(replica, None)
 
     def failed(self, replica: str) -> bool:
-        """It has not; whether it is set aside for that, from now on."""
+        """Count a failed call; return whether the replica is now ejected for it."""
         record = self._records.setdefault(replica, _Record())
         if self._clock() < record.until_s:
-            return False  # a call of before
+            return False  # the call began before the ejection
         record.failures += 1
         if record.failures < FAILURES:
             return False
         record.failures = 0
-        record.until_s = self._clock() + min(_ASIDE_S * 2**record.times, _MOST_S)
-        record.times += 1
+        record.until_s = self._clock() + min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
+        record.ejections += 1
         return True
 
     def usable(self, replicas: Iterable[str]) -> list[str]:
-        """Those not set aside; all of them, if those would be less than half: then it is not they."""
+        """Return the replicas that are not ejected, or all of them if more than half are."""
         names, now = list(replicas), self._clock()
         self._records = {name: record for name, record in self._records.items() if name in names}
         found = [name for name in names if name not in self._records or now >= self._records[name].until_s]

@@ -1,4 +1,4 @@
-"""Placement by the load of one process's own requests, where the router cannot say."""
+"""Placement by the load of one process's own requests, used when the router cannot place."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from eldr_serve.serving.replicas import Replicas
 
 
 class OwnLoad:
-    """Counts the leases of one process, and leases the replica with the fewest of them."""
+    """The leases of one process; new ones go to the replica with the fewest of them."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._ledger = LoadLedger()
 
-    def take(self, lease: Placement) -> None:
-        """It runs on its replica from now on; one that ran elsewhere leaves there."""
+    def add(self, lease: Placement) -> None:
+        """Count a lease on its replica, and no longer on an earlier one."""
         self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
-        """It has generated so many tokens in all."""
+        """Update the number of tokens that a request has generated so far."""
         self._ledger.progress(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
-        """It runs no longer; unknown ones are ignored."""
+        """Remove a lease; unknown ones are ignored."""
         self._ledger.release(request_id)
 
     def lease(self, placement: Placement, reason: str) -> None:
-        """Lease the least loaded replica that has not failed the request; several processes differ in ties.
+        """Lease the least loaded replica that has not failed the request, and break ties randomly.
 
         Raises:
-            Overloaded: no decode replica is known at all.
+            Overloaded: no decode replica is known.
         """
         live = self._replicas.live
         candidates = [r for r in live if r not in placement.request.exclude] or list(live)
@@ -46,4 +46,4 @@ class OwnLoad:
         least = np.flatnonzero(in_flight == in_flight.min())
         placement.replica, placement.slot = candidates[int(random.choice(least))], -1
         placement.band, placement.reason, placement.policy = len(candidates), reason, "own-load"
-        self.take(placement)
+        self.add(placement)

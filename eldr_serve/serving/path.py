@@ -1,7 +1,7 @@
-"""The path of one request: prefill, place, decode, release; and what happens when a step fails.
+"""The path of one request: prefill, place, decode, release, and retries of failed steps.
 
-An answer whose engine is lost goes on at another one, which computes the prompt and the tokens generated so
-far anew (see continuation.py for the engine's part).
+An answer whose engine is lost continues on another one, which recomputes the prompt and the tokens generated
+so far (see continuation.py for the engine's part).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
 _LOST = error_event("engine_lost", "the decode engine was lost while it generated; send the request again")
-_NOTICE_S = 5.0  # time for a decode engine to notify the prefill engine that its read is over
+_NOTICE_S = 5.0  # time for a decode engine to notify the prefill engine that it has read the blocks
 
 
 class _DecodeFailed(Exception):  # noqa: N818
-    """A decode call has ended before its answer.
+    """A decode call has ended before its answer was complete.
 
     Attributes:
-        replica: its replica.
-        alive: that is there, and said so itself.
-        begun: some of the answer had come by this call.
+        replica: the decode replica.
+        alive: the replica reported the failure itself.
+        begun: part of the answer had arrived by this call.
     """
 
     def __init__(self, reason: Any, replica: str, *, alive: bool, begun: bool) -> None:
@@ -68,10 +68,10 @@ class _DecodeFailed(Exception):  # noqa: N818
 
 
 class RequestPath:
-    """Runs requests of one ingress over the prefill and the decode deployment.
+    """Runs the requests of one ingress on the prefill and decode deployments.
 
     Args:
-        tokens: of prompts, where they must be placed before an engine has tokenised them.
+        tokens: tokenises prompts that are placed before an engine has tokenised them.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class RequestPath:
         request: Generation,
         record: RequestRecord | None = None,
         *,
-        placed: Callable[[Placement], None] = lambda lease: None,
-        cut_off: Callable[[], None] = lambda: None,
+        on_lease: Callable[[Placement], None] = lambda lease: None,
+        on_overflow: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[bytes, None]:
-        """Yield what the decode engine answers: bytes of a stream as they come, or of one response.
+        """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
 
         Args:
-            record: what becomes of the request is written there.
-            placed: told of each lease as it is made.
-            cut_off: called when too much waits for whoever iterates over this; nothing more will come.
+            record: record of the request, to be filled in.
+            on_lease: called with each new lease.
+            on_overflow: called when the consumer is too slow and too much is buffered; the answer ends there.
 
         Raises:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        run = Run(request, record or RequestRecord(), placed, cut_off, key=hash(request.body))
+        run = Run(request, record or RequestRecord(), on_lease, on_overflow, key=hash(request.body))
         failures = run.record.failures
         with run.record:
             while len(run.failed) < self._options.decode_tries:
@@ -136,19 +136,19 @@ class RequestPath:
                         break
                     self._client.count("prefill_retries")
                 except _DecodeFailed as failure:
-                    failures.append(f"decode replica {failure.replica} failed it: {failure}")
+                    failures.append(f"decode replica {failure.replica} failed: {failure}")
                     run.failed.append(failure.replica)
-                    # If the replica is alive, the blocks may be at fault: let another engine prefill.
+                    # If the replica is alive, the blocks may be at fault: use another prefill engine.
                     run.passed_over += failure.alive
-                    run.cuts += run.sent and failure.begun
-                    if run.sent and (run.cuts > 1 or not run.can_go_on):
+                    run.stream_failures += run.sent and failure.begun
+                    if run.sent and (run.stream_failures > 1 or not run.can_continue):
                         break
-                    if not run.can_go_on:
-                        run.start_again()
+                    if not run.can_continue:
+                        run.discard_answer()
                 except (Refused, CallFailed) as error:
                     if not run.sent:
                         raise
-                    failures.append(f"it could not go on elsewhere: {error}")
+                    failures.append(f"the answer could not continue on another engine: {error}")
                     break
             if not run.sent:
                 tries = f"{run.failed_prefills} prefill attempts failed and {len(run.failed)} decode calls"
@@ -158,15 +158,15 @@ class RequestPath:
             yield _LOST
 
     async def _try(self, run: Run) -> AsyncGenerator[bytes, None]:
-        """One decode call, with a prefill of its own."""
+        """Make one attempt: prefill, place and decode."""
         ticket: Ticket | None = None
         try:
             async with self._retries.turn(run):
-                await self._decode_reached()
+                await self._wait_for_decode()
                 self._check_seats(run)
                 prefilled = await self.prefill.prefilled(run) if self._splits(run.request) else None
                 if run.token_ids is None and self._tokens is not None:
-                    run.foreseen = await self._tokens.of(run.request.asked)
+                    run.local_token_ids = await self._tokens.of(run.request.asked)
                 if self._engines.whole:
                     ticket = await self.prefill.admit_whole(run)
                 with run.record.stage("place") as placing:
@@ -193,7 +193,7 @@ class RequestPath:
         """Yield the answer of the leased engine, then release the lease."""
         resumed = run.tokens > 0
         run.record.lease = lease
-        run.placed(lease)
+        run.on_lease(lease)
         if resumed:
             self._client.progress(run.request_id, run.tokens)
         first = True
@@ -204,7 +204,7 @@ class RequestPath:
                 async for payload in chunks:
                     if first:
                         first = False
-                        self._begun(run, prefilled, placing, decoding)
+                        self._first_chunk(run, prefilled, placing, decoding)
                         if resumed:
                             self._client.count("resumed")
                     if payload:
@@ -213,8 +213,8 @@ class RequestPath:
             await chunks.aclose()
             self._client.release(run.request_id)
 
-    def _begun(self, run: Run, prefilled: Prefilled | None, placing: Stage, decoding: Decoding) -> None:
-        """The first chunk has come."""
+    def _first_chunk(self, run: Run, prefilled: Prefilled | None, placing: Stage, decoding: Decoding) -> None:
+        """Record the arrival of the first chunk."""
         decoding.first_s = now = time.monotonic()
         if run.request.asked.stream:
             run.record.status = 200
@@ -231,7 +231,7 @@ class RequestPath:
     def _splits(self, request: Generation) -> bool:
         return not self._engines.whole and needs_whole_engine(request.method, request.asked) is None
 
-    async def _decode_reached(self) -> None:
+    async def _wait_for_decode(self) -> None:
         """Wait until some decode replica can be reached; placement raises Overloaded if none appears."""
         until = time.monotonic() + self._options.prefill_wait_s
         while not self._engines.decode.live and time.monotonic() < until:
@@ -253,7 +253,7 @@ class RequestPath:
             priority=run.request.priority,
         )
         counts = signature_of(prefilled.params) if prefilled else None
-        wait_s = 0.0 if run.failed else self._options.queue_ttl_s  # a request is queued once
+        wait_s = 0.0 if run.failed else self._options.queue_ttl_s  # retries are not queued
         try:
             return await self._client.place(placement, counts, token_ids=run.token_ids, wait_s=wait_s)
         except BaseException:
@@ -262,7 +262,7 @@ class RequestPath:
             raise
 
     def _blocks(self, run: Run) -> PromptBlocks | None:
-        """Of the prompt, where the engine that decodes it prefills it too."""
+        """Return the prompt's blocks if the decode engine also prefills."""
         if not self._engines.whole or run.token_ids is None:
             return None
         salt = run.request.cache_salt or run.request.asked.cache_salt or ""
@@ -276,15 +276,15 @@ class RequestPath:
         decoding: Decoding,
         ticket: Ticket | None,
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the engine's bytes as they come; none where only tokens have come.
+        """Yield the engine's bytes as they arrive; empty bytes if only tokens have arrived.
 
-        From here on the prompt's blocks are this call's. An engine that reads them tells the prefill
-        engine, which gives them to other prompts at once, so no second call may ever name them. Nor are
-        they freed while the first one may still read them: it would keep what it finds in its prefix cache.
-        An engine whose channel is lost may be alive; then the blocks' lease frees them.
+        From here on this call owns the prompt's blocks. When an engine has read them, the prefill engine
+        reuses them at once, so no second call may name them. They are not freed while the first call may
+        still read them either, since the decode engine would keep wrong data in its prefix cache.
+        An engine whose channel is lost may be alive; then the blocks are freed when their lease ends.
 
         Raises:
-            _DecodeFailed: the answer has not ended.
+            _DecodeFailed: the answer is not complete.
             CallFailed: the engine refuses the request itself.
         """
         request = run.request
@@ -311,28 +311,28 @@ class RequestPath:
             if self._engines.whole and run.token_ids is not None and not run.tokens:
                 signature = self._true_signature(lease, run.token_ids)
             call = self._engines.decode.call(lease.replica, "generate", header, request.body)
-            call.on_overflow = run.cut_off
-            if request.asked.stream or prefilled is not None:  # others say nothing before their end
+            call.on_overflow = run.on_overflow
+            if request.asked.stream or prefilled is not None:  # others send only complete answers
                 since = partial(self._decode_turns.since_s, turn)
                 call.expect(self._options.first_token_limit_s, self._options.gap_limit_s, since=since)
             while (chunk := await call.read()) is not None:
                 if not begun:
                     begun, unread = True, None
                     self._decode_turns.leave(turn, answered=True)
-                    self._computed(run, ticket)
-                run.took(chunk)
+                    self._record_prefill(run, ticket)
+                run.append_chunk(chunk)
                 self._client.progress(lease.request_id, run.tokens)
                 yield chunk.payload
             ended = True
             if prefilled is not None:
                 decoding.transport_s = call.about.get(WAITED_S)
             if not begun:
-                raise _DecodeFailed("it answered nothing", lease.replica, alive=True, begun=False)
+                raise _DecodeFailed("the answer was empty", lease.replica, alive=True, begun=False)
             self._health.succeeded(lease.replica)
         except CallLate as error:
             self._health.failed(lease.replica, error)
             if not run.ended:
-                # Before its first token the blocks may be at fault.
+                # Before the first token the blocks may be at fault.
                 raise _DecodeFailed(error, lease.replica, alive=not begun, begun=begun) from error
         except CallFailed as error:
             ended = True
@@ -343,7 +343,7 @@ class RequestPath:
                 raise _DecodeFailed(error, lease.replica, alive=True, begun=begun) from error
         except ChannelLost as error:
             ended = True
-            run.lost += 1
+            run.lost_engines += 1
             if call is not None:
                 unread = None
             if not run.ended:
@@ -353,18 +353,18 @@ class RequestPath:
             if call is not None and not ended:
                 call.cancel()
             if signature is not None:
-                signature.over()
+                signature.finish()
             if unread is not None:
                 self._release_kv(unread.request_id, unread.replica, reader=call)
 
-    def _computed(self, run: Run, ticket: Ticket | None) -> None:
+    def _record_prefill(self, run: Run, ticket: Ticket | None) -> None:
         """Record that a whole engine has computed the prompt."""
         if ticket is not None:
             known = None if run.token_ids is None else len(run.token_ids)
             self.prefill.computed(ticket, round(ticket.tokens) if known is None else known)
 
     def _true_signature(self, lease: Placement, token_ids: NDArray[np.uint32]) -> TrueSignature:
-        """The router is told what the prompt uses once its engine has prefilled it."""
+        """Report the prompt's expert counts to the router once the engine has prefilled it."""
         return TrueSignature(
             self._engines.decode.call(lease.replica, METHOD, {"id": lease.request_id}),
             lambda counts, tokens: self._client.counted(lease.request_id, token_ids, counts, tokens),
@@ -389,4 +389,4 @@ class RequestPath:
                 await asyncio.sleep(_NOTICE_S)
             await self._engines.prefill.call(replica, "release", {"id": request_id}).end()
         except ChannelLost as error:
-            logger.info("could not release KV of %s, its lease will end: %s", request_id, error)
+            logger.info("could not release KV blocks of %s; their lease will end: %s", request_id, error)

@@ -1,4 +1,4 @@
-"""The places for requests in one ingress replica; tenants wait for them in fair shares."""
+"""Concurrency limit of one ingress replica, with weighted fair queueing of tenants."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from eldr_serve.serving.wait_estimate import WaitEstimate
 
 
 class Places:
-    """So many requests at a time; named tenants may wait, and the smallest share of places is next.
+    """A concurrency limit; named tenants may wait, and the one with the smallest share of places is next.
 
     Args:
-        most: places.
-        most_waiting: requests that may wait; one more, and whoever has most that wait by its priority loses
-            its newest.
-        max_wait_s: how long one may wait, s; a request that would wait longer, by the rate at which places
-            became free, is refused at once.
+        most: maximum number of concurrent requests.
+        most_waiting: maximum number of waiting requests. Beyond it, the newest request is refused of the
+            tenant that has the most waiting requests relative to its priority.
+        max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
+            places became free.
 
     Attributes:
-        in_flight: places that are taken.
+        in_flight: number of admitted requests.
     """
 
     def __init__(self, most: int, most_waiting: int, max_wait_s: float) -> None:
@@ -36,14 +36,14 @@ class Places:
 
     @property
     def waiting(self) -> int:
-        """Requests without a place yet."""
+        """Return the number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def place(self, tenant: Tenant) -> AsyncIterator[None]:
-        """One place for as long as the block runs; Overloaded (429) if there is none in time."""
-        if self.in_flight < self._most:  # then nobody waits
-            self._hold(tenant)
+        """Hold a place until the context ends; raise Overloaded (429) if none is free in time."""
+        if self.in_flight < self._most:  # no request waits in this case
+            self._acquire(tenant)
         elif tenant.name:
             await self._wait(tenant)
         else:
@@ -51,7 +51,7 @@ class Places:
         try:
             yield
         finally:
-            self._leave(tenant)
+            self._release(tenant)
 
     def _ahead(self, tenant: Tenant) -> float:
         """Return how many places become free until a new request of the tenant gets one, itself included.
@@ -69,23 +69,23 @@ class Places:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(granted)
         if self.waiting > self._most_waiting:
-            self._turn_away()
+            self._drop_newest()
         timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse, granted, ahead)
         try:
             await granted
         except BaseException:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._leave(tenant)  # a place was given while the client went
+                self._release(tenant)  # the place was granted while the client disconnected
             raise
         finally:
             timer.cancel()
-            self._forget(tenant, granted)
+            self._remove(tenant, granted)
 
-    def _hold(self, tenant: Tenant) -> None:
+    def _acquire(self, tenant: Tenant) -> None:
         self.in_flight += 1
         self._held[tenant.name] += 1
 
-    def _leave(self, tenant: Tenant) -> None:
+    def _release(self, tenant: Tenant) -> None:
         full = self.in_flight == self._most
         self.in_flight -= 1
         self._held[tenant.name] -= 1
@@ -97,19 +97,19 @@ class Places:
             if not self._waiting[following]:
                 del self._waiting[following]
             if not granted.done():
-                self._hold(following)
+                self._acquire(following)
                 granted.set_result(None)
         if full or not self.in_flight:
             self._waits.departed(empty=not self.in_flight)
 
-    def _forget(self, tenant: Tenant, granted: asyncio.Future[None]) -> None:
+    def _remove(self, tenant: Tenant, granted: asyncio.Future[None]) -> None:
         queue = self._waiting.get(tenant)
         if queue is not None and granted in queue:
             queue.remove(granted)
             if not queue:
                 del self._waiting[tenant]
 
-    def _turn_away(self) -> None:
+    def _drop_newest(self) -> None:
         crowd = max(self._waiting, key=lambda t: len(self._waiting[t]) / t.priority)
         self._refuse(self._waiting[crowd].pop(), self._ahead(crowd))
         if not self._waiting[crowd]:

@@ -67,9 +67,9 @@ class PoolClient:
                 self._handles.pop(index, None)
             if index not in self._away:
                 self._away.add(index)
-                logger.warning("%s is away, samples for it are dropped: %r", self._names[index], error)
+                logger.warning("%s is away, its samples are dropped: %r", self._names[index], error)
             return
         self.sent += len(samples)
         if index in self._away:
             self._away.discard(index)
-            logger.info("%s takes samples again; %d were dropped in all", self._names[index], self.dropped)
+            logger.info("%s takes samples again; %d were dropped so far", self._names[index], self.dropped)

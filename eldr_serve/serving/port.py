@@ -1,4 +1,4 @@
-"""The port of an ingress replica, shared by the replicas of one application and by no others."""
+"""The port of an ingress replica, shared only by the replicas of one application."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from eldr_serve.serving.turns import Turn, Turns
 
 QUEUE = "eldr_prefill_queue"  # field of a replica's report, see Meter.report
 DEFAULT_RATE = 1000.0  # assumed throughput until it has been measured, tokens/s
-_BUSY_TOKENS = 512  # with fewer queued tokens an engine counts as idle, and its rate is not measured
+_IDLE_BELOW_TOKENS = 512  # with fewer queued tokens an engine counts as idle, and its rate is not measured
 _WINDOW_S = 30.0  # averaging window for the rate, s of busy time
 _PRIOR_S = 0.1  # weight of the default rate, s of busy time
 _STALE_S = 10.0  # a report older than this is ignored
 _RETRY_ROOM = 0.8  # retries are scheduled for when the queue is down to this share of the bound
 _OVERDRAFT = 1.25  # a retry that comes at its promised time may exceed the bound by this factor
-_FORESEEN_S, _FORESEEN = 30.0, 20.0  # a rate measured over t seconds is trusted for the next 30 + 20 t
+_TRUST_S, _TRUST_FACTOR = 30.0, 20.0  # a rate measured over t s is trusted for the next 30 + 20 t s
 _CHARACTERS_A_TOKEN = 4.0  # initial estimate, updated from prompts
 
 
@@ -74,7 +74,7 @@ class Throughput:
         """Account for the time since the last event; return whether the engine was busy."""
         now = self._clock()
         passed_s, self._at_s = now - self._at_s, now
-        if self.outstanding < _BUSY_TOKENS:
+        if self.outstanding < _IDLE_BELOW_TOKENS:
             return False
         kept = math.exp(-passed_s / _WINDOW_S)
         self._tokens *= kept
@@ -295,7 +295,7 @@ class PrefillQueues:
         ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
         after_s = (ahead + callers * (self._retries.tokens + tokens)) / rate
         measured_s = max((queue.own.measured_s for queue in queues), default=0.0)
-        most_s = min(MOST_S, _FORESEEN_S + _FORESEEN * measured_s)
+        most_s = min(MOST_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, most_s)))
 
     def enter(self, replica: str | None, tokens: float, key: int) -> Ticket:

@@ -33,7 +33,7 @@ async def prefill_answer(call: Call) -> Any:
     """Return the answer to a prefill call (see PrefillServer.answer); raise ChannelLost if it is empty."""
     chunk = await call.read()
     if chunk is None:
-        raise ChannelLost("it answered nothing")
+        raise ChannelLost("the answer was empty")
     return msgspec.msgpack.decode(chunk.payload)
 
 
@@ -59,7 +59,7 @@ class Health:
         """Count a failed call, unless the replica was merely full."""
         full = isinstance(error, CallFailed) and error.status == 503
         if not full and self._outliers.failed(replica):
-            logger.warning("replica %s fails again and again and is set aside for a while", replica)
+            logger.warning("replica %s fails repeatedly and is set aside for a while", replica)
             self._client.count("set_aside")
 
 
@@ -112,7 +112,7 @@ class PrefillStep:
             return await self.prefill(run)
         except (Overloaded, CallFailed, PrefillFailed) as error:
             if run.tokens:
-                run.record.failures.append(f"it goes on whole: {error}")
+                run.record.failures.append(f"continues on a decode engine without prefill: {error}")
                 self._client.count("whole_without_prefill")
                 return None
             raise
@@ -163,9 +163,9 @@ class PrefillStep:
             if error.status < 500:
                 raise
             self._health.failed(replica, error)
-            raise PrefillFailed(f"prefill replica {replica} failed it: {error}") from error
+            raise PrefillFailed(f"prefill replica {replica} failed: {error}") from error
         except ChannelLost as error:
-            run.lost += 1
+            run.lost_engines += 1
             raise PrefillFailed(f"prefill replica {replica} was lost: {error}") from error
         except BaseException as error:
             if call is not None:
@@ -253,7 +253,7 @@ class PrefillStep:
         return Overloaded(why, retry_after_s=self.queues.retry_s(replicas, tokens, key))
 
     async def _room(self, run: Run, tokens: float) -> bool:
-        """Wait until some prefill replica has room; return False if none is reachable and it goes without.
+        """Wait until some prefill replica has room; return False to run without prefill if none is reachable.
 
         Requests without prefill proceed in order of arrival, at a limited rate.
         """

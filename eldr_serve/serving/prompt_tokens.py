@@ -1,4 +1,4 @@
-"""A prompt's token ids before any engine has seen it, for a prediction of its experts."""
+"""Tokenise prompts in the ingress, to predict their experts before an engine has seen them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LONG = 4096  # characters; a longer prompt is tokenised in a thread
 class PromptTokens:
     """The tokenizer of the served model, without its engine.
 
-    Of a chat the ids are those of its messages' texts, without the template that an engine would write around
-    them: predictions hang on how often each token occurs, and a template's occur in every prompt.
+    The ids of a chat are those of its messages' texts, without the chat template: predictions depend on how
+    often each token occurs, and the template's tokens occur in every prompt.
 
     Args:
         source: folder with the model's tokenizer.json, or the model's name on the hub.
@@ -36,10 +36,10 @@ class PromptTokens:
         self._tokenizer: Tokenizer | None = None
 
     async def fingerprint(self) -> str:
-        """Names the tokenizer (see tokenizer_fingerprint), which is loaded if need be.
+        """Return the fingerprint of the tokenizer (see tokenizer_fingerprint); load it if needed.
 
         Raises:
-            ValueError: there is none that can be read.
+            ValueError: the tokenizer cannot be read.
         """
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load)
@@ -57,17 +57,17 @@ class PromptTokens:
             if folder.is_dir():
                 return Tokenizer.from_file(str(folder / "tokenizer.json"))
             return Tokenizer.from_pretrained(self._source)
-        except Exception as error:  # its own class is Exception itself
+        except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer of {self._source} cannot be read: {error}") from error
 
     async def of(self, asked: Asked) -> NDArray[np.uint32] | None:
-        """uint32[n]; None for several prompts, for embeddings, and as long as there is no tokenizer."""
+        """Return the token ids, uint32[n]; None for several prompts, embeddings or an unloaded tokenizer."""
         if asked.prompt is None and isinstance(asked.messages, list):
             text, special = "\n".join(_texts(asked.messages)), False
         elif isinstance(asked.prompt, str):
             text, special = asked.prompt, True
         else:
-            return _given(asked.prompt)
+            return _as_token_ids(asked.prompt)
         if self._tokenizer is None or not text:
             return None
         if len(text) > _LONG:
@@ -80,13 +80,13 @@ class PromptTokens:
         return np.array(encoded.ids, np.uint32)
 
 
-def _given(prompt: Any) -> NDArray[np.uint32] | None:
-    """Of a prompt of token ids."""
+def _as_token_ids(prompt: Any) -> NDArray[np.uint32] | None:
+    """Return the ids of a prompt that consists of token ids."""
     if not isinstance(prompt, list) or not prompt or several_prompts(prompt):
         return None
     try:
         return np.array(prompt, np.uint32)
-    except (TypeError, ValueError, OverflowError):  # the engine says what is wrong with them
+    except (TypeError, ValueError, OverflowError):  # the engine reports what is wrong with them
         return None
 
 

@@ -1,4 +1,4 @@
-"""A bound on how often something is done."""
+"""A rate limit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class Rate:
-    """A token bucket that holds what comes in one second, and at least one.
+    """A token bucket with the capacity of one second, and at least one token.
 
     Args:
-        per_s: how often in a second; 0: never.
+        per_s: tokens/s; 0: nothing is allowed.
     """
 
     def __init__(self, per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -21,9 +21,9 @@ class Rate:
         self._left, self._at_s = self._most, clock()
 
     def reserve(self, within_s: float) -> float | None:
-        """Seconds until it may be done, after all that was reserved before; then it is counted.
+        """Reserve a token after all earlier reservations; return the seconds until it is available.
 
-        None if that is later than in `within_s`.
+        Reserve nothing and return None if that is longer than `within_s`.
         """
         now = self._clock()
         self._left = min(self._left + (now - self._at_s) * self._per_s, self._most)
@@ -35,5 +35,5 @@ class Rate:
         return after_s
 
     def give_back(self) -> None:
-        """What was reserved is not done."""
+        """Cancel a reservation."""
         self._left += 1

@@ -1,4 +1,4 @@
-"""Ray's own settings that lower what Ray and Serve do while nothing happens.
+"""Ray settings that reduce the idle work of Ray and Serve.
 
 They are read from the environment when Ray's processes start, so they are set where Ray is started.
 """

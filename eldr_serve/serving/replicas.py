@@ -1,7 +1,7 @@
-"""What the request routers of one process know about replicas, for the ingress beside them.
+"""Replicas known to the request routers of one process, for the ingress in the same process.
 
-Ray Serve runs request routers in a thread of their own inside the process that holds the handle. They learn
-first which replicas live; the ingress reads it here, with no call over the network.
+Ray Serve runs request routers in their own thread inside the process that holds the handle. They learn first
+which replicas are live; the ingress reads it here without a network call.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ EXPERTS = "eldr_experts"  # field of a replica's report, see protocol.Engine.exp
 
 
 class Replicas(Protocol):
-    """Whoever knows which replicas of a deployment can be placed on."""
+    """Source of the replicas of a deployment that requests can be placed on."""
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Their ids, sorted."""
+        """Return their ids, sorted."""
 
 
 class ReplicaDirectory:
-    """Replicas of one deployment as Serve tells of them, and what they told Serve of themselves."""
+    """Replicas of one deployment as reported by Serve, with their metadata and newest status reports."""
 
     def __init__(self) -> None:
         self._metadata: Mapping[str, Mapping[str, Any]] = {}
         self._live: tuple[str, ...] = ()
         self._changed: Callable[[], None] = lambda: None
         self.budget = PrefillBudget()  # the prefill fleet sets its bound
-        self.reports: Mapping[str, Mapping[str, Any]] = {}  # on their queues, see prefill_queue.Report
+        self.reports: Mapping[str, Mapping[str, Any]] = {}  # of their queues, see prefill_queue.Report
         self.experts: Mapping[str, Mapping[str, Any]] = {}  # of replicas whose experts can be moved
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Ids of the replicas that Serve would send a request to now, sorted."""
+        """Return the ids of the replicas that Serve would send a request to now, sorted."""
         return self._live
 
     @property
     def metadata(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each live replica's `record_replica_metadata` returned."""
+        """Return the result of each live replica's `record_replica_metadata`."""
         return self._metadata
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of the replicas' prefix caches; 0 if they have none, or are not known yet."""
+        """Return the tokens in a block of the replicas' prefix caches; 0 without one or if unknown yet."""
         return max((found.get(BLOCK_TOKENS, 0) for found in self._metadata.values()), default=0)
 
     def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
@@ -58,17 +58,17 @@ class ReplicaDirectory:
         self.experts = {name: found[EXPERTS] for name, found in stats.items() if EXPERTS in found}
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Have `changed` called whenever the set changes, from whatever thread."""
+        """Register a callback for changes of the set; it is called from any thread."""
         self._changed = changed
         changed()
 
     def publish(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Called by the request router with each new set."""
+        """Replace the set of replicas; the request router calls this."""
         self._metadata, self._live = dict(replicas), tuple(sorted(replicas))
         self._changed()
 
     def drop(self, replica: str) -> None:
-        """Called by the request router when a replica has died, before Serve publishes a new set."""
+        """Remove a replica that has died; the request router calls this before Serve publishes a new set."""
         self.publish({name: found for name, found in self._metadata.items() if name != replica})
 
 
@@ -77,6 +77,6 @@ _directories_lock = threading.Lock()
 
 
 def directory(name: str) -> ReplicaDirectory:
-    """The directory of this process for one deployment, by the name that its router was given."""
+    """Return this process's directory with the name that the request router was given; create it if new."""
     with _directories_lock:
         return _directories.setdefault(name, ReplicaDirectory())

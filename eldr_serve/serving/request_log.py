@@ -1,4 +1,4 @@
-"""What is told of a request that has ended: one line of JSON in the log, and spans of its trace."""
+"""Log of finished requests: one line of JSON each, and the spans of their traces."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Of one ingress replica.
+    """Request log of one ingress replica.
 
     Args:
-        every: each request has its line; else those that something has failed, answered or not.
+        every: log every request; otherwise only those with failures, answered or not.
     """
 
     def __init__(self, *, every: bool, tracing: Tracing | None = None) -> None:
@@ -26,10 +26,10 @@ class RequestLog:
         self._tracing = tracing
 
     def begin(self, path: str, tenant: str, headers: dict[str, str]) -> RequestRecord:
-        """The record of a request that has come now; what it says is told when the request has ended.
+        """Return the record of a new request; it is logged when the request has ended.
 
         Args:
-            headers: for its engines; with tracing, they get those of its trace.
+            headers: headers for the engines; with tracing, those of the trace are added.
         """
         trace = self._tracing.begin(path, headers) if self._tracing else None
         if trace is None:
@@ -38,12 +38,12 @@ class RequestLog:
         return RequestRecord(path, tenant, lambda record: self._ended(record, trace), trace.id)
 
     def _ended(self, record: RequestRecord, trace: Trace | None = None) -> None:
-        if self._every or record.failures:  # at the level of warnings, which deployments show
+        if self._every or record.failures:  # as a warning, since deployments show warnings
             logger.warning("request %s", json.dumps(record.line()))
         if trace is not None:
             trace.end(record)
 
     async def stop(self) -> None:
-        """Tell what is left."""
+        """Export the remaining spans."""
         if self._tracing is not None:
             await self._tracing.stop()

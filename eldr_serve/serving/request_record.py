@@ -1,4 +1,4 @@
-"""What became of one request: kept while it runs, told once it has ended."""
+"""Record of one request, logged when the request has ended."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from eldr_serve.routing import Placement
 
 @dataclass(eq=False)
 class Stage:
-    """A part of a request's way; a try that failed has stages of its own.
+    """One stage of a request; each attempt has its own stages.
 
     Attributes:
-        name: prefill, place, transport (until the decode engine has the prompt's blocks and begins with its
-            first step, where it tells that), first_token or stream, in this order.
+        name: prefill, place, transport (until the decode engine has the prompt's blocks and begins its first
+            step, if the engine reports that), first_token or stream, in this order.
         begun_s, ended_s: time.monotonic().
-        worker: the engine's replica, where one worked.
-        error: why it failed, one sentence; "" if it did not.
+        worker: the engine's replica, if any.
+        error: reason of the failure, one sentence; "" without failure.
     """
 
     name: str
@@ -34,31 +34,31 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """How long it took, s."""
+        """Return the duration, s."""
         return self.ended_s - self.begun_s
 
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One request's record; entered when its work begins, and left when that has ended, however it does.
+    """Record of one request, and a context manager for the work on it.
 
     Attributes:
-        path: of the URL.
-        request_id: names it in answers, logs and engines.
-        trace_id: of its trace; "" without tracing.
-        stages: those that have ended, in the order of their ends.
-        failures: what has failed it on its way, be it that it was tried again, one sentence each.
-        lease: its newest.
-        handover_s: from the end of prefill to the first answer of decode, s; None if there was none.
-        status: of its answer; None if the client went before it had one.
-        error: why the client has no whole answer, though it has waited.
-        left: the client has not waited.
-        tell: called when the work has ended.
+        path: path of the URL.
+        on_end: called when the work has ended.
+        request_id: id in answers, logs and engines.
+        trace_id: id of the trace; "" without tracing.
+        stages: finished stages, in the order of their ends.
+        failures: failures of all attempts, one sentence each.
+        lease: newest lease.
+        handover_s: time from the end of prefill to the first answer of decode, s; None without either.
+        status: HTTP status of the answer; None if the client disconnected before it.
+        error: why a client that waited got no complete answer.
+        client_disconnected: the client disconnected before the end.
     """
 
     path: str = ""
     tenant: str = ""
-    tell: Callable[[RequestRecord], None] = lambda record: None
+    on_end: Callable[[RequestRecord], None] = lambda record: None
     trace_id: str = ""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     begun_s: float = field(default_factory=time.monotonic)
@@ -69,11 +69,11 @@ class RequestRecord:
     handover_s: float | None = None
     status: int | None = None
     error: str = ""
-    left: bool = False
+    client_disconnected: bool = False
 
     @contextmanager
     def stage(self, name: str, worker: str = "") -> Iterator[Stage]:
-        """Time this stage."""
+        """Time a stage."""
         stage = Stage(name, time.monotonic(), worker=worker)
         try:
             yield stage
@@ -98,18 +98,18 @@ class RequestRecord:
         if isinstance(error, Exception):
             self.error = sentence(error)
             if self.status is None:
-                self.status = getattr(error, "status", None)  # of a refusal
+                self.status = getattr(error, "status", None)  # refusals have a status
             if self.status is None:
                 self.status = 500
                 self.failures.append(self.error)
         elif error is not None:
-            self.left = True
+            self.client_disconnected = True
         elif self.status is None:
             self.status = 200
-        self.tell(self)
+        self.on_end(self)
 
     def line(self) -> dict[str, Any]:
-        """All of it as JSON types; times in s, of a stage those of all tries together."""
+        """Return the record as JSON types; times in s, each stage summed over all attempts."""
         seconds: dict[str, float] = {}
         for stage in self.stages:
             seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
@@ -122,7 +122,7 @@ class RequestRecord:
             "tenant": self.tenant,
             "status": self.status,
             "error": self.error or None,
-            "left": self.left,
+            "left": self.client_disconnected,
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
             "prefill": next((s.worker for s in reversed(self.stages) if s.name == "prefill"), None),
@@ -138,8 +138,8 @@ class Decoding:
     """The stages of a decode call.
 
     Attributes:
-        transport_s: part of the time to its first chunk; None: not known.
-        first_s: time.monotonic() of the first chunk; None: it has not come.
+        transport_s: part of the time to the first chunk, s; None if unknown.
+        first_s: time.monotonic() of the first chunk; None before it.
     """
 
     def __init__(self, stages: list[Stage], worker: str) -> None:
@@ -150,7 +150,7 @@ class Decoding:
         self.first_s: float | None = None
 
     def __enter__(self) -> None:
-        """It has begun already."""
+        """Do nothing: the constructor has started the clock."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -167,5 +167,5 @@ class Decoding:
         self._add("stream", self.first_s, now, error)
 
     def _add(self, name: str, begun_s: float, ended_s: float, error: BaseException | None = None) -> None:
-        said = sentence(error) if isinstance(error, Exception) else ""
-        self._stages.append(Stage(name, begun_s, ended_s, self._worker, said))
+        why = sentence(error) if isinstance(error, Exception) else ""
+        self._stages.append(Stage(name, begun_s, ended_s, self._worker, why))

@@ -1,8 +1,8 @@
-"""Ray Serve request routers: which replica of a deployment a call goes to.
+"""Ray Serve request routers, which choose the replica for a call of a deployment.
 
-`DirectoryRouter` tells the ingress of its process which replicas live; the ingress calls them through
-channels. `DecodeRequestRouter` works in somebody else's Ray Serve LLM application: it leases a replica for
-each decode call. Both are set by `deployment_config.request_router_config`.
+`DirectoryRouter` publishes the live replicas to the ingress of its process, which calls them through
+channels. `DecodeRequestRouter` is for other Ray Serve LLM applications: it leases a replica for each decode
+call. Both are set by `deployment_config.request_router_config`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class DirectoryRouter(RequestRouter):
-    """Publishes the replicas; any of them takes a call.
+    """Publishes the live replicas; a call goes to any of them.
 
     Keyword arguments (request_router_kwargs):
-        directory_name: under which the ingress of this process finds what the router knows.
+        directory_name: name of the ReplicaDirectory that the ingress of this process reads.
     """
 
     directory: ReplicaDirectory
@@ -50,19 +50,20 @@ class DirectoryRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Serve's hook."""
+        """Return all replicas; called by Serve."""
         return [candidate_replicas]
 
 
 class DecodeRequestRouter(DirectoryRouter):
-    """Leases a replica for each call from the signature in its `kv_transfer_params`, until the call ends.
+    """Leases a replica for each call by the signature in its `kv_transfer_params`, until the call ends.
 
-    A call without one, or that names a replica (wire.REPLICA), or whose replica has gone, takes that one or
-    the least loaded. It never waits in the decode queue: it would hold up those behind it.
+    A call that names a live replica (wire.REPLICA) goes there. A call without parameters, or whose leased
+    replica is gone, goes to the least loaded replica. No call waits in the decode queue, since it would
+    block later ones.
 
-    Serve sends a call once more when it lost the replica before that had said that it accepts the call. The
-    first one may have read the prompt's KV blocks by then, which frees them for other prompts. So such a
-    call goes without them, and its engine computes the prompt itself.
+    Serve retries a call if the replica is lost before it accepts the call. That replica may already have read
+    the prompt's KV blocks, which frees them for other prompts. So a retry is sent without them, and its
+    engine computes the prompt itself.
 
     Keyword arguments (request_router_kwargs):
         directory_name: see above.
@@ -86,39 +87,39 @@ class DecodeRequestRouter(DirectoryRouter):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent: dict[str, str] = {}  # internal request id -> replica
         self._in_flight: Counter[str] = Counter()
-        self._counting = threading.Lock()  # calls end in a thread of Ray's own
-        self._lost: set[str] = set()  # internal request ids whose replica was lost
+        self._lock = threading.Lock()  # calls end in a thread of Ray's own
+        self._lost: set[str] = set()  # internal ids of requests whose replica was lost
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._lose(replica_id)
+        self._record_lost_calls(replica_id)
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_unavailable(replica_id)
-        self._lose(replica_id)
+        self._record_lost_calls(replica_id)
 
-    def _lose(self, replica_id: ReplicaID) -> None:
-        with self._counting:
+    def _record_lost_calls(self, replica_id: ReplicaID) -> None:
+        with self._lock:
             self._lost |= {call for call, name in self._sent.items() if name == replica_id.unique_id}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica that is leased or named; the least loaded one where there is none or that fails."""
+        """Return the named or leased replica, or the least loaded one if there is none or placement fails."""
         if not candidate_replicas:
             return []
         replica = None
         if pending_request is not None and pending_request.args:
             try:
                 replica = await self._choose(candidate_replicas, pending_request)
-            except Exception as error:  # Serve would let the call wait for ever
-                logger.warning("a call's replica is chosen by load: %r", error)
+            except Exception as error:  # otherwise the call would wait in Serve forever
+                logger.warning("placement of a call failed, using the least loaded replica: %r", error)
         return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
 
     def _send(self, pending: PendingRequest | None, replica: RunningReplica) -> list[list[RunningReplica]]:
         if pending is not None:
             name, call = replica.replica_id.unique_id, pending.metadata.internal_request_id
-            with self._counting:
+            with self._lock:
                 before = self._sent.get(call)
                 if before is not None:
                     self._in_flight[before] -= 1
@@ -127,7 +128,7 @@ class DecodeRequestRouter(DirectoryRouter):
         return [[replica]]
 
     def _least_loaded(self, candidates: list[RunningReplica]) -> RunningReplica:
-        """Of equals any: processes that know nothing of each other do not all take the same one."""
+        """Return the least loaded replica; break ties randomly, since processes do not know of each other."""
         least = min(self._in_flight[r.replica_id.unique_id] for r in candidates)
         return random.choice([r for r in candidates if self._in_flight[r.replica_id.unique_id] == least])
 
@@ -136,10 +137,10 @@ class DecodeRequestRouter(DirectoryRouter):
     ) -> RunningReplica | None:
         request: Any = pending.args[0]
         if pending.metadata.internal_request_id in self._lost:
-            logger.warning("a call is sent once more; its prompt is computed by the decode engine")
+            logger.warning("a call is retried; the decode engine computes its prompt")
             request.kv_transfer_params = None
         params = transfer_params(request)
-        replica = _addressed(candidates, params)
+        replica = _named_replica(candidates, params)
         if replica is None and params:
             replica = await self._lease(candidates, pending, params)
         return replica
@@ -159,10 +160,10 @@ class DecodeRequestRouter(DirectoryRouter):
             max_new_tokens=max_new_tokens(pending.args[0]),
         )
         lease = await self._client.place(request, signature_of(params))
-        return _addressed(candidates, {REPLICA: lease.replica})
+        return _named_replica(candidates, {REPLICA: lease.replica})
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        with self._counting:
+        with self._lock:
             sent = self._sent.pop(internal_request_id, None)
             self._lost.discard(internal_request_id)
             if sent is not None:
@@ -171,6 +172,6 @@ class DecodeRequestRouter(DirectoryRouter):
             self._loop.call_soon_threadsafe(self._client.release, internal_request_id)
 
 
-def _addressed(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:
+def _named_replica(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:
     wanted = params.get(REPLICA)
     return next((r for r in candidates if r.replica_id.unique_id == wanted), None)

@@ -42,24 +42,24 @@ class Run:
 
     request: Generation
     record: RequestRecord
-    placed: Callable[[Placement], None]
-    cut_off: Callable[[], None]
+    on_lease: Callable[[Placement], None]
+    on_overflow: Callable[[], None]
     prefills: int = 0  # prefill calls, including failed ones
     failed_prefills: int = 0
     passed_over: int = 0  # number of prefill replicas skipped, in the prefix's order of preference
-    failed: list[str] = field(default_factory=list)  # decode replicas that failed it
-    lost: int = 0  # number of engines whose channel was lost during a call
+    failed: list[str] = field(default_factory=list)  # decode replicas that failed the request
+    lost_engines: int = 0  # number of engines whose channel was lost during a call
     key: int = 0  # identifies the request, to recognise a client's retry
-    cuts: int = 0  # failed decode calls after the client had received part of the answer
+    stream_failures: int = 0  # failed decode calls after the client had received part of the answer
     prompt: bytes = b""  # token ids, uint32 bytes, set by the prefill engine's answer
-    foreseen: NDArray[np.uint32] | None = None  # token ids computed here if no prefill engine returns them
+    local_token_ids: NDArray[np.uint32] | None = None  # ids tokenised here
     tokens: int = 0  # number of generated tokens
     ids: bytearray = field(default_factory=bytearray)  # ids of generated tokens, uint32, if known
     sent: bool = False  # the client has received part of the answer
     ended: bool = False  # the client has received the whole answer
     created: int | None = None  # timestamp in the answer's chunks, s since 1970
 
-    def took(self, chunk: Chunk) -> None:
+    def append_chunk(self, chunk: Chunk) -> None:
         """Append the next part of the answer."""
         self.tokens += chunk.tokens
         self.ids += chunk.ids
@@ -80,15 +80,15 @@ class Run:
         return bool(self.tokens or self.failed or self.failed_prefills)
 
     @property
-    def can_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         """Return whether another engine can continue after the last token."""
         return 0 < 4 * self.tokens == len(self.ids)
 
     @property
     def token_ids(self) -> NDArray[np.uint32] | None:
         """Return the prompt's token ids, uint32[n], if they are known before decode."""
-        return np.frombuffer(self.prompt, np.uint32) if self.prompt else self.foreseen
+        return np.frombuffer(self.prompt, np.uint32) if self.prompt else self.local_token_ids
 
-    def start_again(self) -> None:
+    def discard_answer(self) -> None:
         """Discard the partial answer."""
         self.tokens, self.ids = 0, bytearray()

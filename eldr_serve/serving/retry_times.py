@@ -36,13 +36,13 @@ class RetryTimes:
     @property
     def tokens(self) -> float:
         """Return the number of tokens of all reservations."""
-        self._forget()
+        self._expire()
         return self._tokens
 
     @property
     def due_tokens(self) -> float:
         """Return the tokens of reservations that are due; their room is not given to other requests."""
-        self._forget()
+        self._expire()
         return sum(found.tokens for found in self._queue[: self._due()])
 
     def reserve(self, key: int, tokens: float, after_s: float, most_s: float = MOST_S) -> float:
@@ -55,7 +55,7 @@ class RetryTimes:
             most_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
                 is drawn at random from the upper half of the range up to `most_s`.
         """
-        self._forget()
+        self._expire()
         now = self._clock()
         if after_s >= most_s:
             return random.uniform(most_s / 2, most_s)
@@ -67,7 +67,7 @@ class RetryTimes:
 
     def is_due(self, key: int) -> bool:
         """Return whether this is a refused request that retries at its reserved time."""
-        self._forget()
+        self._expire()
         return any(found.key == key for found in self._queue[: self._due()])
 
     def claim(self, key: int) -> None:
@@ -81,7 +81,7 @@ class RetryTimes:
     def _due(self) -> int:
         return bisect_right(self._queue, self._clock() + _EARLY_S, key=attrgetter("due_s"))
 
-    def _forget(self) -> None:
+    def _expire(self) -> None:
         expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_s"))
         self._tokens -= sum(found.tokens for found in self._queue[:expired])
         del self._queue[:expired]

@@ -50,6 +50,10 @@ class RetryTurns:
             self._mean_s = _KEPT * self._mean_s + (1 - _KEPT) * (time.monotonic() - begun_s)
 
     def _overloaded(self, run: Run) -> Overloaded:
-        why = "have lost their engine" if run.lost else "are tried again after a call to an engine has failed"
+        why = (
+            "have lost their engine"
+            if run.lost_engines
+            else "are tried again after a call to an engine has failed"
+        )
         wait_s = self._waiting * self._mean_s / self._options.retries_at_once
         return Overloaded(f"too many requests {why}", retry_after_s=max(1, math.ceil(wait_s)))

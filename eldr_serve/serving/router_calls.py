@@ -1,6 +1,6 @@
-"""Calls of the DecodeRouter actor: Ray says where it listens, one channel carries them all.
+"""Calls of the DecodeRouter actor over one channel, whose address comes from Ray.
 
-A call of an actor takes Ray 1.5 ms of CPU time, more than a placement.
+A Ray actor call takes 1.5 ms of CPU time, more than a placement.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel import CallFailed, Channel
 from eldr_serve.errors import SwapRefused
 
-AWAY = (RayError, ConnectionError, TimeoutError, CallFailed)  # raised where the actor cannot answer
+AWAY = (RayError, ConnectionError, TimeoutError, CallFailed)  # raised if the actor cannot answer
 
 
 class RouterCalls:
-    """Of one process; lives in one event loop.
+    """Client of the DecodeRouter actor, for one event loop.
 
     Args:
-        find: returns the actor's handle, starting the actor if need be. It may block, as Ray's calls do while
-            GCS is away: a thread calls it, one at a time.
+        find: returns the actor's handle, and starts the actor if needed. It is called in a thread, one call
+            at a time, because Ray's look-up blocks while GCS is unavailable.
     """
 
     def __init__(self, find: Callable[[], ActorHandle]) -> None:
         self._find = find
-        self._actor: Any = None  # a handle, good for every restart, until the actor is gone for good
+        self._actor: Any = None  # handle, which stays valid across restarts of the actor
         self._channel: Channel | None = None
         self._connecting: asyncio.Task[Channel] | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the actor's method returns.
+        """Call a method of the actor and return its result.
 
         Raises:
-            SwapRefused: as the method does.
+            SwapRefused: the method raised it.
             CallFailed: the method failed.
-            RayError, ConnectionError: the actor is not there.
+            RayError, ConnectionError: the actor is unavailable.
         """
         channel = await self._connected()
         call = channel.call(method, {}, pickle.dumps(args, protocol=5))
@@ -55,16 +55,16 @@ class RouterCalls:
         return pickle.loads(chunk.payload if chunk else b"")
 
     def close(self) -> None:
-        """End the channel; the next call makes another."""
+        """Close the channel; the next call opens another."""
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
         if self._channel is not None:
-            self._channel.close("its client stops")
+            self._channel.close("the client has stopped")
             self._channel = None
 
     async def _connected(self) -> Channel:
-        """The channel, made where there is none; that goes on when nobody waits for it."""
+        """Return the open channel, or open one; opening continues if the caller is cancelled."""
         if self._channel is None or not self._channel.open:
             if self._connecting is None:
                 self._connecting = asyncio.get_running_loop().create_task(self._connect())

@@ -1,14 +1,14 @@
-"""The requests of one process on their way to decode workers: scored here, placed by the DecodeRouter actor.
+"""Client of the DecodeRouter actor: scores the requests of one process, which the actor then places.
 
-Each is one Placement, and its state says what is done next (`State`):
+Each request has a Placement, whose state determines the next step (`State`):
 
     SCORED  --sent with the next call-->      SENT
     SENT    --the router has a worker-->      LEASED
-            --it has none free-->             QUEUED   in its decode queue, until `wait_s` is over
+            --no worker is free-->            QUEUED   in the router's decode queue, for at most `wait_s`
             --it has another table-->         SCORED   twice; then load alone decides
     QUEUED  --a worker is free-->             LEASED
-            --another table or router-->      SCORED   it is asked for again, and keeps its turn
-    any     --the router does not answer-->   LEASED   by own load; the router learns of it when it is back
+            --another table or router-->      SCORED   sent again, without losing its turn
+    any     --the router does not answer-->   LEASED   by own load; reported when the router is back
     any     --released, cancelled, late-->    DONE
 """
 
@@ -40,17 +40,16 @@ from eldr_serve.signature_predictor import SignaturePredictor
 logger = logging.getLogger(__name__)
 
 _RESCORES = 2
-_MOST_ANSWERED = 1024  # ended streams, the newest, that wait for the router to hear of them
-_SAMPLED = 16  # one of so many requests tells the router its signature, whatever the policy reads
+_MOST_ANSWERED = 1024  # newest ended streams that are kept until they are reported
+_SAMPLE_EVERY = 16  # one in this many signatures is reported even if the policy reads none
 
 
 class RouterClient:
     """Places, tracks and releases the requests of one process. Lives in one event loop.
 
     Args:
-        router, replicas, timeout_s: see RouterLink; a placement that takes the actor longer is made by own
-            load.
-        on_predictor: called as a predictor comes, which needs prompts' token ids.
+        router, replicas, timeout_s: see RouterLink; if the actor takes longer, own load decides.
+        on_predictor: called when a predictor is loaded, which needs prompts' token ids.
     """
 
     def __init__(
@@ -66,21 +65,21 @@ class RouterClient:
         self._own = OwnLoad(replicas)
         self._scorings = itertools.count()
         self._table: RoutingTable | None = None
-        self._table_file: bytes | None = None  # that it was read from
+        self._table_file: bytes | None = None  # that the table was read from
         self.on_predictor = on_predictor
         self.predictor: OnlinePredictor | None = None
         self._predictor_file: bytes | None = None
-        self.tokenizer: str | None = None  # fingerprint of the served one; None while it is not known
-        self.placements: dict[str, Placement] = {}  # all that are not DONE
-        self._answers: dict[str, asyncio.Future[None]] = {}  # of those that somebody waits for
+        self.tokenizer: str | None = None  # fingerprint of the served tokenizer; None until known
+        self.placements: dict[str, Placement] = {}  # those that are not DONE
+        self._answers: dict[str, asyncio.Future[None]] = {}  # of requests in `place`
         self._in_queue = 0  # requests of this process in the decode queue
         self._waits = WaitEstimate(clock=lambda: asyncio.get_running_loop().time())
-        # What the actor is still to be told.
-        self._unsent: dict[str, Placement] = {}  # SCORED ones, and such as are not any more
+        # To be reported to the actor.
+        self._unsent: dict[str, Placement] = {}  # may include placements that are no longer SCORED
         self._released: list[str] = []
         self._progress: dict[str, int] = {}
-        self._held: set[str] = set()
-        self._counted: set[str] = set()
+        self._new_leases: set[str] = set()
+        self._new_counts: set[str] = set()
         self._events: Counter[str] = Counter()
         self._finished: deque[Answered] = deque(maxlen=_MOST_ANSWERED)
         self.signature_shape: tuple[int, int] | None = None  # as engines report it
@@ -88,23 +87,23 @@ class RouterClient:
 
     @property
     def name(self) -> str:
-        """Of this client, for the actor."""
+        """Return the id of this client at the actor."""
         return self._id
 
     @property
     def router_away(self) -> bool:
-        """The actor did not answer the last call; placements are made by own load."""
+        """Return whether the last call to the actor failed; placements are then made by own load."""
         return self.link.away
 
     @property
     def leases(self) -> int:
-        """Requests of this process that hold a decode worker now."""
+        """Return the number of leases of this process."""
         return sum(p.state is State.LEASED for p in self.placements.values())
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (see RouterLink.call).
 
-        An actor that has started again knows no shape of signatures, and is told it before it takes a table.
+        Send the shape of signatures before each table or predictor, since a restarted actor does not know it.
         """
         if method == "expect_signatures":
             layers, experts = args
@@ -123,17 +122,17 @@ class RouterClient:
         token_ids: NDArray[np.uint32] | None = None,
         wait_s: float = 0.0,
     ) -> Placement:
-        """Lease a decode worker. Never fails because routing could not decide.
+        """Lease a decode worker. If the router cannot decide, own load does.
 
         Args:
-            request: without signature, similarity and may_wait, which are filled in here.
-            counts: unsigned[L,E], the prompt's expert counts; None if prefill gave none. A prediction stands
-                in for them, where there is a predictor.
-            token_ids: uint32[n], the prompt's, where they are known.
-            wait_s: how long the request may wait in the decode queue, s; 0: it is placed at once.
+            request: the request without signature, similarity and may_wait, which are set here.
+            counts: unsigned[L,E], the prompt's expert counts; None if prefill returned none. They are then
+                predicted if there is a predictor.
+            token_ids: uint32[n], the prompt's token ids, if known.
+            wait_s: maximum wait in the decode queue, s; 0: place at once.
 
         Raises:
-            Overloaded: no decode replica is known at all, or none was free in time.
+            Overloaded: no decode replica is known, or none was free in time.
         """
         until_s = asyncio.get_running_loop().time() + wait_s
         true = counts
@@ -148,89 +147,89 @@ class RouterClient:
             for rescore in range(_RESCORES + 2):
                 if self.router_away or placement.state is State.LEASED:
                     break
-                if rescore > _RESCORES:  # swapped faster than we could score: load alone decides
+                if rescore > _RESCORES:  # tables change faster than we score: load alone decides
                     placement.request = replace(placement.request, signature=None)
                 answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
-                self._ask(placement)
-                # No wait_for here: in Python 3.11 it swallows a cancellation that meets a finished answer,
-                # and the request of a client that has gone would run on.
+                self._submit(placement)
+                # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer, and
+                # the request of a disconnected client would keep running.
                 await answer
             if placement.state is not State.LEASED:
                 placement.request = replace(placement.request, signature=counts)
                 self._lease_by_own_load(placement)
         except BaseException:
-            # It may wait in the decode queue, or hold a lease by now, or an answer with one is on its way.
+            # The request may be queued or hold a lease by now, or a reply with a lease may be in transit.
             self.release(request.request_id)
             raise
         if true is not None and token_ids is not None:
-            self._learn(token_ids, true, len(token_ids))
+            self._train(token_ids, true, len(token_ids))
         return placement
 
     def counted(
         self, request_id: str, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int
     ) -> None:
-        """The engine that the request was placed on has counted its prompt.
+        """Take the true expert counts of a placed request's prompt from its engine.
 
         Args:
-            token_ids: uint32[n] that it was predicted from.
+            token_ids: uint32[n] from which the counts were predicted.
             counts: unsigned[L,E].
-            prompt_tokens: that were counted; a chat's template has some beyond `token_ids`.
+            prompt_tokens: number of counted tokens, including a chat template's, which `token_ids` lack.
         """
-        self._learn(token_ids, counts, prompt_tokens)
+        self._train(token_ids, counts, prompt_tokens)
         placement = self.placements.get(request_id)
         if placement is not None and placement.state is State.LEASED:
             placement.request = replace(
                 placement.request,
-                signature=self._sampled(counts),
+                signature=self._sampled_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
-            self._own.take(placement)
-            self._counted.add(request_id)
+            self._own.add(placement)
+            self._new_counts.add(request_id)
             self.link.wake_soon()
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
-        """Tell how many tokens the request has generated so far; sent now and then."""
+        """Update the number of tokens generated so far; it is reported periodically."""
         placement = self.placements.get(request_id)
         if placement is not None:
             placement.generated_tokens = self._progress[request_id] = generated_tokens
             self._own.progress(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
-        """The request no longer runs on its worker, nor waits for one; calling it again does nothing.
+        """End a request's lease or its wait for one. Further calls have no effect.
 
-        What it generated in all is still told, before the release: policies learn lengths from it.
+        Its final number of tokens is reported with the release, since policies learn lengths from it.
         """
         placement = self.placements.pop(request_id, None)
         if placement is not None:
             placement.become(State.DONE)
             self._own.release(request_id)
-            self._held.discard(request_id)
-            self._counted.discard(request_id)
+            self._new_leases.discard(request_id)
+            self._new_counts.discard(request_id)
             answer = self._answers.pop(request_id, None)
             if answer is not None:
-                answer.cancel()  # nobody waits for what has ended
-            self._withdraw(request_id)
+                answer.cancel()  # nothing waits for it any more
+            self._report_release(request_id)
 
     def count(self, event: str) -> None:
-        """Add one to a counter that `/eldr/status` shows."""
+        """Increment a counter of `/eldr/status`."""
         self._events[event] += 1
 
     def answered_client(self, answered: Answered) -> None:
-        """A stream has ended; the live page shows how fast it was."""
+        """Record the latencies of an ended stream, for the live page."""
         self._finished.append(answered)
 
-    # -- how -------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------
 
-    def _ask(self, placement: Placement) -> None:
-        """It goes with the next call."""
+    def _submit(self, placement: Placement) -> None:
+        """Send the placement with the next call."""
         if placement.state is not State.SCORED:
             placement.become(State.SCORED)
         self._unsent[placement.request_id] = placement
         self.link.wake()
 
-    def _settle(self, placement: Placement) -> None:
-        """Whoever waits for an answer about it goes on."""
+    def _resume(self, placement: Placement) -> None:
+        """Let `place` continue with this placement."""
         answer = self._answers.pop(placement.request_id, None)
         if answer is not None and not answer.done():
             answer.set_result(None)
@@ -238,53 +237,53 @@ class RouterClient:
     def _lease_by_own_load(self, placement: Placement) -> None:
         self._own.lease(placement, "router-away" if self.router_away else "no-worker")
         self.count("placed_by_own_load")
-        self._keep(placement)
-        self._hold(placement.request_id)
+        self._drop_unread(placement)
+        self._report_lease(placement.request_id)
 
-    def _keep(self, placement: Placement) -> None:
-        """LEASED: of the signature only what the live policy reads is kept, for the actor after this one."""
+    def _drop_unread(self, placement: Placement) -> None:
+        """Drop what the live policy does not read; a restarted actor gets the rest with the lease."""
         placement.request = replace(
-            placement.request, similarity=None, signature=self._read_by_policy(placement.request.signature)
+            placement.request, similarity=None, signature=self._counts_for_policy(placement.request.signature)
         )
 
-    def _learn(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
+    def _train(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
         if self.predictor is None or not prompt_tokens:
             return
         try:
             self.predictor.observe(token_ids, counts * (len(token_ids) / prompt_tokens))
         except ValueError as error:
-            logger.error("the signature predictor is of no use here, nothing is predicted: %s", error)
+            logger.error("the signature predictor cannot be used, nothing is predicted: %s", error)
             self.predictor = None
 
-    def _read_by_policy(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
-        """The same counts, which travel with every placement; None where nobody reads."""
+    def _counts_for_policy(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
+        """Return the packed counts to send with a placement; None if the policy reads none."""
         settings = self.link.settings
         if counts is None or settings is None or not settings.read_counts:
             return None
-        return _packed(counts)
+        return _pack(counts)
 
-    def _sampled(self, counts: NDArray[Any]) -> NDArray[Any] | None:
-        """Of a true signature, what the actor is told."""
-        sampled = next(self._scorings) % _SAMPLED == 0
-        return _packed(counts) if sampled else self._read_by_policy(counts)
+    def _sampled_counts(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+        """Return the measured counts to report: those that the policy reads, or else a sample."""
+        sampled = next(self._scorings) % _SAMPLE_EVERY == 0
+        return _pack(counts) if sampled else self._counts_for_policy(counts)
 
-    def _scored(self, request: PlacementRequest) -> PlacementRequest:
+    def _score(self, request: PlacementRequest) -> PlacementRequest:
         counts, settings = request.signature, self.link.settings
         if counts is None:
             return replace(request, signature_missing=True)
-        read = self._read_by_policy if request.predicted else self._sampled
+        read = self._counts_for_policy if request.predicted else self._sampled_counts
         request = replace(request, signature=read(counts))
         if self._table is None or settings is None:
             return request
         try:
             similarity = self._table.similarity(counts)
         except ValueError as error:
-            logger.warning("signature not usable with the live table: %s", error)
+            logger.warning("the signature does not fit the live table: %s", error)
             return replace(request, signature_missing=True)
         return replace(request, similarity=similarity, table_version=settings.table_version)
 
     def _queue(self, placement: Placement) -> None:
-        """Let it wait in the decode queue until `since_s`; refuse it at once if it would wait longer."""
+        """Let a request wait in the decode queue until `since_s`; refuse it if it would wait longer."""
         placement.become(State.QUEUED)
         answer = self._answers.get(placement.request_id)
         loop = asyncio.get_running_loop()
@@ -305,19 +304,19 @@ class RouterClient:
         if not answer.done():
             self.count("queue_expired")
             retry_after_s = self._waits.retry_after_s(self._in_queue + 1)
-            words = "no decode worker is free for this request in time"
-            answer.set_exception(Overloaded(words, retry_after_s=retry_after_s))
+            why = "no decode worker is free for this request in time"
+            answer.set_exception(Overloaded(why, retry_after_s=retry_after_s))
 
-    def _hold(self, request_id: str) -> None:
-        """The actor is told where the request runs."""
-        self._held.add(request_id)
+    def _report_lease(self, request_id: str) -> None:
+        """Report the worker of a lease to the actor."""
+        self._new_leases.add(request_id)
         self.link.wake()
 
-    def _withdraw(self, request_id: str) -> None:
+    def _report_release(self, request_id: str) -> None:
         self._released.append(request_id)
         self.link.wake_soon()
 
-    # -- what the link asks and tells (see router_link.Desk) -----------------------------------------
+    # -- methods for the link (see router_link.LinkDelegate) -----------------------------------------
 
     def message(self, epoch: str) -> Exchange:
         sent = [placement for placement in self._unsent.values() if placement.state is State.SCORED]
@@ -325,19 +324,21 @@ class RouterClient:
             placement.become(State.SENT)
         message = Exchange(
             self._id,
-            tuple(self._scored(placement.request) for placement in sent),
+            tuple(self._score(placement.request) for placement in sent),
             tuple(self._released),
             self._progress,
-            tuple(self.placements[request_id] for request_id in self._held),
-            # Its blocks were told when it was placed.
-            tuple(replace(self.placements[request_id].request, blocks=None) for request_id in self._counted),
+            tuple(self.placements[request_id] for request_id in self._new_leases),
+            # The blocks were sent with the placement.
+            tuple(
+                replace(self.placements[request_id].request, blocks=None) for request_id in self._new_counts
+            ),
             epoch,
             dict(self._events),
             tuple(self._finished),
             None if self.predictor is None else self.predictor.status,
         )
-        self._unsent, self._released, self._progress, self._held = {}, [], {}, set()
-        self._counted = set()
+        self._unsent, self._released, self._progress, self._new_leases = {}, [], {}, set()
+        self._new_counts = set()
         self._events = Counter()
         self._finished.clear()
         return message
@@ -346,8 +347,8 @@ class RouterClient:
         for request in message.placements:
             placement = self.placements.get(request.request_id)
             if placement is not None and placement.state is State.SENT:
-                self._ask(placement)
-        self._counted |= {request.request_id for request in message.counted} & self.placements.keys()
+                self._submit(placement)
+        self._new_counts |= {request.request_id for request in message.counted} & self.placements.keys()
         self._events.update(message.events)
         self._finished = deque([*message.answered, *self._finished], maxlen=_MOST_ANSWERED)
 
@@ -355,30 +356,30 @@ class RouterClient:
         for answer in placements:
             own = self.placements.get(answer.request_id)
             if own is None:
-                continue  # given up since, of which the actor is told
+                continue  # released meanwhile; the release is reported
             if own.state is State.LEASED:
                 if answer.state is State.LEASED and answer.replica != own.replica:
-                    self._hold(answer.request_id)
+                    self._report_lease(answer.request_id)
             elif answer.state is State.LEASED:
                 own.become(State.LEASED)
                 own.replica, own.slot, own.band = answer.replica, answer.slot, answer.band
                 own.similarity, own.best = answer.similarity, answer.best
                 own.reason, own.policy, own.waited_s = answer.reason, answer.policy, answer.waited_s
-                self._keep(own)
-                self._own.take(own)
-                self._settle(own)
+                self._drop_unread(own)
+                self._own.add(own)
+                self._resume(own)
             elif own.state is State.SENT and answer.state is State.QUEUED:
                 self._queue(own)
             elif own.state is State.SENT:
-                self._settle(own)  # it is scored and sent again
+                self._resume(own)  # `place` scores and sends it again
 
     def snapshot(self) -> tuple[Placement, ...]:
-        self._released, self._progress, self._held = [], {}, set()
+        self._released, self._progress, self._new_leases = [], {}, set()
         return tuple(p for p in self.placements.values() if p.state is State.LEASED)
 
     def lost(self) -> None:
         for request_id in list(self._answers):
-            self._settle(self.placements[request_id])
+            self._resume(self.placements[request_id])
 
     def settings_changed(self, settings: Settings) -> None:
         if settings.table != self._table_file:
@@ -386,13 +387,13 @@ class RouterClient:
             self._table_file = settings.table
         if settings.predictor != self._predictor_file:
             self._predictor_file = settings.predictor
-            self.predictor = self._made(settings.predictor)
+            self.predictor = self._load_predictor(settings.predictor)
             if self.predictor is not None:
                 self.on_predictor()
         for placement in list(self._queued()):
-            self._ask(placement)
+            self._submit(placement)
 
-    def _made(self, predictor: bytes | None) -> OnlinePredictor | None:
+    def _load_predictor(self, predictor: bytes | None) -> OnlinePredictor | None:
         if predictor is None:
             return None
         made = SignaturePredictor.from_bytes(predictor)
@@ -404,17 +405,17 @@ class RouterClient:
         return OnlinePredictor(made)
 
     def tokenised_by(self, fingerprint: str) -> None:
-        """The served tokenizer is this one; a predictor of another is given up."""
+        """Set the fingerprint of the served tokenizer; a predictor for another one is discarded."""
         self.tokenizer = fingerprint
         if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
-            self.predictor = self._made(self._predictor_file)
+            self.predictor = self._load_predictor(self._predictor_file)
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._released or self._progress or self._events or self._finished or self._counted)
+    def has_updates(self) -> bool:
+        return bool(self._released or self._progress or self._events or self._finished or self._new_counts)
 
     @property
-    def waits(self) -> bool:
+    def has_queued(self) -> bool:
         return any(self._queued())
 
     def _queued(self) -> Iterator[Placement]:
@@ -422,6 +423,6 @@ class RouterClient:
         return (placement for placement in found if placement.state is State.QUEUED)
 
 
-def _packed(counts: NDArray[Any]) -> NDArray[Any]:
-    """The same in the fewest bytes."""
+def _pack(counts: NDArray[Any]) -> NDArray[Any]:
+    """Return the counts in the smallest dtype."""
     return counts.astype(np.min_scalar_type(counts.max(initial=0).item()))

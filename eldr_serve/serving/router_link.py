@@ -1,4 +1,4 @@
-"""The transport between a client and the DecodeRouter actor: batches, heartbeats, long polls, restores."""
+"""Transport between a client and the DecodeRouter actor: batches, heartbeats, long polls, restores."""
 
 from __future__ import annotations
 
@@ -16,69 +16,69 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 5.0
 _PROGRESS_S = 0.25
-_RIDE_S = 0.02  # a call costs the actor more than the news is worth
+_BATCH_DELAY_S = 0.02  # lets minor updates share a call
 _RECONNECT_S = 0.25
 _POLL_S = 5.0
 
 
 class Router(Protocol):
-    """The actor, as a link calls it; see RouterCalls."""
+    """Client of the actor; see RouterCalls."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the method of that name returns."""
+        """Call a method of the actor and return its result."""
 
     def close(self) -> None:
-        """End the connection, if there is one."""
+        """Close the connection, if there is one."""
 
 
-class Desk(Protocol):
-    """Who a link talks for: the requests of one process."""
+class LinkDelegate(Protocol):
+    """The owner of a link, which holds the requests of one process."""
 
     def message(self, epoch: str) -> Exchange:
-        """All that the actor has not been told, which counts as told from now on."""
+        """Return all unreported changes, which then count as reported."""
 
     def undelivered(self, message: Exchange) -> None:
-        """It has not been told after all; a snapshot goes before the next message."""
+        """Take back a message that was not delivered; a snapshot is sent before the next message."""
 
     def answered(self, placements: tuple[Placement, ...]) -> None:
-        """What the actor made of requests, in reply to a message or out of its decode queue."""
+        """Apply the actor's placements, from a reply or from the decode queue."""
 
     def snapshot(self) -> tuple[Placement, ...]:
-        """All that hold a worker; whatever else the actor holds for this process has ended.
+        """Return all leases; the actor drops whatever else it holds for this process.
 
-        Releases, progress and leases that were still to be told are in it.
+        This includes all unreported releases, progress and leases.
         """
 
     def lost(self) -> None:
-        """The actor does not answer: no request waits for it."""
+        """Stop waiting for the actor, which does not answer."""
 
     def count(self, event: str) -> None:
-        """Add one to a counter."""
+        """Increment a counter."""
 
     def settings_changed(self, settings: Settings) -> None:
-        """Another policy, table or actor: what is in the decode queue must be asked for again."""
+        """Apply new settings, and send requests in the decode queue again."""
 
     @property
     def signature_shape(self) -> tuple[int, int] | None:
-        """Of the engines' signatures (MoE layers, experts), once it is known."""
+        """Return the shape of signatures (MoE layers, experts); None until known."""
 
     @property
-    def has_news(self) -> bool:
-        """Something that can wait for the next heartbeat should be told."""
+    def has_updates(self) -> bool:
+        """Return whether there are minor updates to report."""
 
     @property
-    def waits(self) -> bool:
-        """Some request is in the actor's decode queue."""
+    def has_queued(self) -> bool:
+        """Return whether any request is in the actor's decode queue."""
 
 
 class RouterLink:
-    """Lives in one event loop. While a call is under way whatever comes waits, and then goes together.
+    """Sends a client's changes to the actor, for one event loop; changes during a call share the next one.
 
     Args:
-        name: of this client, for the actor.
-        router: the actor.
-        replicas: the live decode replicas, as this process's request router knows them.
-        timeout_s: how long the actor may take to answer.
+        name: id of this client at the actor.
+        router: client of the actor.
+        replicas: live decode replicas, as this process's request router knows them.
+        timeout_s: maximum time for an answer of the actor, s.
     """
 
     def __init__(
@@ -86,28 +86,29 @@ class RouterLink:
         name: str,
         router: Router,
         replicas: Replicas,
-        desk: Desk,
+        delegate: LinkDelegate,
         *,
         timeout_s: float,
     ) -> None:
         self._name = name
         self._router = router
         self._replicas = replicas
-        self._desk = desk
+        self._delegate = delegate
         self._timeout_s = timeout_s
         self._epoch = ""
-        self._workers_told: tuple[str, ...] = ()
-        self._news, self._polling = asyncio.Event(), asyncio.Event()
+        self._reported_workers: tuple[str, ...] = ()
+        self._to_send, self._polling = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.settings: Settings | None = None
-        self.away = False  # the actor did not answer the last call
+        self.away = False  # the last call to the actor failed
 
     def start(self) -> None:
-        """Begin talking to the actor; safe to call again."""
+        """Start the link's tasks; further calls have no effect."""
         if not self._tasks:
-            self._tasks = [asyncio.create_task(run()) for run in (self._talk, self._beat, self._fetch)]
+            self._tasks = [asyncio.create_task(run()) for run in (self._send, self._heartbeat, self._fetch)]
 
     async def stop(self) -> None:
+        """Stop the tasks and close the connection."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -117,19 +118,19 @@ class RouterLink:
         self._router.close()
 
     def wake(self) -> None:
-        """There is something to tell."""
-        self._news.set()
+        """Send a message now."""
+        self._to_send.set()
 
     def wake_soon(self) -> None:
-        """There is something to tell with the next call, if one goes soon, or else by itself."""
-        asyncio.get_running_loop().call_later(_RIDE_S, self._wake_for_news)
+        """Send a message after a short delay, unless another one is sent before."""
+        asyncio.get_running_loop().call_later(_BATCH_DELAY_S, self._wake_if_updated)
 
-    def _wake_for_news(self) -> None:
-        if self._desk.has_news:
-            self._news.set()
+    def _wake_if_updated(self) -> None:
+        if self._delegate.has_updates:
+            self._to_send.set()
 
     def poll(self) -> None:
-        """There is something to fetch out of the decode queue."""
+        """Fetch leases from the decode queue."""
         self._polling.set()
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -140,96 +141,96 @@ class RouterLink:
             self._take_settings(result)
         return result
 
-    # -- its three tasks -------------------------------------------------------------------------
+    # -- the three tasks -------------------------------------------------------------------------
 
-    async def _talk(self) -> None:
+    async def _send(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._to_send.wait()
+            self._to_send.clear()
             try:
                 await self._exchange()
                 self.away = False
-            except Exception as error:  # whatever it is: no request waits for a router that is broken
+            except Exception as error:  # any error: no request may wait for a broken router
                 self._lose(error)
             if self.away:
                 await asyncio.sleep(_RECONNECT_S)
-                self._news.set()
+                self._to_send.set()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         last = 0.0
         while True:
             await asyncio.sleep(_PROGRESS_S)
             due = time.monotonic() - last > _HEARTBEAT_S
-            if due or self._desk.has_news or self._workers_told != self._replicas.live:
+            if due or self._delegate.has_updates or self._reported_workers != self._replicas.live:
                 last = time.monotonic()
-                self._news.set()
+                self._to_send.set()
 
     async def _fetch(self) -> None:
-        """Fetch leases out of the decode queue as long as requests wait there."""
+        """Fetch leases from the decode queue as long as requests wait there."""
         while True:
             await self._polling.wait()
             epoch = self._epoch
-            if not self._desk.waits:
+            if not self._delegate.has_queued:
                 self._polling.clear()
                 continue
             try:
-                self._desk.answered(await self._call("granted", self._name, _POLL_S, more_s=_POLL_S))
+                self._delegate.answered(await self._call("granted", self._name, _POLL_S, more_s=_POLL_S))
             except Exception as error:
                 if self._epoch == epoch:
                     self._lose(error)
-                    self._news.set()
+                    self._to_send.set()
 
     # -- one exchange ----------------------------------------------------------------------------
 
     async def _exchange(self) -> None:
         if not self._epoch:
             await self._restore()
-        if self._workers_told != self._replicas.live:
+        if self._reported_workers != self._replicas.live:
             workers = self._replicas.live
             await self._call("update_workers", workers)
-            self._workers_told = workers
+            self._reported_workers = workers
         for _ in range(2):
-            message = self._desk.message(self._epoch)
+            message = self._delegate.message(self._epoch)
             try:
                 reply: Reply = await self._call("exchange", message)
                 if reply.refused is None:
                     break
             except BaseException:
-                self._desk.undelivered(message)
+                self._delegate.undelivered(message)
                 raise
-            self._desk.undelivered(message)
+            self._delegate.undelivered(message)
             await self._restore()
         else:
             raise ConnectionError(reply.refused)
         if self.settings is None or reply.settings_version != self.settings.version:
             self._take_settings(await self._call("settings"))
-        self._desk.answered(reply.placements)
+        self._delegate.answered(reply.placements)
 
     async def _restore(self) -> None:
         workers = self._replicas.live
         message = Restore(
-            self._name, workers, self.settings, self._desk.snapshot(), self._desk.signature_shape
+            self._name, workers, self.settings, self._delegate.snapshot(), self._delegate.signature_shape
         )
         restored: Restored = await self._call("restore", message)
         self._epoch = restored.epoch
-        self._workers_told = workers
+        self._reported_workers = workers
         self.settings = restored.settings
-        self._desk.settings_changed(restored.settings)
+        self._delegate.settings_changed(restored.settings)
 
     def _lose(self, error: BaseException) -> None:
         if not self.away:
             logger.warning("DecodeRouter does not answer (%s); placing by own load", type(error).__name__)
-            self._desk.count("router_lost")
+            self._delegate.count("router_lost")
         self.away = True
-        self._epoch = ""  # it is told everything when it is back; until then nothing is kept for it
-        self._desk.lost()
+        self._epoch = ""  # everything is sent again once the actor is back
+        self._delegate.lost()
 
     def _take_settings(self, settings: Settings) -> None:
         if self.settings != settings:
             self.settings = settings
-            self._desk.settings_changed(settings)
+            self._delegate.settings_changed(settings)
 
     async def _call(self, method: str, *args: Any, more_s: float = 0.0) -> Any:
-        # No wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer.
+        # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer.
         async with asyncio.timeout(self._timeout_s + more_s):
             return await self._router.call(method, *args)

@@ -1,4 +1,4 @@
-"""What a decode router is started with: the `router` of a deployment YAML."""
+"""Start settings of a decode router: the `router` of a deployment YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eldr_serve.signature_predictor import SignaturePredictor
 
 
 def _contents_of(kind: type[Artifact]) -> BeforeValidator:
-    """Of a file that can be read, its bytes; they travel to where the file is not."""
+    """Return a validator that replaces a path by the file's bytes, for machines without the file."""
 
     def contents(given: Any) -> Any:
         if not isinstance(given, str | Path):
@@ -27,43 +27,42 @@ def _contents_of(kind: type[Artifact]) -> BeforeValidator:
     return BeforeValidator(contents)
 
 
-def _no_mapping(given: Any) -> Any:
+def _not_from_yaml(given: Any) -> Any:
     if given is None or isinstance(given, PoolSettings):
         return given
-    raise ValueError("the pool is filled in: write `signatures` beside `router`")
+    raise ValueError("`pool` is set automatically: write `signatures` beside `router`")
 
 
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
-    """Policy, table, and what happens to state that nobody renews."""
+    """Policy, artifacts and client timeout of a decode router."""
 
-    model_id: str = Field(default="", description="filled in: the model served; no other's table is taken")
+    model_id: str = Field(default="", description="set automatically: id of the served model")
     policy: str = Field(
         default=DEFAULT_POLICY,
         description="policy to start with, a name or my_package.module:MyPolicy; PUT /eldr/policy changes it",
     )
     parameters: dict[str, Any] = Field(
-        default_factory=dict, description="parameters of the policy, as `band: 0.1` (cosine similarity)"
+        default_factory=dict, description="parameters of the policy, such as `band: 0.1` (cosine similarity)"
     )
     shadow: NamedPolicy | None = Field(
         default=None,
-        description="policy that the live one is compared with, `{name, parameters}`; "
-        "PUT /eldr/shadow changes it",
+        description="policy to compare the live one with, `{name, parameters}`; PUT /eldr/shadow changes it",
     )
     table: Annotated[bytes | None, _contents_of(RoutingTable)] = Field(
         default=None,
-        description="RoutingTable file to start with, seen from where the app is built; "
-        "none: by load until one is swapped in",
+        description="RoutingTable file to start with, read where the app is built; "
+        "none: place by load until one is swapped in",
     )
     predictor: Annotated[bytes | None, _contents_of(SignaturePredictor)] = Field(
         default=None,
-        description="SignaturePredictor file to start with, seen from where the app is built; "
+        description="SignaturePredictor file to start with, read where the app is built; "
         "none: nothing is predicted until one is swapped in",
     )
     client_timeout_s: float = Field(
-        default=30.0, gt=0, description="leases of an ingress silent for longer are dropped, s"
+        default=30.0, gt=0, description="silence of an ingress after which its leases are dropped, s"
     )
-    pool: Annotated[PoolSettings | None, BeforeValidator(_no_mapping)] = Field(
-        default=None, description="filled in from `signatures`; none: no table is made of live traffic"
+    pool: Annotated[PoolSettings | None, BeforeValidator(_not_from_yaml)] = Field(
+        default=None, description="set automatically from `signatures`; none: no table of live traffic"
     )
     seed: int = Field(default=0, description="seed of random choices")
 

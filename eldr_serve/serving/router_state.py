@@ -1,7 +1,7 @@
-"""What the DecodeRouter actor holds beside the placer: clients, settings, artifacts, recovery.
+"""State of the DecodeRouter actor besides the placer: clients, settings, artifacts, recovery.
 
-Plain Python, so that every rule is tested without Ray. Nothing in here waits, so each call is atomic
-in the actor's event loop: a swap falls between two placements, never inside one.
+This is plain Python, to be tested without Ray. Nothing here awaits, so each call is atomic in the actor's
+event loop: a swap never happens in the middle of a placement.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from eldr_serve.signature_predictor import SignaturePredictor
 
 logger = logging.getLogger(__name__)
 
-_COST_HALF_LIFE_S = 600.0  # of a decode step's weight in the fitted cost
+_COST_HALF_LIFE_S = 600.0  # half-life of a decode step's weight in the fitted cost
 _RECENT = 1024
-_MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which travel in one frame of the channel
+_MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which share one frame of the channel
 
 
 class RouterState:
     """Placement of prefilled requests on decode replicas, for several clients.
 
-    A decode replica sits in a slot, and slot i serves centroid i. A replica that goes leaves its
-    slot vacant (its centroid's requests go to the next most similar workers), and the next one that
-    comes takes the lowest vacant slot, so that the others keep their centroids.
+    Each decode replica has a slot, and slot i serves centroid i. The slot of a lost replica stays vacant (its
+    centroid's requests go to the next most similar workers) until a new replica takes the lowest vacant slot,
+    so that the other replicas keep their centroids.
 
-    A lease for a request that had to wait in the decode queue goes into `outbox`. How long a request may wait
-    is its client's business: one that gives up is released like any other.
+    Leases of requests from the decode queue go to `outbox`. Clients limit the wait of their requests, and
+    release those that time out.
 
     Args:
-        model_id: a table or predictor of another model is refused.
-        policy, parameters: the policy to start with; SwapRefused if there is no such one.
-        shadow: the policy that it is compared with, if any.
-        table: a RoutingTable file's bytes, or None to place by load until one is swapped in.
-        predictor: a SignaturePredictor file's bytes, for the clients, which predict.
-        client_timeout_s: leases of a client that is silent for longer are dropped.
+        model_id: tables and predictors of other models are refused.
+        policy, parameters: the policy to start with; SwapRefused if it is unknown.
+        shadow: policy to compare it with, if any.
+        table: content of a RoutingTable file, or None to place by load until one is swapped in.
+        predictor: content of a SignaturePredictor file, for the clients, which predict.
+        client_timeout_s: silence of a client after which its leases are dropped, s.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RouterState:
         self._slots: list[str | None] = []
         self._signature_shape: tuple[int, int] | None = None
         self._last_seen: dict[str, float] = {}
-        self._predictions: dict[str, dict[str, Any]] = {}  # client -> how well it predicts
-        self._predictor_failures = 0  # under the policies before this one
+        self._predictions: dict[str, dict[str, Any]] = {}  # client -> quality of its predictions
+        self._predictor_failures = 0  # under earlier policies
         self._steps = StepSums()
         self._steps_at = clock()
         self._all_steps = StepSums()
@@ -102,7 +102,7 @@ class RouterState:
             predictor_version=int(predictor is not None),
             shadow=shadow,
         )
-        made, other, self._table = self._checked(first)
+        made, other, self._table = self._validated(first)
         if predictor is not None:
             self._check_predictor(predictor)
         self._settings = first
@@ -117,45 +117,46 @@ class RouterState:
 
     @property
     def settings(self) -> Settings:
+        """Return the live settings."""
         return self._settings
 
     def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        """Change the policy; SwapRefused, and no change, if it or a parameter is unknown."""
+        """Change the policy. Raise SwapRefused, without a change, if it or a parameter is unknown."""
         self._adopt(replace(self._next(), policy=policy, parameters=dict(parameters)))
         self.counters["policy_changes"] += 1
         self._dispatch()
         return self._settings
 
     def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        """Compare the live policy with another, or with none; refuses as set_policy does."""
+        """Compare the live policy with another or none. Raise SwapRefused like set_policy."""
         settings = replace(self._next(), shadow=shadow)
-        _, made, _ = self._checked(settings)
+        _, made, _ = self._validated(settings)
         self._settings = settings
         self.comparison.begin(settings, made, self._cost)
         return settings
 
     def swap_table(self, table: bytes) -> Settings:
-        """Make `table` the live one; SwapRefused, and no change, if it does not fit."""
+        """Make a table live. Raise SwapRefused, without a change, if it does not fit."""
         self._adopt(replace(self._next(), table=table, table_version=self._settings.table_version + 1))
         self.counters["table_swaps"] += 1
         self._dispatch()
         return self._settings
 
     def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
-        """Have clients predict by `predictor`; SwapRefused, and no change, if it does not fit.
+        """Make a predictor live. Raise SwapRefused, without a change, if it does not fit.
 
         Args:
-            tokenizer: fingerprint of the served one.
+            tokenizer: fingerprint of the served tokenizer.
         """
         self._check_predictor(predictor, tokenizer)
-        self._predict_by(predictor)
+        self._set_predictor(predictor)
         self.counters["predictor_swaps"] += 1
         return self._settings
 
     def expect_signatures(self, num_layers: int, num_experts: int) -> None:
-        """Tell the shape that engines really report; a table or predictor of another is refused.
+        """Set the shape that engines report; tables and predictors of other shapes are refused.
 
-        The predictor that is live is given up where it is of another, and what it predicted with it.
+        If the live predictor has another shape, discard it and its predictions.
         """
         self._signature_shape = (num_layers, num_experts)
         if self._settings.predictor is None:
@@ -164,31 +165,31 @@ class RouterState:
             self._check_predictor(self._settings.predictor)
         except SwapRefused as error:
             logger.error("nothing is predicted: %s", error)
-            self._predict_by(None)
+            self._set_predictor(None)
             for placement in (*self.placer.running.values(), *self.placer.queue.values()):
-                placement.request = self._of_shape(placement.request)
-            self._adopt(self._settings)  # the policy has taken its shape for the engines'
+                placement.request = self._without_misfit(placement.request)
+            self._adopt(self._settings)  # make the policy again, without the wrong shape
 
-    def _of_shape(self, request: PlacementRequest) -> PlacementRequest:
-        """Without a prediction of another shape than the engines'."""
+    def _without_misfit(self, request: PlacementRequest) -> PlacementRequest:
+        """Return the request without its prediction if that has a different shape than the engines'."""
         counts, shape = request.signature, self._signature_shape
         if not request.predicted or counts is None or shape is None or counts.shape == shape:
             return request
         return replace(request, signature=None, signature_missing=True, predicted=False)
 
-    def _predict_by(self, predictor: bytes | None) -> None:
-        """The policy goes on with what it has learnt."""
+    def _set_predictor(self, predictor: bytes | None) -> None:
+        """Replace the predictor, and keep the policy with its state."""
         version = self._settings.predictor_version + 1
         settings = replace(self._next(), predictor=predictor, predictor_version=version)
-        self._checked(settings)
+        self._validated(settings)
         self._predictions.clear()
         self._settings = settings
 
     def supersede(self, deployed: str, older: Settings | None) -> None:
-        """These settings are of the deployment with this fingerprint.
+        """Mark the settings as those of the deployment with this fingerprint.
 
         Args:
-            older: what they win over, whoever restores it; none: what clients restore is newer.
+            older: settings that these override when a client restores them; None: clients' settings win.
         """
         version = 0 if older is None else _version_after(older)
         self._settings = replace(self._settings, deployed=deployed, version=version)
@@ -196,11 +197,11 @@ class RouterState:
     def _next(self) -> Settings:
         return replace(self._settings, version=_version_after(self._settings))
 
-    def _checked(self, settings: Settings) -> tuple[Policy, Policy | None, RoutingTable | None]:
+    def _validated(self, settings: Settings) -> tuple[Policy, Policy | None, RoutingTable | None]:
         size = len(settings.table or b"") + len(settings.predictor or b"")
         if size > _MAX_SETTINGS_BYTES:
             raise SwapRefused(
-                f"table and predictor have {size / 2**20:.0f} MiB together, the most allowed are "
+                f"table and predictor have {size / 2**20:.0f} MiB together, the maximum is "
                 f"{_MAX_SETTINGS_BYTES / 2**20:.0f}"
             )
         try:
@@ -218,7 +219,7 @@ class RouterState:
 
     def _check_table(self, table: RoutingTable) -> None:
         if table.model != self._model_id:
-            raise SwapRefused(f"the table is of model {table.model!r}, but {self._model_id!r} is served")
+            raise SwapRefused(f"the table is for model {table.model!r}, but {self._model_id!r} is served")
         shape = (table.num_layers, table.num_experts)
         if self._signature_shape not in (None, shape):
             raise SwapRefused(
@@ -235,7 +236,7 @@ class RouterState:
             raise SwapRefused(str(error)) from error
 
     def _adopt(self, settings: Settings) -> None:
-        policy, shadow, self._table = self._checked(settings)
+        policy, shadow, self._table = self._validated(settings)
         swapped = settings.table_version != self._settings.table_version
         if settings.predictor_version != self._settings.predictor_version:
             self._predictions.clear()
@@ -250,14 +251,14 @@ class RouterState:
     def observe_steps(
         self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
     ) -> None:
-        """Take what a decode engine measured; the policy follows the cost fitted to recent steps.
+        """Add a decode engine's measurements, and update the policy's cost model from recent steps.
 
         Args:
-            prefix_cache: tokens of a block, and of the replica's whole cache; (0, 0) if it has none.
+            prefix_cache: tokens in a block and in the replica's whole cache; (0, 0) without a cache.
         """
         now = self._clock()
         block_tokens, kv_tokens = prefix_cache
-        if block_tokens and replica in self._slots:  # the last word of one that has gone may come late
+        if block_tokens and replica in self._slots:  # the last report of a lost replica may be late
             self.placer.prefixes.holds(replica, kv_tokens, block_tokens)
         self.view.observe_steps(replica, steps)
         self.comparison.observe_steps(steps)
@@ -271,7 +272,7 @@ class RouterState:
     # -- workers and clients ---------------------------------------------------------------------
 
     def update_workers(self, replicas: Iterable[str]) -> None:
-        """Take the live decode replicas; leases of one that is gone stay until their client lets go."""
+        """Set the live decode replicas. Leases of lost replicas stay until their clients release them."""
         self._set_workers(replicas)
         self._dispatch()
 
@@ -288,10 +289,10 @@ class RouterState:
         self.placer.set_workers(self._slots)
 
     def restore(self, message: Restore) -> Restored:
-        """Take back from a client what an earlier incarnation of this actor knew.
+        """Restore from a client what an earlier incarnation of this actor knew.
 
-        Whatever else is held for the client has ended since. What waits in the decode queue is not restored:
-        the client asks for it again.
+        All other leases of the client have ended. Requests in the decode queue are not restored, since the
+        client sends them again.
         """
         self._last_seen[message.client] = self._clock()
         if message.workers:
@@ -300,14 +301,14 @@ class RouterState:
         if settings is not None and settings.version > self._settings.version:
             self._adopt(settings)
             self.counters["settings_restored"] += 1
-        if message.signature_shape is not None:  # settings that were live before it was known stay live
+        if message.signature_shape is not None:  # live settings are not checked against it
             self._signature_shape = message.signature_shape
         held = {lease.request_id for lease in message.leases}
         for known in [*self.placer.running.values(), *self.placer.queue.values()]:
             if known.client == message.client and known.request_id not in held:
                 self.placer.finish(known.request_id)
         for lease in message.leases:
-            lease = replace(lease, request=self._of_shape(lease.request))
+            lease = replace(lease, request=self._without_misfit(lease.request))
             running = self.placer.running.get(lease.request_id)
             if running is None or (running.replica, running.policy) != (lease.replica, lease.policy):
                 self.placer.hold(replace(lease, client=message.client))
@@ -316,12 +317,12 @@ class RouterState:
         return Restored(self.epoch, self._settings)
 
     def drop_silent_clients(self) -> int:
-        """Release what clients hold that have not been heard of; returns how many leases."""
+        """Drop the clients that have been silent too long; return the number of their leases."""
         now = self._clock()
         return self.drop({c for c, seen in self._last_seen.items() if now - seen > self._client_timeout_s})
 
     def drop(self, silent: set[str]) -> int:
-        """Release what these clients hold; returns how many leases. One that lives restores them."""
+        """Release all leases of clients, and return their number. A client that is alive restores them."""
         lost = [r for r, placement in self.placer.running.items() if placement.client in silent]
         queued = [r for r, placement in self.placer.queue.items() if placement.client in silent]
         for request_id in lost + queued:
@@ -339,7 +340,7 @@ class RouterState:
     # -- placement -------------------------------------------------------------------------------
 
     def exchange(self, message: Exchange) -> Reply:
-        """Progress and release first, so that placements see the newest load."""
+        """Apply progress and releases first, so that placements see the newest load."""
         if message.known_epoch != self.epoch or message.client not in self._last_seen:
             return Reply(self.epoch, self._settings.version, refused="unknown-client")
         self._last_seen[message.client] = self._clock()
@@ -355,11 +356,11 @@ class RouterState:
         self.counters["signatures_returned"] += len(message.counted)
         if message.prediction is not None:
             self._predictions[message.client] = message.prediction
-        asked = [Placement(self._of_shape(r), State.SENT, message.client) for r in message.placements]
+        asked = [Placement(self._without_misfit(r), State.SENT, message.client) for r in message.placements]
         true = (r.signature for r in (*message.placements, *message.counted) if not r.predicted)
         self.recent.extend(counts for counts in true if counts is not None)
         queued = {r.request_id for r in message.placements if r.request_id in self.placer.queue}
-        # What was scored with another table stays SENT: its caller fetches this one and asks again.
+        # A request scored with another table stays SENT; its client fetches this table and sends it again.
         live = self._settings.table_version
         leased = self.placer.submit(
             p for p in asked if p.request.similarity is None or p.request.table_version == live
@@ -394,7 +395,7 @@ class RouterState:
                 self.counters["prefill_tokens"] += placement.request.prompt_tokens
                 self.counters["prefill_tokens_cached"] += placement.cached_tokens
 
-    # -- what people look at -----------------------------------------------------------------------
+    # -- status -----------------------------------------------------------------------
 
     @property
     def model_id(self) -> str:
@@ -408,11 +409,11 @@ class RouterState:
 
     @property
     def num_workers(self) -> int:
-        """Decode replicas that live."""
+        """Return the number of live decode replicas."""
         return sum(replica is not None for replica in self._slots)
 
     def status(self) -> dict[str, Any]:
-        """JSON-able; `kv_tokens` are prompt + generated tokens of the requests in flight."""
+        """Return the status as JSON types; `kv_tokens`: prompt + generated tokens of requests in flight."""
         loads = self.placer.loads()
         workers = [
             {
@@ -455,53 +456,53 @@ class RouterState:
         }
 
     def live(self) -> dict[str, Any]:
-        """The status, and what the live page shows beside it; JSON-able."""
+        """Return the status and the live page's other data as JSON types."""
         layers = None if self._signature_shape is None else self._signature_shape[0]
         shown = self.view.snapshot(self.placer, self._slots, layers)
         return self.status() | {"live": shown, "policies": policy_names()}
 
     @property
     def predictor_failures(self) -> int:
-        """Predictions that could not be used, under this policy and those before it."""
+        """Return the number of unusable predictions, under this policy and earlier ones."""
         return self._predictor_failures + self.placer.policy.predictor_failures
 
     @property
     def prediction(self) -> dict[str, Any] | None:
-        """How well clients predict, by the true signatures that came back; None without a predictor.
+        """Return the quality of the clients' predictions against true signatures; None without a predictor.
 
-        `cosine` and `gain` (see OnlinePredictor) are means over the prompts that clients have observed;
-        `on` counts the `clients` whose predictor is better than the mean prompt.
+        `cosine` and `gain` (see OnlinePredictor) are means over the prompts that clients have observed.
+        `on` is the number of `clients` whose predictor is better than the mean prompt.
         """
         if self._settings.predictor is None:
             return None
-        told = list(self._predictions.values())
-        prompts = sum(one["prompts"] for one in told)
-        found = {"version": self._settings.predictor_version, "clients": len(told), "prompts": prompts}
-        found["on"] = sum(one["on"] for one in told)
+        reports = list(self._predictions.values())
+        prompts = sum(one["prompts"] for one in reports)
+        found = {"version": self._settings.predictor_version, "clients": len(reports), "prompts": prompts}
+        found["on"] = sum(one["on"] for one in reports)
         for name in ("cosine", "gain"):
-            found[name] = sum(one[name] * one["prompts"] for one in told) / max(prompts, 1)
+            found[name] = sum(one[name] * one["prompts"] for one in reports) / max(prompts, 1)
         return found
 
     @property
     def queue_size(self) -> int:
-        """Requests that wait for a worker."""
+        """Return the number of requests that wait for a worker."""
         return len(self.placer.queue)
 
     @property
     def oldest_wait_s(self) -> float:
-        """How long the request that came first has waited, s; 0 where none waits."""
+        """Return the longest current wait for a worker, s; 0 without waiting requests."""
         since_s = min((p.since_s for p in self.placer.queue.values()), default=None)
         return 0.0 if since_s is None else self._clock() - since_s
 
     def _step_cost(self) -> dict[str, float]:
-        """The fitted cost, s, once there is one; from how many steps, older ones counting less."""
+        """Return the weighted number of steps, and the cost fitted to them, s, once it is known."""
         steps = {"steps": round(self._steps.steps, 1)}
         if self._cost is None:
             return steps
         return steps | self._cost.as_dict() | {"relative_error": self._steps.error(self._cost)}
 
     def _decode_totals(self) -> dict[str, float] | None:
-        """Sums over all decode steps so far; None until the number of MoE layers is known."""
+        """Return sums over all decode steps; None until the number of MoE layers is known."""
         if self._signature_shape is None:
             return None
         steps = self._all_steps
@@ -520,5 +521,5 @@ class RouterState:
 
 
 def _version_after(settings: Settings) -> int:
-    # Milliseconds, so that what an operator says after a restart is newer than what clients restore.
+    # Milliseconds, so that settings made after a restart are newer than those that clients restore.
     return max(settings.version + 1, time.time_ns() // 1_000_000)

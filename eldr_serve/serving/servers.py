@@ -1,4 +1,4 @@
-"""The two engine deployments, over whatever engine: its channel, and what Serve asks of a replica."""
+"""The two engine deployments, for any engine: its channel, and the hooks that Serve calls."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class EngineServer:
     """A replica of a Ray Serve deployment: an engine that is called through its channel.
 
     Args:
-        llm_config: the engine's settings, by the name that Ray Serve LLM binds them under.
-        engine: starts one.
+        llm_config: the engine's settings; Ray Serve LLM uses this name.
+        engine: starts an engine.
         stall_limit_s: see EngineWatch.
     """
 
@@ -94,7 +94,7 @@ class EngineServer:
         return status, body
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve's hook: how ingress replicas reach this one."""
+        """Return the address for ingress replicas; called by Serve."""
         return {METADATA: asdict(self._address)}
 
     def report(self) -> dict[str, Any]:
@@ -111,11 +111,11 @@ class EngineServer:
         return found if experts is None else found | {EXPERTS: experts}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what it cannot count itself."""
+        """Return loads that Serve cannot count itself; called by Serve."""
         return {IN_FLIGHT: float(self._channel.in_flight), KV_IN_USE: self._engine.kv_usage()}
 
     async def check_health(self) -> None:
-        """Serve's hook: raises if the replica must be replaced."""
+        """Raise if the replica must be replaced; called by Serve."""
         await self._engine.check_health()
         if self._life.lost is not None:
             raise RuntimeError(f"the engine is lost: {self._life.lost}")
@@ -131,13 +131,13 @@ class EngineServer:
 
 
 class PrefillServer(EngineServer):
-    """Computes the prompts that are handed over, and frees KV blocks that no decode engine will read.
+    """Computes prompts for decode engines, and frees KV blocks that no decode engine will read.
 
-    A finished prefill's blocks are held until the decode engine has read them or the lease
-    (`kv_lease_duration`, s) ends. If the client goes away in between, call `release` frees them at once.
+    A finished prompt's blocks are held until the decode engine has read them or the lease
+    (`kv_lease_duration`, s) ends. If the client disconnects in between, call `release` frees them at once.
 
     Raises:
-        ConfigurationError: the engine counts no experts. Requests would be served, and placed by load alone.
+        ConfigurationError: the engine counts no experts, so requests would be placed by load alone.
     """
 
     _role = "prefill"
@@ -148,16 +148,16 @@ class PrefillServer(EngineServer):
         logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """As an EngineServer, and the calls that only prefill engines take.
+        """Answer the calls of an EngineServer, `prefill` and `release`.
 
-        To `prefill` the answer is what decode and placement need, as msgpack: `tokens` (of the prompt),
-        `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
+        The answer to `prefill` is msgpack: `tokens` (number of prompt tokens), `token_ids` (uint32 bytes),
+        `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
             found = await self._prefill(EngineRequest(body=body, **header))
             ids = found.token_ids
-            said = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
-            answer.send(msgspec.msgpack.encode(said), 1)
+            answered = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
+            answer.send(msgspec.msgpack.encode(answered), 1)
         elif method == "release":
             await self._engine.release(header["id"])
         else:
@@ -200,7 +200,7 @@ class DecodeServer(EngineServer):
         self._sampler = Sampler(1.0 if num_pool_actors else 0.0)
         await super().__init__(llm_config, **kwargs)
         self._router_name = router_name
-        self._queued = 0.0  # requests that wait in the router for a worker, this one's share
+        self._queued = 0.0  # this replica's share of the requests that wait for a worker
         loop = asyncio.get_running_loop()
         self._reporter = loop.create_task(self._report_steps())
         if num_pool_actors:
@@ -213,8 +213,7 @@ class DecodeServer(EngineServer):
         return await super().record_replica_metadata() | own
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """As an EngineServer, the call that whole engines take (see true_signature), and that of a swap of
-        experts (see expert_swap)."""
+        """Answer the calls of an EngineServer, and those of true_signature and expert_swap."""
         if method == true_signature.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
         elif method == expert_swap.METHOD:
@@ -256,7 +255,7 @@ class DecodeServer(EngineServer):
             over(0.0)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """As an EngineServer; requests that wait for a decode engine count as those that it has."""
+        """Return an EngineServer's loads, with this replica's share of waiting requests; called by Serve."""
         stats = await super().record_autoscaling_stats()
         return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._queued}
 
@@ -267,17 +266,17 @@ class DecodeServer(EngineServer):
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = sums + self._engine.take_steps()
             if not sums.steps:
-                self._queued = 0.0  # who waits, waits for engines that work
+                self._queued = 0.0  # requests only wait if engines are busy
                 continue
             try:
-                if router is None:  # a thread looks it up: that blocks while GCS is away
+                if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
                     router = await asyncio.to_thread(find, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
                 self._queued = await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
                 sums = StepSums()
-            except (ValueError, RayError) as error:  # the router is away
+            except (ValueError, RayError) as error:  # the router is unavailable
                 self._queued = 0.0
-                if isinstance(error, ActorDiedError):  # for good: a restart keeps its handle
+                if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)
 

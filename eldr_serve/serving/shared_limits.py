@@ -1,4 +1,4 @@
-"""What tenants have taken of their limits at each ingress replica, for the others."""
+"""Tenants' usage of their limits at each ingress replica, shared between the replicas."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _SILENT_S = 60.0
 
 
 class SharedLimits:
-    """Held by the router, to which all replicas talk; one that is silent for a minute is forgotten."""
+    """Usage by ingress replica, held by the router; a replica silent for a minute is removed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._taken: dict[str, tuple[float, Taken]] = {}
 
     def exchange(self, ingress: str, taken: Taken) -> dict[str, Taken]:
-        """Take what was taken at one replica since it began; returns the same of each other one."""
+        """Store one replica's usage since its start; return that of the other replicas."""
         now = self._clock()
         self._taken[ingress] = (now, taken)
         self._taken = {name: item for name, item in self._taken.items() if now - item[0] <= _SILENT_S}

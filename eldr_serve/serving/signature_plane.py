@@ -1,4 +1,4 @@
-"""A fixed plane on which signatures are drawn: two principal axes, for people to look at."""
+"""Projection of signatures onto two fixed principal axes, for the live page."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from numpy.typing import NDArray
 
 from eldr_serve.routing import CentroidTable, PlacementRequest
 
-_CENTROIDS = 256  # that the axes are made of, at most: a larger eigenproblem would hold up placements
+_CENTROIDS = 256  # maximum for the axes: a larger eigenproblem would delay placements
 
 Point = tuple[float, float]
 
 
 class CentroidPlane:
-    """Spanned by the table's centroids; a signature's similarities to them are all that it needs.
+    """The plane of the table's centroids; it needs only a signature's similarities to them.
 
-    Its axes are the centroids' two first principal components, where there are two centroids their singular
-    vectors. An axis is a weighted sum of centroids, so a signature's coordinate is that sum of its
-    similarities.
+    Its axes are the centroids' first two principal components, or the singular vectors of two centroids. An
+    axis is a weighted sum of centroids, so a signature's coordinate is the same sum of its similarities.
 
     Args:
-        version: of the table; scores of another one have no place.
+        version: version of the table; signatures scored with another one have no place.
     """
 
     def __init__(self, table: CentroidTable, version: int) -> None:
@@ -34,17 +33,17 @@ class CentroidPlane:
         self.centroids: list[Point] = [_point(row @ self._weights) for row in gram]
 
     def place(self, request: PlacementRequest) -> Point | None:
-        """Where the request's signature lies; None where it has none of this table."""
+        """Return the point of the request's signature; None if it was not scored with this table."""
         if request.similarity is None or request.table_version != self._version:
             return None
         return _point(request.similarity[:_CENTROIDS].astype(np.float64) @ self._weights)
 
 
 class CountsPlane:
-    """Spanned by expert counts of some requests, as unit vectors.
+    """The plane of some requests' expert counts, as unit vectors.
 
     Args:
-        counts: unsigned[L,E] each, none all zero.
+        counts: unsigned[L,E] each, none of them all zero.
     """
 
     centroids: tuple[Point, ...] = ()
@@ -54,7 +53,7 @@ class CountsPlane:
         self._axes = rows.T @ _axes(rows @ rows.T)
 
     def place(self, request: PlacementRequest) -> Point | None:
-        """Where the request's counts lie; None where it has none of that shape."""
+        """Return the point of the request's counts; None if it has none of this shape."""
         counts = request.signature
         if counts is None or counts.size != len(self._axes) or not counts.any():
             return None
@@ -62,7 +61,7 @@ class CountsPlane:
 
 
 def _axes(gram: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64[n, 2], the weights of n rows in their two principal axes, by their inner products."""
+    """Return the weights of n rows in their two principal axes, float64[n, 2], from their inner products."""
     n = len(gram)
     if n > 2:
         centre = np.eye(n) - 1 / n

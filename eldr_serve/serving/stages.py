@@ -1,4 +1,4 @@
-"""How long the steps between prefill and the first token take, for `/eldr/status`."""
+"""Durations of the stages between prefill and the first token, for `/eldr/status`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections import deque
 
 import numpy as np
 
-WINDOW = 256  # newest requests that percentiles are taken of
+WINDOW = 256  # number of newest requests for the percentiles
 
 
 class Stages:
     """Times of the newest requests, by name of the stage.
 
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its
-    first chunk; transport, which is told after that, is in it), and `handover` (end of the last prefill to
-    first decode chunk).
+    first chunk, including transport), and `handover` (end of the last prefill to first decode chunk).
     """
 
     def __init__(self) -> None:
@@ -22,13 +21,13 @@ class Stages:
         self._counts: dict[str, int] = {}
 
     def record(self, **seconds: float) -> None:
-        """Take the times of one request, s."""
+        """Add the durations of one request, s."""
         for name, value in seconds.items():
             self._seconds.setdefault(name, deque(maxlen=WINDOW)).append(value)
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Of each stage: requests so far; mean, median and 99th percentile of the newest, ms."""
+        """Return, for each stage, the request count and the mean, p50 and p99 of the newest, ms."""
         found = {}
         for name, recent in self._seconds.items():
             values = 1000 * np.asarray(recent)

@@ -1,4 +1,4 @@
-"""Who sends a request, and what they have left of their limits."""
+"""Tenants, found by their keys, and their rate limits."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from eldr_serve.serving.router_calls import AWAY
 logger = logging.getLogger(__name__)
 
 _LOOK_PERIOD_S = _SHARE_PERIOD_S = 1.0
-Taken = dict[str, tuple[float, float]]  # of tenants with limits: requests and tokens, since the process began
+Taken = dict[str, tuple[float, float]]  # tenant -> requests and tokens used since the process began
 _MINUTE_S = 60.0
 
 
 class Bucket:
-    """So many units a minute; those of one minute, and at least one, may be saved up.
+    """Token bucket with the capacity of one minute, and at least one unit.
 
-    What a request turns out to use is taken though it be more than is left: the debt is paid off first. So
-    over any t seconds at most `per_minute * (1 + t / 60)` units and the last taker's are taken.
+    Usage may exceed what is left; the debt must be refilled before the next request. So within any t seconds
+    at most `per_minute * (1 + t / 60)` units are used, plus those of the last request.
 
     Args:
-        per_minute: None: no limit.
-        clock: s.
+        per_minute: units per minute; None: no limit.
+        clock: returns the time, s.
     """
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_minute = per_minute
-        self.taken = 0.0  # in all, by this process
+        self.taken = 0.0  # total of this process
         self._clock = clock
         self._used, self._at = 0.0, clock()
 
     def limit(self, per_minute: float | None) -> None:
-        """Change the limit; what has been used stays used."""
-        self._pay_off()
+        """Change the limit and keep the usage."""
+        self._refill()
         self.per_minute = per_minute
 
     def wait_s(self) -> float:
-        """Until one unit is left; 0 if it is."""
+        """Return the time until one unit is available, s."""
         if self.per_minute is None:
             return 0.0
-        self._pay_off()
+        self._refill()
         missing = self._used + 1.0 - max(self.per_minute, 1.0)
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
     def take(self, units: float) -> None:
-        """Whatever is left; negative units are given back."""
+        """Use units, whatever is left; negative units are returned to the bucket."""
         self.taken += units
         self.use(units)
 
     def use(self, units: float) -> None:
-        """The same, of units that another process has taken."""
-        self._pay_off()
+        """Count units that another process has used."""
+        self._refill()
         self._used = max(self._used + units, 0.0)
 
-    def _pay_off(self) -> None:
+    def _refill(self) -> None:
         now = self._clock()
         if self.per_minute is None:
             self._used = 0.0
@@ -71,7 +71,7 @@ class Bucket:
 
 
 class Tenant:
-    """One tenant of this ingress replica. The nameless one is everybody, where no keys are asked for."""
+    """One tenant at this ingress replica. The tenant without name stands for all clients without keys."""
 
     def __init__(
         self, name: str = "", limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
@@ -83,23 +83,23 @@ class Tenant:
         self.tokens = Bucket(limits.tokens_per_minute, clock)
 
     def change(self, limits: Limits) -> None:
-        """Of now on."""
+        """Apply new limits immediately."""
         self.priority = limits.priority
         self.requests.limit(limits.requests_per_minute)
         self.tokens.limit(limits.tokens_per_minute)
 
     @property
     def limited(self) -> bool:
-        """Whether there is anything to count."""
+        """Return whether the tenant has a limit."""
         return (self.requests.per_minute, self.tokens.per_minute) != (None, None)
 
     def admit(self) -> None:
-        """Count one request; RateLimited if there are too many."""
+        """Count one request; raise RateLimited if there are too many."""
         self.check(self.requests, "requests")
         self.requests.take(1.0)
 
     def check(self, bucket: Bucket, what: str) -> None:
-        """RateLimited if nothing is left."""
+        """Raise RateLimited if nothing is left."""
         wait_s = bucket.wait_s()
         if wait_s:
             raise RateLimited(
@@ -109,41 +109,41 @@ class Tenant:
 
 
 class Visit:
-    """One request of a tenant, and the tokens that it takes of the tenant's limit.
+    """One request of a tenant, and the tokens that it uses of the tenant's limit.
 
     Attributes:
-        lease: its newest; it knows what was really used.
+        lease: newest lease, which has the true usage.
     """
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self.lease: Placement | None = None
-        self._prompt = self._taken = 0
+        self._prompt = self._reserved = 0
 
-    def foresee(self, prompt: int, output: int) -> None:
-        """Take these tokens until more is known; RateLimited while nothing is left."""
+    def reserve(self, prompt: int, output: int) -> None:
+        """Reserve estimated numbers of tokens; raise RateLimited if none are left."""
         self.tenant.check(self.tenant.tokens, "tokens")
-        self._prompt, self._taken = prompt, prompt + output
-        self.tenant.tokens.take(self._taken)
+        self._prompt, self._reserved = prompt, prompt + output
+        self.tenant.tokens.take(self._reserved)
 
     def settle(self) -> None:
-        """The request has ended: what it used takes the place of what was foreseen."""
+        """Replace the reservation by the true usage of the finished request."""
         used = 0
         if self.lease is not None:
             used = (self.lease.request.prompt_tokens or self._prompt) + self.lease.generated_tokens
-        self.tenant.tokens.take(used - self._taken)
-        self._taken = used
+        self.tenant.tokens.take(used - self._reserved)
+        self._reserved = used
 
 
 class Tenants:
-    """All tenants, as the file of keys says now.
+    """All tenants of the current key file.
 
     Args:
-        path: None: whoever comes is the nameless tenant, without limits.
-        clock: s.
+        path: the key file; None: all clients are one tenant without name and limits.
+        clock: returns the time, s.
 
     Raises:
-        KeysError: the file cannot be used. Later, what was live before stays so.
+        KeysError: the file is invalid at the start. Later, the last valid content stays live.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,13 +152,13 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._owners: dict[str, str] = {}
         self._seen: object = None
-        self._elsewhere: dict[str, Taken] = {}
+        self._used_elsewhere: dict[str, Taken] = {}
         if path is not None:
             self._seen = _stamp(path)
             self._take(read_keys(path))
 
     def find(self, authorization: str) -> Tenant:
-        """Of a request with this Authorization header; Refused (401) if the key is nobody's."""
+        """Return the tenant for an Authorization header; raise Refused (401) if the key is unknown."""
         if self._path is None:
             return self._anyone
         scheme, _, key = authorization.partition(" ")
@@ -168,7 +168,7 @@ class Tenants:
         return self._tenants[owner]
 
     async def watch(self) -> None:
-        """Take changes of the file as they are made, until cancelled."""
+        """Apply changes of the file, until cancelled."""
         while self._path is not None:
             await asyncio.sleep(_LOOK_PERIOD_S)
             changed = await asyncio.to_thread(self.look)
@@ -176,43 +176,43 @@ class Tenants:
                 self._take(changed)
 
     async def share(self, exchange: Callable[[Taken], Awaitable[dict[str, Taken]]]) -> None:
-        """Count together with the other ingress replicas, until cancelled.
+        """Share usage with the other ingress replicas, until cancelled.
 
         Args:
-            exchange: tells what tenants have taken here, and returns the same of each other replica.
+            exchange: sends this replica's usage, and returns that of each other replica.
         """
         while self._path is not None:
             await asyncio.sleep(_SHARE_PERIOD_S)
             try:
                 self.use(await exchange(self.taken()))
-            except AWAY:  # each replica counts by itself until the router is back
+            except AWAY:  # each replica counts alone until the router is back
                 continue
 
     def taken(self) -> Taken:
-        """By this replica's requests."""
+        """Return the usage by this replica's requests."""
         limited = (tenant for tenant in self._tenants.values() if tenant.limited)
         return {tenant.name: (tenant.requests.taken, tenant.tokens.taken) for tenant in limited}
 
     def use(self, elsewhere: dict[str, Taken]) -> None:
-        """Other replicas have taken so much; of one that is new here, what it takes from now on counts."""
+        """Count the usage at other replicas; a new replica's counts from its first report."""
         for replica, tenants in elsewhere.items():
-            before = self._elsewhere.get(replica, tenants)
+            before = self._used_elsewhere.get(replica, tenants)
             for name, taken in tenants.items():
                 if tenant := self._tenants.get(name):
                     known = before.get(name, (0.0, 0.0))
                     tenant.requests.use(taken[0] - known[0])
                     tenant.tokens.use(taken[1] - known[1])
-        self._elsewhere = elsewhere
+        self._used_elsewhere = elsewhere
 
     def look(self) -> Keys | None:
-        """What the file says if it has changed; a bad one is logged once, and counts as unchanged."""
+        """Return the keys if the file has changed. An invalid file is logged once and counts as unchanged."""
         if self._path is None or (stamp := _stamp(self._path)) == self._seen:
             return None
         self._seen = stamp
         try:
             keys = read_keys(self._path)
         except KeysError as error:
-            logger.error("the keys of before stay live: %s", error)
+            logger.error("the previous keys stay live: %s", error)
             return None
         logger.warning("%s: %d keys of %d tenants", self._path, len(keys.keys), len(keys.tenants))
         return keys

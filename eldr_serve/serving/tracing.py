@@ -1,4 +1,4 @@
-"""Traces of requests (OpenTelemetry): one span a request, with a child for each of its stages."""
+"""OpenTelemetry traces: one span for each request, with a child for each of its stages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from eldr_serve.serving.admission import TracingOptions
 from eldr_serve.serving.request_record import RequestRecord
 
-_EXPORT_S = 5.0  # for one export, with its retries
-_STOP_S = 3.0  # for what is left when the ingress ends
+_EXPORT_S = 5.0  # time limit of an export with its retries
+_STOP_S = 3.0  # time limit of the last export when the ingress ends
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Tracing:
     """Makes the spans of one ingress replica's requests.
 
-    They are exported by a thread of OpenTelemetry's, in batches. Where the collector is away, spans are
-    dropped, and nobody waits for them.
+    A thread of OpenTelemetry exports them in batches. If the collector is unavailable, spans are dropped and
+    requests do not wait.
     """
 
     def __init__(self, options: TracingOptions) -> None:
-        # Not the process's provider: that is Ray's to set.
+        # Not the provider of the process, which Ray sets.
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "eldr-serve"}),
             sampler=ParentBasedTraceIdRatio(options.sample),
@@ -43,27 +43,26 @@ class Tracing:
         self._tracer = self._provider.get_tracer("eldr_serve")
 
     def begin(self, path: str, headers: Mapping[str, str]) -> Trace:
-        """The trace of a request that comes now.
+        """Return the trace of a new request.
 
         Args:
-            headers: of the request, names in small letters; what is malformed of a trace in them counts as
-                none.
+            headers: the request's headers, with names in lower case; malformed trace headers are ignored.
         """
         return Trace(self._tracer, path, headers)
 
     async def stop(self) -> None:
-        """Export what is left, if that takes no longer than `_STOP_S`."""
+        """Export the remaining spans, for at most `_STOP_S`."""
         stopping = threading.Thread(target=self._provider.shutdown, daemon=True)
         stopping.start()
         await asyncio.to_thread(stopping.join, _STOP_S)
 
 
 class Trace:
-    """The trace of one request, be it sampled or not.
+    """The trace of one request, sampled or not.
 
     Attributes:
-        id: of the whole trace, 32 hexadecimal digits.
-        headers: by which engines join it.
+        id: id of the whole trace, 32 hexadecimal digits.
+        headers: headers by which engines join the trace.
     """
 
     def __init__(self, tracer: Tracer, path: str, headers: Mapping[str, str]) -> None:
@@ -76,32 +75,32 @@ class Trace:
         _PROPAGATOR.inject(self.headers, self._context)
 
     def end(self, record: RequestRecord) -> None:
-        """Make the spans."""
+        """Create the spans."""
         if not self._root.is_recording():
             return
         for stage in record.stages:
-            span = self._tracer.start_span(stage.name, self._context, start_time=self._at(stage.begun_s))
+            span = self._tracer.start_span(stage.name, self._context, start_time=self._time_ns(stage.begun_s))
             if stage.worker:
                 span.set_attribute("eldr.worker", stage.worker)
-            _fail(span, stage.error)
-            span.end(self._at(stage.ended_s))
+            _set_error(span, stage.error)
+            span.end(self._time_ns(stage.ended_s))
         self._root.set_attributes(_attributes(record))
         if record.status is None or not 400 <= record.status < 500:  # those are the client's errors
-            _fail(self._root, record.error)
-        self._root.end(self._at(record.ended_s))
+            _set_error(self._root, record.error)
+        self._root.end(self._time_ns(record.ended_s))
 
-    def _at(self, monotonic_s: float) -> int:
-        """Nanoseconds since 1970."""
+    def _time_ns(self, monotonic_s: float) -> int:
+        """Convert a monotonic time to nanoseconds since 1970."""
         return self._since_epoch_ns + int(1e9 * monotonic_s)
 
 
-def _fail(span: Span, error: str) -> None:
+def _set_error(span: Span, error: str) -> None:
     if error:
         span.set_status(StatusCode.ERROR, error)
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    """Of the request's span; what is not known is left out."""
+    """Return the known attributes of the request's span."""
     line = record.line()
     found = {
         "http.response.status_code": line["status"],

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_MOST = 32  # departures that are remembered
-_FEWEST = 4  # departures that a prediction needs
+_MOST = 32  # number of departures kept
+_FEWEST = 4  # departures needed for a prediction
 
 
 class WaitEstimate:
@@ -23,7 +23,7 @@ class WaitEstimate:
         self._departures: deque[float] = deque(maxlen=_MOST)
 
     def departed(self, *, empty: bool) -> None:
-        """Note that a request has left the line; an empty line says nothing about the next one."""
+        """Record that a request has left the line; start over if the line is empty."""
         if empty:
             self._departures.clear()
         else:

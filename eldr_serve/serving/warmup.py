@@ -1,7 +1,8 @@
-"""One token through each prefill-decode pair, or each whole engine, before users come.
+"""Warm-up requests for each prefill-decode pair, or each whole engine, before clients are served.
 
-Else the first user would pay NIXL's handshake, and everybody the compilation of vLLM's samplers, for which
-a decode engine stands still for seconds: with log-probabilities, and with a batch of one and of several.
+Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
+samplers, which blocks a decode engine for seconds: with log-probabilities, and with a batch of one and of
+several.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _LIMIT_S = 60.0
-_FIRST_PERIOD_S = 0.2  # until a first pair is warm: somebody waits for the service to start
+_FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is starting
 _WHOLE = ""  # in place of a pair's prefill engine
 
 
 class Warmup:
-    """Warms each pair of live replicas once, and tells the router the shape of the signatures."""
+    """Warms each pair of live replicas once, and reports the shape of signatures to the router."""
 
     def __init__(
         self, *, engines: Engines, handles: list[DeploymentHandle], client: RouterClient, model_id: str
@@ -46,20 +47,20 @@ class Warmup:
 
     @property
     def pairs(self) -> int:
-        """Pairs of replicas that have exchanged KV blocks, or whole engines that have answered."""
+        """Return the number of warm pairs or whole engines."""
         return len(self._warm)
 
     @property
     def ready(self) -> bool:
-        """Every engine that Serve knows of is up and warm."""
+        """Return whether all engines that Serve knows of are up and warm."""
         return self._engines_up and not self._cold()
 
     @property
     def awaited(self) -> str | None:
-        """What requests should wait for, one sentence; None: they may come.
+        """Return why the service is not ready, one sentence; None if it is.
 
-        That is all pairs at first, later one decode engine that has been warm: engines that come are warmed
-        beside the traffic, and without a prefill engine requests run whole.
+        At first all pairs must be warm. Later one warm decode engine is enough: new engines are warmed
+        during traffic, and requests run without a prefill engine if there is none.
         """
         if self._all_were_warm:
             warm = {decode for _, decode in self._warm}
@@ -79,7 +80,7 @@ class Warmup:
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
-        # The first call through a handle makes Serve tell it (and us) which replicas there are.
+        # After the first call through a handle, Serve publishes the replicas to it and to us.
         await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
         self._engines_up = True
         while True:
@@ -89,7 +90,7 @@ class Warmup:
 
     async def _try_pair(self, prefill: str, decode: str) -> None:
         try:
-            async with asyncio.timeout(_LIMIT_S):  # a pair that hangs keeps no other one cold
+            async with asyncio.timeout(_LIMIT_S):  # a pair that hangs must not delay the others
                 if prefill == _WHOLE:
                     await self._warm_whole(decode)
                 else:
@@ -104,12 +105,12 @@ class Warmup:
         found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
         counts = signature_of(found["kv"])
         if counts is None:
-            logger.warning("prefill replica %s sends no expert signatures, its pairs stay cold", prefill)
+            logger.warning("prefill replica %s sends no expert signatures, its pairs are not warmed", prefill)
             await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
             return
         try:
             call = self._generate(decode, f"{request_id}-d", found["kv"])
-        except ChannelLost:  # it is not called, so nobody reads the prompt's blocks
+        except ChannelLost:  # no engine will read the prompt's blocks
             await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
             raise
         await _read(call)
@@ -126,13 +127,13 @@ class Warmup:
             await _read(self._generate(decode, request_id))
             await _read(self._generate(decode, f"{request_id}-n", answers=2))
         finally:
-            heard = signature.over()
-        await heard
+            finished = signature.finish()
+        await finished
         self._warm.add((_WHOLE, decode))
         if shapes:
             await self._client.call("expect_signatures", *shapes[0])
         else:
-            logger.warning("replica %s counts no experts: predictions are never judged there", decode)
+            logger.warning("replica %s counts no experts: its predictions cannot be evaluated", decode)
 
     def _generate(
         self, decode: str, request_id: str, params: dict[str, Any] | None = None, *, answers: int = 1

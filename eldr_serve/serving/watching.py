@@ -1,4 +1,4 @@
-"""Ray's metrics of our processes, from what the status shows (eldr_serve/metrics.py has the list)."""
+"""Ray metrics of our processes, from their status (eldr_serve/metrics.py has the list)."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from eldr_serve.routing import Placement, State
 from eldr_serve.serving.messages import Answered, Reply
 from eldr_serve.serving.router_state import RouterState
 
-PERIOD_S = 1.0  # between two exports; Ray drops a gauge that was not set for two of its own reports
-# Ray makes a counter's series with its first increment, and Prometheus sees no increase in a first sample. So
-# each series begins with the least increment that Ray takes, which vanishes in the next one.
-_BEGIN = sys.float_info.min
+PERIOD_S = 1.0  # export interval; Ray drops a gauge that is not set for two of its own reports
+# Ray creates a counter's series at its first increment, and Prometheus sees no increase in a first sample. So
+# each series begins with the smallest increment that Ray accepts, which vanishes in the next one.
+_SMALLEST = sys.float_info.min
 
 
 class RouterMetrics:
-    """Of the DecodeRouter actor; nothing here is called once a token."""
+    """Metrics of the DecodeRouter actor; no method is called for each token."""
 
     def __init__(self) -> None:
-        self._made = _made(ROUTER)
+        self._ray_metrics = _ray_metrics(ROUTER)
         self._seen: Counts[str] = Counts()
-        self._begun: set[str] = set()
+        self._created: set[str] = set()
 
     def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
-        """A batch of requests was placed in so many seconds."""
+        """Record the placement of a batch of requests, which took `seconds`."""
         tags = {"policy": state.settings.policy}
-        self._made["eldr_route_seconds"].observe(seconds, tags)
+        self._ray_metrics["eldr_route_seconds"].observe(seconds, tags)
         for placement in reply.placements:
             if placement.state is State.LEASED:
-                self._made["eldr_band_size"].observe(placement.band, tags)
+                self._ray_metrics["eldr_band_size"].observe(placement.band, tags)
 
     def granted(self, state: RouterState, leases: tuple[Placement, ...]) -> None:
-        """These have left the decode queue with a worker."""
+        """Record leases from the decode queue."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
-            self._made["eldr_band_size"].observe(lease.band, tags)
-            self._made["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)
+            self._ray_metrics["eldr_band_size"].observe(lease.band, tags)
+            self._ray_metrics["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)
 
     def answered(self, state: RouterState, streams: Iterable[Answered]) -> None:
-        """These have ended."""
+        """Record finished streams."""
         tags = {"policy": state.settings.policy}
         for stream in streams:
-            self._made["eldr_ttft_seconds"].observe(stream.ttft_s, tags)
+            self._ray_metrics["eldr_ttft_seconds"].observe(stream.ttft_s, tags)
             if stream.tpot_s is not None:
-                self._made["eldr_tpot_seconds"].observe(stream.tpot_s, tags)
+                self._ray_metrics["eldr_tpot_seconds"].observe(stream.tpot_s, tags)
 
     def export(self, state: RouterState, signatures: Mapping[str, Any] | None = None) -> None:
         """Export the current status as metrics.
@@ -83,7 +83,7 @@ class RouterMetrics:
         if "relative_error" in status["step_cost"]:
             self._set("eldr_step_cost_error_ratio", status["step_cost"]["relative_error"], tags)
         for name, value in (status["predictor"] or {}).items():
-            if f"eldr_predictor_{name}" in self._made:
+            if f"eldr_predictor_{name}" in self._ray_metrics:
                 self._set(f"eldr_predictor_{name}", value)
         if signatures is not None and "samples" in signatures:
             self._set("eldr_signature_samples", signatures["samples"])
@@ -95,22 +95,22 @@ class RouterMetrics:
             self._set("eldr_decode_kv_tokens", worker["kv_tokens"], tags)
 
     def _set(self, name: str, value: float, tags: dict[str, str] | None = None) -> None:
-        self._made[name].set(float(value), tags)
+        self._ray_metrics[name].set(float(value), tags)
 
     def _count(self, counters: Mapping[str, int], policy: str) -> None:
-        if policy not in self._begun:
-            self._begun.add(policy)
+        if policy not in self._created:
+            self._created.add(policy)
             for metric in COUNTED.values():
-                self._made[metric.name].inc(_BEGIN, {"policy": policy})
+                self._ray_metrics[metric.name].inc(_SMALLEST, {"policy": policy})
         for key, total in counters.items():
             more, self._seen[key] = total - self._seen[key], total
             name, _, reason = key.partition(":")
             if more <= 0:
                 continue
             if reason:
-                self._made[BY_REASON.name].inc(more, {"policy": policy, "reason": reason})
-            elif name in COUNTED:  # others are of an ingress with newer code, while a new one is rolled out
-                self._made[COUNTED[name].name].inc(more, {"policy": policy})
+                self._ray_metrics[BY_REASON.name].inc(more, {"policy": policy, "reason": reason})
+            elif name in COUNTED:  # unknown counters come from newer ingresses during a rollout
+                self._ray_metrics[COUNTED[name].name].inc(more, {"policy": policy})
 
     def _compare(self, now: dict[str, Any] | None) -> None:
         if now is None:
@@ -125,15 +125,15 @@ class RouterMetrics:
 
 
 class IngressMetrics:
-    """Of one ingress replica."""
+    """Metrics of one ingress replica."""
 
     def __init__(self) -> None:
-        self._made = _made(INGRESS)
+        self._ray_metrics = _ray_metrics(INGRESS)
 
     def export(self, own: Mapping[str, Any]) -> None:
-        """What the status shows under `ingress`."""
+        """Export the `ingress` entry of the status."""
         for key, metric in OWN.items():
-            gauge, found = self._made[metric.name], own[key]
+            gauge, found = self._ray_metrics[metric.name], own[key]
             if key == "stages":
                 for stage, times in found.items():
                     for quantile, shown in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
@@ -145,48 +145,48 @@ class IngressMetrics:
                 gauge.set(float(found))
         for worker, held in own["experts"].items():
             for key, metric in EXPERTS.items():
-                self._made[metric.name].set(float(held[key]), {"worker": worker})
+                self._ray_metrics[metric.name].set(float(held[key]), {"worker": worker})
 
 
 class LoopMetrics:
-    """Of the event loop of one process."""
+    """Metrics of one process's event loop."""
 
     def __init__(self) -> None:
-        self._made = _made(PROCESS)
+        self._ray_metrics = _ray_metrics(PROCESS)
         self._seen = 0.0
 
     def export(self, role: str, status: Mapping[str, Any]) -> None:
-        """What the status shows of this loop."""
+        """Export the status of the loop."""
         tags = {"role": role}
         for key, metric in LOOP.items():
             if metric.kind == GAUGE:
-                self._made[metric.name].set(float(status[key]), tags)
-            elif more := max(status[key], _BEGIN) - self._seen:
-                self._made[metric.name].inc(more, tags)
+                self._ray_metrics[metric.name].set(float(status[key]), tags)
+            elif more := max(status[key], _SMALLEST) - self._seen:
+                self._ray_metrics[metric.name].inc(more, tags)
                 self._seen += more
 
 
 class ReplicaMetrics:
-    """Of one engine's replica."""
+    """Metrics of one engine replica."""
 
     def __init__(self) -> None:
-        self._made = _made(REPLICA)
+        self._ray_metrics = _ray_metrics(REPLICA)
 
     def begin(self, role: str) -> None:
-        """The series is there from now on."""
-        self._made["eldr_engine_lost_total"].inc(_BEGIN, {"role": role})
+        """Create the series."""
+        self._ray_metrics["eldr_engine_lost_total"].inc(_SMALLEST, {"role": role})
 
     def lost(self, role: str) -> None:
-        """The engine was lost, for good or for a while."""
-        self._made["eldr_engine_lost_total"].inc(1, {"role": role})
+        """Count a loss of the engine, permanent or temporary."""
+        self._ray_metrics["eldr_engine_lost_total"].inc(1, {"role": role})
 
 
-def _made(metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """Ray's objects of these, by name."""
-    return {name: _one(metric) for name, metric in metrics.items()}
+def _ray_metrics(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """Return Ray's metric objects by name."""
+    return {name: _ray_metric(metric) for name, metric in metrics.items()}
 
 
-def _one(metric: Metric) -> Counter | Gauge | Histogram:
+def _ray_metric(metric: Metric) -> Counter | Gauge | Histogram:
     about = f"{metric.about}, {metric.unit}"
     if metric.kind == COUNTER:
         return Counter(metric.name, about, metric.labels)

@@ -1,4 +1,4 @@
-"""What the ingress reads of a request, and what its calls to engines say beside the client's own body."""
+"""Fields that the ingress reads from a request, and headers that it adds to its calls of engines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import several_prompts
 from eldr_serve.signature import unpack_counts
 
-# A further key of ours in `kv_transfer_params`, beside those of the engines, which ignore it.
+# Our own key in `kv_transfer_params`, which engines ignore.
 REPLICA = "eldr_replica"  # the replica that a call through a Serve handle must go to
-# With the end of a `generate` call: what the engine returned, see protocol.Engine.
+# Sent at the end of a `generate` call: the engine's return value, see protocol.Engine.
 WAITED_S = "waited_s"
-WARM = "warm-"  # begins the names of calls that no client has made
+WARM = "warm-"  # prefix of the ids of warm-up calls
 
 _CREATED = re.compile(rb'"created":(\d+)')
 
 
 class Asked(BaseModel):
-    """What placement and splitting depend on; vLLM validates the body as a whole, in the engine."""
+    """Request fields that placement and splitting depend on; the engine validates the whole body."""
 
     model: str | None = None
     stream: bool | None = False
@@ -52,20 +52,20 @@ class Generation:
     body: bytes  # JSON, as the client sent it
     asked: Asked
     headers: dict[str, str] = field(default_factory=dict)
-    domain: str | None = None  # the client's own name for the kind of request, for policy `domain`
+    domain: str | None = None  # kind of request as named by the client, for policy `domain`
     tenant: str = ""
     priority: float = 1.0  # of the tenant
     cache_salt: str = ""  # see tenant_salt
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
-    """The request's `kv_transfer_params`, empty where it has none or something else in their place."""
+    """Return the request's `kv_transfer_params`; empty if they are missing or not a dict."""
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, dict) else {}
 
 
 def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
-    """uint32[L,E] expert counts of the prompt; None where there are none or they are malformed."""
+    """Return the prompt's expert counts, uint32[L,E]; None if they are missing or malformed."""
     packed = params.get(SIGNATURE)
     if not isinstance(packed, str):
         return None
@@ -76,7 +76,7 @@ def signature_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
 
 
 def sequences(asked: Asked) -> int:
-    """How many answers are asked for: prompts x n; vLLM does not read `best_of`."""
+    """Return the number of requested answers: prompts x n; vLLM does not read `best_of`."""
     prompts = len(asked.prompt) if several_prompts(asked.prompt) else 1
     if isinstance(asked.prompt_embeds, list):
         prompts += len(asked.prompt_embeds)
@@ -84,10 +84,10 @@ def sequences(asked: Asked) -> int:
 
 
 def needs_whole_engine(method: str, asked: Asked) -> str | None:
-    """Why the request cannot be split between two engines, or None if it can.
+    """Return why the request cannot be split between two engines, or None if it can.
 
-    Several sequences from one request would pull the same prompt blocks, which the prefill engine
-    frees after the first pull; log-probabilities of the prompt need the prompt's logits.
+    Several sequences of one request would read the same prompt blocks, which the prefill engine frees after
+    the first read. Log-probabilities of the prompt need the prompt's logits.
     """
     if (asked.n or 1) > 1:
         return "n>1"
@@ -108,9 +108,9 @@ def needs_whole_engine(method: str, asked: Asked) -> str | None:
 
 
 def tenant_salt(tenant: str, asked: Asked) -> str:
-    """With which nobody else finds a named tenant's prompts in a prefix cache; "" for the nameless.
+    """Return a cache salt that isolates a named tenant's prefixes; "" without a name.
 
-    A client's own salt keeps its users apart within the tenant.
+    A client's own salt isolates its users within the tenant.
     """
     if not tenant:
         return ""
@@ -125,9 +125,9 @@ def prefill_header(
     *,
     generated: bytes = b"",
 ) -> dict[str, Any]:
-    """Of the call that fills the KV cache: PrefillServer computes the client's prompt.
+    """Return the header of a prefill call.
 
-    `generated` (uint32 ids) follows it: what an engine that was lost has made of it.
+    `generated` (uint32 ids) is the part of the answer that a lost engine has generated.
     """
     return {
         "method": method, "id": request_id, "headers": headers or {}, "cache_salt": cache_salt,
@@ -163,24 +163,24 @@ def decode_header(
 
 
 def created_at(chunk: bytes) -> int | None:
-    """The time that a stream's first chunk names, s since 1970; in generated text the quotes are escaped."""
+    """Return the timestamp in a stream's first chunk, s since 1970; generated text has its quotes escaped."""
     found = _CREATED.search(chunk)
     return int(found[1]) if found else None
 
 
 def error_event(kind: str, message: str) -> bytes:
-    """What ends a stream that cannot go on."""
+    """Return the final bytes of a stream that cannot continue."""
     error = {"error": {"message": message, "type": kind, "code": 503}}
     return f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
 
 
 def is_end(chunk: bytes) -> bool:
-    """Whether a stream has ended with this chunk; generated text has no line breaks of its own."""
+    """Return whether a chunk ends its stream; generated text contains no line breaks."""
     return chunk.endswith(b"data: [DONE]\n\n")
 
 
 def warm_up_body(model_id: str, n: int = 1) -> bytes:
-    """A short prompt of nobody's, whose one token is drawn at random and comes with its log-probability."""
+    """Return a synthetic warm-up request for one random token with its log-probability."""
     return json.dumps(
         {"model": model_id, "prompt": "warm up the transfer of one block", "max_tokens": 1, "n": n,
          "temperature": 1.0, "logprobs": 0}
@@ -188,13 +188,13 @@ def warm_up_body(model_id: str, n: int = 1) -> bytes:
 
 
 def prompt_key(asked: Asked) -> str:
-    """Equal for equal prompts, whatever is asked about the answer."""
+    """Return a key that depends only on the prompt, not on other fields."""
     prompt = asked.messages if asked.prompt is None else asked.prompt
     return hashlib.blake2b(repr(prompt).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def prompt_head(asked: Asked, prefix_tokens: int = 64) -> bytes:
-    """The bytes that the prefix hash is taken of: first tokens, or 4 characters a token of text."""
+    """Return the input of the prefix hash: the first tokens, or 4 characters of text for each."""
     prompt = asked.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return repr(prompt[:prefix_tokens]).encode()
@@ -210,6 +210,6 @@ def prompt_head(asked: Asked, prefix_tokens: int = 64) -> bytes:
 
 
 def max_new_tokens(request: Any) -> int:
-    """The most tokens that the answer may have; 0 where the request does not say."""
+    """Return the maximum number of tokens in the answer; 0 if the request has no limit."""
     asked = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
     return asked if isinstance(asked, int) else 0

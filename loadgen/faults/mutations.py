@@ -121,28 +121,28 @@ MUTATIONS = (
     Mutation(
         "what a message that was not delivered told is never told",
         f"{_SERVING}.router_link",
-        'self._epoch = ""  # it is told everything when it is back; until then nothing is kept for it',
+        'self._epoch = ""  # everything is sent again once the actor is back',
     ),
     Mutation(
         "placements of a message that was not delivered are forgotten",
         f"{_SERVING}.router_client",
-        "                self._ask(placement)\n        self._counted",
-        "                pass\n        self._counted",
+        "                self._submit(placement)\n        self._new_counts",
+        "                pass\n        self._new_counts",
     ),
     Mutation(
         "a lease that comes after its request has gone is kept",
         f"{_SERVING}.router_client",
-        "            self._withdraw(request_id)\n\n    def count",
-        "            if answer is None:\n                self._withdraw(request_id)\n\n    def count",
+        "            self._report_release(request_id)\n\n    def count",
+        "            if answer is None:\n                self._report_release(request_id)\n\n    def count",
     ),
     Mutation(
         "a request whose router is lost waits for it",
         f"{_SERVING}.router_client",
-        "self._settle(self.placements[request_id])",
+        "self._resume(self.placements[request_id])",
     ),
     Mutation("own load is never released", f"{_SERVING}.router_client", "self._own.release(request_id)"),
     Mutation(
-        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._desk.snapshot(),", "(),"
+        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._delegate.snapshot(),", "(),"
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",

@@ -145,7 +145,7 @@ async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.leases
     assert not client.placements
-    assert not client.waits
+    assert not client.has_queued
 
 
 SLOTS = "router_talk:Slots"  # loads the policy

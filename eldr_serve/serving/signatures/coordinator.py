@@ -104,11 +104,11 @@ class Coordinator:
     def _note(self) -> str:
         view = self.view
         if view is None or not view.clients:
-            return "no table is made before the router has an ingress"
+            return "no table is fitted before the router has an ingress"
         if view.has_table:
             return f"table version {view.table_version} is live"
         if view.workers < 2:
-            return f"no table yet: {view.workers} decode replica(s) serve, and a table is for 2 or more"
+            return f"no table yet: {view.workers} decode replica(s) serve, and a table needs 2 or more"
         if self.samples >= self.needed and self._last_refusal is not None:
             return f"no table yet: {self._last_refusal['why']}"
         return f"no table yet: {min(self.samples, self.needed)} of {self.needed} samples"
@@ -147,7 +147,7 @@ class Coordinator:
         view = self.view = await self._router.look(status)
         if view.workers < 2:
             raise SwapRefused(
-                f"{view.workers} decode replica(s) serve: a table is for 2 or more, so start another one"
+                f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
             )
         least = MIN_REQUESTS_PER_WORKER * view.workers
         if self.samples < least:
@@ -164,7 +164,7 @@ class Coordinator:
             live = await self._router.table() if view.has_table else None
             trace = await self._trace()
             try:
-                made = await self._made(live, trace, view, requested)
+                made = await self._fitted(live, trace, view, requested)
             except ValueError as error:
                 self._refuse(str(error))
                 raise SwapRefused(str(error)) from error
@@ -177,10 +177,10 @@ class Coordinator:
                 self._refuse(why)
                 raise SwapRefused(why) from None
             if version is None:
-                raise SwapRefused("the table was swapped by someone else while a new one was made")
+                raise SwapRefused("the live table was changed while a new one was fitted")
             self._swapped(made, version, len(trace.ids), view.workers, refit=live is not None)
 
-    async def _made(
+    async def _fitted(
         self, live: bytes | None, trace: CalibrationTrace, view: RouterView, requested: bool
     ) -> Any:
         # Imported in the thread, since it imports scikit-learn.

@@ -21,12 +21,12 @@ _AWAY_S = 5 * LOOK_S  # silence after which the status reports the pool as unava
 
 
 class PoolLink:
-    """Manages the signature pool from the DecodeRouter actor's event loop."""
+    """The router's link to the signature pool, for one event loop."""
 
     def __init__(self) -> None:
         self._settings: PoolSettings | None = None
-        self._told: dict[str, Any] | None = None
-        self._told_at = time.monotonic()
+        self._status: dict[str, Any] | None = None
+        self._status_at = time.monotonic()
         self._seen_refused = 0  # refused tables that the current actor has reported
         self._changing: asyncio.Task[None] | None = None
 
@@ -36,7 +36,7 @@ class PoolLink:
         if settings == before:
             return
         if settings is None:
-            self._told = None
+            self._status = None
         earlier = self._changing
         self._changing = asyncio.get_event_loop().create_task(self._change(earlier, before, settings))
 
@@ -62,7 +62,7 @@ class PoolLink:
     def look(self, state: RouterState, status: dict[str, Any]) -> RouterView:
         """Store the pool's status; return the router's state for the pool."""
         assert self._settings is not None
-        self._told, self._told_at = status, time.monotonic()
+        self._status, self._status_at = status, time.monotonic()
         refused = status["tables_refused"]
         if refused < self._seen_refused:  # the actor was restarted
             self._seen_refused = 0
@@ -83,8 +83,8 @@ class PoolLink:
         """Return the `signatures` entry of the status, which is None without a pool."""
         if self._settings is None:
             return {"signatures": None}
-        silent_s = time.monotonic() - self._told_at
-        if self._told is None or silent_s > _AWAY_S:
+        silent_s = time.monotonic() - self._status_at
+        if self._status is None or silent_s > _AWAY_S:
             note = f"the signature pool has not answered for {silent_s:.0f} s; the table stays as it is"
-            return {"signatures": (self._told or {}) | {"note": note, "actors": 0}}
-        return {"signatures": self._told}
+            return {"signatures": (self._status or {}) | {"note": note, "actors": 0}}
+        return {"signatures": self._status}

@@ -37,11 +37,11 @@ class SignaturePool:
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
-        self._heard = time.monotonic()  # last contact with the router
+        self._last_contact = time.monotonic()  # with the router
         self._others: dict[int, Any] = {}  # index -> handle
         self._alive = 1
         self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
-        self._tasks = [asyncio.get_event_loop().create_task(self._leave_when_alone())]
+        self._tasks = [asyncio.get_event_loop().create_task(self._exit_when_alone())]
         if index == 0:
             self._coordinator = Coordinator(settings, _RemoteRouter(settings.router), self._trace)
             self._tasks.append(asyncio.get_event_loop().create_task(self._coordinate()))
@@ -58,12 +58,12 @@ class SignaturePool:
     async def add(self, samples: list[ExpertSample]) -> float:
         """Add samples; return the share of requests to sample next."""
         self._window.add(samples)
-        self._share.took(len(samples))
+        self._share.count(len(samples))
         return self._share.now
 
     async def look(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
         """Apply the coordinator's settings; return this actor's status."""
-        self._heard = time.monotonic()
+        self._last_contact = time.monotonic()
         if settings != self._settings:
             self._configure(settings)
         self._share.all = not has_table
@@ -154,8 +154,8 @@ class SignaturePool:
             logger.info("actor %d of the signature pool is away: %s", index, sentence(error))
             return None
 
-    async def _leave_when_alone(self) -> None:
-        while time.monotonic() - self._heard < _ALONE_S:
+    async def _exit_when_alone(self) -> None:
+        while time.monotonic() - self._last_contact < _ALONE_S:
             await asyncio.sleep(LOOK_S)
         ray.kill(ray.get_runtime_context().current_actor)
 

@@ -29,7 +29,7 @@ class SampleShare:
         """Return the share of requests to sample next."""
         return 1.0 if self.all else self._share
 
-    def took(self, samples: int) -> None:
+    def count(self, samples: int) -> None:
         """Count new samples, and adjust the share every few seconds."""
         self._samples += samples
         now = self._clock()

@@ -86,7 +86,7 @@ class Wrong:
     @staticmethod
     def nothing_is_told_anew(link: RouterLink, error: BaseException) -> None:
         link.away = True
-        link._desk.lost()
+        link._delegate.lost()
 
 
 @pytest.mark.parametrize(

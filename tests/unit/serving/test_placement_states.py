@@ -126,7 +126,7 @@ def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(step
         assert (desk.state is State.LEASED) == ("a" in desk.client.placements)
         desk.client.release("a")
         assert desk.client.leases == 0
-        assert not desk.client.waits
+        assert not desk.client.has_queued
         told = desk.client.message("epoch")
         assert not told.placements
         assert not told.held

@@ -302,7 +302,7 @@ async def test_a_predictor_of_another_shape_or_tokenizer_is_given_up_and_nothing
         client.predictor = OnlinePredictor(predictor())
         await client.place(request("b", 3), counts(1)[:1], token_ids=IDS)
         assert client.predictor is None
-        assert "of no use here" in caplog.text
+        assert "cannot be used" in caplog.text
         for name in "ab":
             client.release(name)
         await all_is_over(client, actor)

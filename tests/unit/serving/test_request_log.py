@@ -82,7 +82,7 @@ async def test_a_request_that_was_tried_again_says_what_has_failed_it(log: Any) 
     assert (line["status"], line["error"]) == (200, None)
     (failure,) = line["failures"]
     assert failure.startswith("decode replica ")
-    assert failure.endswith(" failed it: it is gone")
+    assert failure.endswith(" failed: it is gone")
     assert line["decode"] == answer.headers["x-eldr-decode-worker"]
     assert line["decode"] not in failure
 

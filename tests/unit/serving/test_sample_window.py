@@ -106,7 +106,7 @@ def test_the_share_follows_the_rate_of_requests() -> None:
         nonlocal now
         for _ in range(many):
             now += 1.0
-            share.took(round(requests_per_s * share.now))
+            share.count(round(requests_per_s * share.now))
 
     seconds(100, 10)
     assert share.now == 1.0  # until the first table

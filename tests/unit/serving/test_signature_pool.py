@@ -173,7 +173,7 @@ async def test_one_decode_replica_needs_no_table() -> None:
     found.window.add(traffic([0, 3], 120))
     await found.looks()
     assert found.live is None
-    assert "a table is for 2 or more" in found.coordinator.status()["note"]
+    assert "a table needs 2 or more" in found.coordinator.status()["note"]
     with pytest.raises(SwapRefused, match="2 or more"):
         await found.coordinator.refit(found.coordinator.status())
 

@@ -90,9 +90,9 @@ def test_a_request_is_charged_what_it_used(found: Placement | None, used: int) -
     clock = Clock()
     tenant = Tenant("a", Limits(tokens_per_minute=100), clock)
     visit = Visit(tenant)
-    visit.foresee(10, 500)  # more than a minute has: it runs, and the next ones wait
+    visit.reserve(10, 500)  # more than a minute has: it runs, and the next ones wait
     with pytest.raises(RateLimited, match="100 tokens a minute") as refused:
-        Visit(tenant).foresee(1, 1)
+        Visit(tenant).reserve(1, 1)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
     visit.lease = found
     visit.settle()

@@ -212,7 +212,7 @@ def test_ray_exports_each_metric_under_its_name_and_kind() -> None:
         tags = dict.fromkeys(metric.labels, "x")
         if metric.kind == COUNTER:
             agent.register_counter_metric(metric.name, metric.about)
-            for value in (watching._BEGIN, 2.0):
+            for value in (watching._SMALLEST, 2.0):
                 agent.set_metric_value(metric.name, tags, value)
         elif metric.kind == GAUGE:
             agent.register_gauge_metric(metric.name, metric.about)
