@@ -19,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from eldr_serve.client import ServiceError
 from loadgen import application
 from loadgen.faults import chaos, processes
-from loadgen.faults.chaos import Happened, Operator, Run, attributed
+from loadgen.faults.chaos import InjectedFault, Operator, Run, attributed
 from loadgen.faults.record import Record, rows, wrong
 from loadgen.faults.traffic import Said, Sent, bodies, judge
 from loadgen.workload import Prompt
@@ -179,13 +179,13 @@ async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
     monkeypatch.setattr(application, "deploy", deploy)
     run = Run(Record())
     operator = Operator(_Away(), "", dict(ARGUMENTS), run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
-    await operator._tolerantly(chaos._OPERATIONS[fault])
+    await operator._try_operation(chaos._OPERATIONS[fault])
     assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
 
 
 KILLED = [
-    Happened("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
-    Happened("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
+    InjectedFault("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
+    InjectedFault("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
 ]
 
 
@@ -252,12 +252,12 @@ def test_a_record_goes_on_where_another_run_has_ended(tmp_path: Path) -> None:
         record.add("run", seed=number)
         run = Run(record)
         run.ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
-        run.faults.append(Happened("kill decode", 10.0, 4.0 + number))
+        run.faults.append(InjectedFault("kill decode", 10.0, 4.0 + number))
         run.ended(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
         run.ended(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
         run.over(run.faults[-1])
         if number:
-            stopped = Happened("stop router", 20.0)
+            stopped = InjectedFault("stop router", 20.0)
             run.faults.append(stopped)
             run.ended(
                 Sent(9.0, stream=True, by_proxy=False, kind="engine lost", ended_s=21.0, silence_s=16.0)
@@ -285,7 +285,7 @@ def test_a_run_that_breaks_off_leaves_its_record_and_is_told() -> None:
     record.add("run", seed=0)
     Run(record).ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
     assert rows(record)[-1]["requests"] == 1
-    assert wrong(record) == ["1 runs broke off"]
+    assert wrong(record) == ["1 runs did not finish"]
 
 
 class _Union:
