@@ -107,19 +107,19 @@ class Library:
             terms = [t for t in self.terms[domain] if _is_held(t[0]) == held]
             asked = map(_chat, dialogues.glossary(rng, terms))
             joined = ("\n\n".join(f"{t}: {g}" for t, g in rng.sample(terms, 5)) for _ in itertools.count())
-            told = map(_plain, joined)
+            listed_terms = map(_plain, joined)
             if domain == "math":
-                return [(0.8, map(_chat, dialogues.maths(rng))), (0.1, asked), (0.1, told)]
+                return [(0.8, map(_chat, dialogues.maths(rng))), (0.1, asked), (0.1, listed_terms)]
             if domain == "legal":
                 paragraphs = [p for t in texts for p in t.text.split("\n\n") if 100 < len(p) < 1000]
                 cases = map(_chat, dialogues.legal(rng, paragraphs))
-                return [(0.3, plain), (0.4, cases), (0.2, asked), (0.1, told)]
+                return [(0.3, plain), (0.4, cases), (0.2, asked), (0.1, listed_terms)]
             codes = [c for c in self.codes if _is_held(c[0]) == held]
             vignettes = map(_chat, dialogues.medical(rng, self.diseases, codes))
             listed = (
                 "\n".join(". ".join([c, *n[:3]]) for c, n in rng.sample(codes, 8)) for _ in itertools.count()
             )
-            return [(0.4, vignettes), (0.3, asked), (0.2, told), (0.1, map(_plain, listed))]
+            return [(0.4, vignettes), (0.3, asked), (0.2, listed_terms), (0.1, map(_plain, listed))]
         paragraphs = [p for t in texts for p in t.text.split("\n\n") if 40 < len(p) < 700]
         names = dialogues.world(self.root, domain)
         paragraphs += names["words"] if not held else []

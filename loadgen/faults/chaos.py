@@ -150,7 +150,7 @@ class Operator:
 
     Args:
         arguments: arguments of the application, used to redeploy it.
-        tell: called with a line about each fault and recovery.
+        log: called with a line about each fault and recovery.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class Operator:
         arguments: dict[str, Any],
         run: Run,
         rng: random.Random,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._tell = tell
+        self._log = log
         self._service = service
         self._proxy_url = proxy_url
         self._arguments = arguments
@@ -200,13 +200,13 @@ class Operator:
     async def _happen(self, fault: str) -> None:
         happened = InjectedFault(fault, time.monotonic())
         self._run.faults.append(happened)
-        self._tell(fault)
+        self._log(fault)
         verb, _, what = fault.partition(" ")
         before = {process.pid for process in processes.of(what)} if what in processes.ROLES else set()
         there = processes.of(what) if verb in ("kill", "stop") else []
         if verb in ("kill", "stop") and not there:
-            self._tell(f"{fault}: there is no such process")
-            self._run.counters[f"nobody to {fault}"] += 1
+            self._log(f"{fault}: there is no such process")
+            self._run.counters[f"no process to {fault}"] += 1
             self._run.faults.remove(happened)
             return
         if verb == "kill":
@@ -261,11 +261,11 @@ class Operator:
                 continue
             if await asyncio.to_thread(self._whole):
                 happened.recovery_s = time.monotonic() - happened.at_s
-                self._tell(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
+                self._log(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
                 self._run.over(happened)
                 return
         self._run.over(happened)
-        self._tell(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
+        self._log(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
 
     def _whole(self) -> bool:
         try:
@@ -315,15 +315,15 @@ async def drive(
     every_s: float,
     in_flight: int,
     seed: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Run the load and the faults, then record what the service still holds."""
     rng, run = random.Random(seed), Run(record)
-    operator = Operator(service, proxy_url, arguments, run, rng, tell)
+    operator = Operator(service, proxy_url, arguments, run, rng, log)
     await operator.begin()
-    tell("greedy answers without faults")
+    log("greedy answers without faults")
     prompts = await references(service.url, asked)
-    tell("load")
+    log("load")
     load = Load((service.url, proxy_url), prompts, run.ended, rng)
     until_s = time.monotonic() + seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(in_flight)]
@@ -331,12 +331,12 @@ async def drive(
     await operator.work(faults, every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
-    tell(f"{run.sent} requests; what is left")
+    log(f"{run.sent} requests; what is left")
     settled_s, left = await asyncio.to_thread(_settle, service.url)
     left += await asyncio.to_thread(_still_running, service.url)
     await asyncio.to_thread(_take, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
-    tell("compare the router's leases with those of its clients")
+    log("compare the router's leases with those of its clients")
     left += await _union(service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"]))
     held = run.steadiness.rows(run.stops)
     record.add(
@@ -491,16 +491,16 @@ def run_chaos(
     asked = bodies(prompts, model, _PROMPTS, seed)
     console, began_s = Console(stderr=True, highlight=False), time.monotonic()
 
-    def tell(what: str) -> None:
+    def log(what: str) -> None:
         console.print(f"{time.monotonic() - began_s:6.1f} s: {what}", markup=False, soft_wrap=True)
 
     application.check_port(port)
     try:
-        service, _ = application.start(arguments, port, _KEY, dashboard=False, tell=tell)
+        service, _ = application.start(arguments, port, _KEY, dashboard=False, tell=log)
         record.add("run", seed=seed, seconds=seconds, every_s=every_s, in_flight=in_flight, faults=faults)
         load = drive(
             service, f"http://127.0.0.1:{port + 1}", arguments, asked, record,
-            faults=faults, seconds=seconds, every_s=every_s, in_flight=in_flight, seed=seed, tell=tell,
+            faults=faults, seconds=seconds, every_s=every_s, in_flight=in_flight, seed=seed, log=log,
         )  # fmt: skip
         asyncio.run(load)
     finally:

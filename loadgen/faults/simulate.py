@@ -230,16 +230,16 @@ class _Simulation:
             self._long.append(self.world.loop.create_task(self._client(plan)))
 
     def _disagreements(self) -> list[str]:
-        told = {name: placement.replica for name, placement in self._state().placer.running.items()}
+        in_router = {name: placement.replica for name, placement in self._state().placer.running.items()}
         held: dict[str, str] = {}
         for process in self.world.live["ingress"]:
             placements = process.servable_object._client.placements
             held |= {n: p.replica for n, p in placements.items() if p.state is State.LEASED}
-        if told == held and held:
+        if in_router == held and held:
             return []
         if all(task.done() for task in self._long):  # lost requests still fill prefill engines
             self._begin_long(0)
-        return [f"the router has {told}, its clients have {held}"]
+        return [f"the router has {in_router}, its clients have {held}"]
 
     def _nothing_left(self) -> list[str]:
         found = []
@@ -258,9 +258,9 @@ class _Simulation:
             zero(f"{process} placements", dict(one._client.placements))
             zero(f"{process} answers awaited", one._client._answers)
             zero(f"{process} unsent", one._client._unsent)
-            zero(f"{process} releases to tell", one._client._released)
-            zero(f"{process} progress to tell", one._client._progress)
-            zero(f"{process} ended streams to tell", len(one._client._finished))
+            zero(f"{process} releases to report", one._client._released)
+            zero(f"{process} progress to report", one._client._progress)
+            zero(f"{process} ended streams to report", len(one._client._finished))
             zero(f"{process} own load", len(one._client._own._ledger))
             zero(f"{process} background", len(one._path._background))
             zero(f"{process} prompts that wait for prefill", one._path.prefill.queues.outstanding)

@@ -247,10 +247,7 @@ class _Simulation:
             now, _, kind, subject = heapq.heappop(events)
             handlers[kind](now, subject)
             while self._departures and self._num_arrived < len(self._requests):
-                self._departures, self._num_arrived = (
-                    self._departures - 1,
-                    self._num_arrived + 1,
-                )
+                self._departures, self._num_arrived = self._departures - 1, self._num_arrived + 1
                 self._arrival_s[self._num_arrived - 1] = now
                 self._arrive(now, self._num_arrived - 1)
         self._expire(np.inf)

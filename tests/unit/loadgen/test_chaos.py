@@ -136,7 +136,7 @@ async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pyte
     run = Run(Record())
     operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
     await operator._happen(f"kill {role}")
-    assert run.counters == {f"nobody to kill {role}": 1}
+    assert run.counters == {f"no process to kill {role}": 1}
     assert not run.faults
     assert not operator._recovering
 
