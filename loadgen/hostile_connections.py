@@ -37,7 +37,7 @@ async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most)))
     loop, held, turn = asyncio.get_running_loop(), [], asyncio.Semaphore(_MAX_CONCURRENT)
 
-    async def hold(says: bytes, *, small: bool) -> None:
+    async def hold(data: bytes, *, small: bool) -> None:
         async with turn:
             connection = socket.socket()
             held.append(connection)
@@ -45,7 +45,7 @@ async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
             connection.setblocking(False)
             await loop.sock_connect(connection, (host, port))
-            await loop.sock_sendall(connection, says)
+            await loop.sock_sendall(connection, data)
 
     try:
         await asyncio.gather(

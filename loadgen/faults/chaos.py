@@ -98,7 +98,7 @@ class Run:
         self.record.add(
             "sent",
             fault=before[-1].fault if before else None,
-            kind=attributed(sent, before) or sent.kind,
+            kind=explained_by_fault(sent, before) or sent.kind,
             detail=sent.detail[:300],
             stream=sent.stream,
             by_proxy=sent.by_proxy,
@@ -113,7 +113,7 @@ class Run:
         self.record.add("fault", fault=happened.fault, recovery_s=seconds and round(seconds, 2))
 
 
-def attributed(sent: Sent, faults: list[InjectedFault]) -> str | None:
+def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
     """Return the kind of record.APART that explains a failed request by a fault; None if no fault does."""
     kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
     for happened in reversed(kills):
@@ -140,7 +140,7 @@ def attributed(sent: Sent, faults: list[InjectedFault]) -> str | None:
     return None
 
 
-def concerned(fault: str) -> tuple[str, ...]:
+def affected_roles(fault: str) -> tuple[str, ...]:
     """Return the roles whose processes a fault may remove, and the name of an operation."""
     return (fault.split()[-1], *_FURTHER_ROLES.get(fault, ()))
 
@@ -170,13 +170,13 @@ class Operator:
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
         self._run = run
         self._rng = rng
-        self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # fault -> roles it concerns
+        self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # roles of each fault
         self._shape: tuple[int, int] = (1, 1)
         self._epoch, self._seen = "", Counter[str]()
 
     async def begin(self) -> None:
         """Wait until the application is complete for the first time."""
-        while not await asyncio.to_thread(self._whole):
+        while not await asyncio.to_thread(self._is_complete):
             await asyncio.sleep(0.5)
 
     async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
@@ -188,16 +188,16 @@ class Operator:
             if not due:
                 due = self._rng.sample(faults, len(faults))
             busy = {role for roles in self._recovering.values() for role in roles}
-            role_free = [fault for fault in due if busy.isdisjoint(concerned(fault))]
+            role_free = [fault for fault in due if busy.isdisjoint(affected_roles(fault))]
             if role_free:
                 due.remove(role_free[0])
-                await self._happen(role_free[0])
+                await self._inject(role_free[0])
             await asyncio.sleep(every_s)
         await asyncio.gather(*self._recovering)
         await asyncio.sleep(1.5)
         counting.cancel()
 
-    async def _happen(self, fault: str) -> None:
+    async def _inject(self, fault: str) -> None:
         happened = InjectedFault(fault, time.monotonic())
         self._run.faults.append(happened)
         self._log(fault)
@@ -220,7 +220,7 @@ class Operator:
         else:
             await self._try_operation(_OPERATIONS[fault])
         task = asyncio.create_task(self._recover(happened, len(before)))
-        self._recovering[task] = concerned(fault)
+        self._recovering[task] = affected_roles(fault)
         task.add_done_callback(self._recovering.pop)
 
     async def _try_operation(self, operation: Callable[[Operator], None]) -> None:
@@ -259,7 +259,7 @@ class Operator:
             await asyncio.sleep(0.25)
             if role in processes.ROLES and len(processes.of(role)) < number:
                 continue
-            if await asyncio.to_thread(self._whole):
+            if await asyncio.to_thread(self._is_complete):
                 happened.recovery_s = time.monotonic() - happened.at_s
                 self._log(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
                 self._run.over(happened)
@@ -267,7 +267,7 @@ class Operator:
         self._run.over(happened)
         self._log(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
 
-    def _whole(self) -> bool:
+    def _is_complete(self) -> bool:
         try:
             status = Client(self._service.url, _KEY, timeout_s=3.0).status()
             by_proxy = httpx.get(f"{self._proxy_url}/v1/models", timeout=3.0).status_code

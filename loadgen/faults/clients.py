@@ -92,9 +92,9 @@ class Connection:
     arrived: deque[dict[str, Any]] = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False  # by the client
-    _clear_at: float = 0.0
+    _last_arrival_s: float = 0.0
     _unread: int = 0
-    _given: bool = False
+    _body_sent: bool = False
     _over: bool = False
 
     def __post_init__(self) -> None:
@@ -114,12 +114,12 @@ class Connection:
         try:
             await _application(self.ingress)(self.scope, self._receive, self._send)
         except Exception as error:
-            self._tell({"type": "failed", "error": repr(error)})
-        self._tell({"type": "closed"})
+            self._deliver({"type": "failed", "error": repr(error)})
+        self._deliver({"type": "closed"})
 
     async def _receive(self) -> dict[str, Any]:
-        if not self._given:
-            self._given = True
+        if not self._body_sent:
+            self._body_sent = True
             return {"type": "http.request", "body": self.body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
@@ -129,12 +129,12 @@ class Connection:
             self._room.clear()
             await self._room.wait()
         self._unread += len(message.get("body", b""))
-        self._tell(dict(message))
+        self._deliver(dict(message))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _deliver(self, message: dict[str, Any]) -> None:
         loop = self.world.loop
-        self._clear_at = max(self._clear_at, loop.time() + self.world.network.latency_s())
-        loop.call_at(self._clear_at, self._arrive, message, context=self._client.context.copy())
+        self._last_arrival_s = max(self._last_arrival_s, loop.time() + self.world.network.latency_s())
+        loop.call_at(self._last_arrival_s, self._arrive, message, context=self._client.context.copy())
 
     def _read(self, size: int) -> None:
         self._unread -= size

@@ -350,7 +350,7 @@ class DecodeEngine(BlockEngine):
         return [owner.blocks.content[block] for block in where["blocks"]]
 
     def _with_cached(self, prompt: list[int], read: list[tuple[int, ...]]) -> list[int]:
-        """Return the tokens that the engine sees: cached full blocks replace those that were read."""
+        """Return the tokens that the engine sees: it caches full blocks, and uses cached ones if there are."""
         context: list[int] = []
         for number, block in enumerate(read):
             prefix = tuple(prompt[: (number + 1) * BLOCK_TOKENS])

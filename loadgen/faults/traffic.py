@@ -26,7 +26,7 @@ _KINDS = ("plain", "chat", "plain", "logprobs", "plain", "chat", "stop", "plain"
 
 
 @dataclass
-class Said:
+class Answer:
     """The content of an answer.
 
     Attributes:
@@ -64,7 +64,7 @@ class Prompt:
 
     path: str
     body: dict[str, Any]
-    answer: Said
+    answer: Answer
 
 
 @dataclass
@@ -146,22 +146,22 @@ class Load:
                             sent.gap_s = max(sent.gap_s, now - heard_s)
                         heard_s = now
                         received += chunk
-            judge(sent, answer.status_code, bytes(received), prompt.answer)
+            check_answer(sent, answer.status_code, bytes(received), prompt.answer)
         except TimeoutError:
             sent.kind = "never ended" if leaves_s is None else "left"
             if sent.stream and leaves_s is not None:
-                judge(sent, 200, bytes(received), prompt.answer, whole=False)
+                check_answer(sent, 200, bytes(received), prompt.answer, whole=False)
         except httpx.ConnectError as error:
             sent.kind, sent.detail = "not connected", repr(error)
         except httpx.TransportError as error:
             sent.kind, sent.detail = "connection lost", f"{error!r} after {len(received)} bytes"
             if sent.stream:
-                judge(sent, 200, bytes(received), prompt.answer, whole=False)
+                check_answer(sent, 200, bytes(received), prompt.answer, whole=False)
         sent.ended_s = time.monotonic()
         return sent
 
 
-def judge(sent: Sent, status: int, body: bytes, answer: Said, *, whole: bool = True) -> None:
+def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, whole: bool = True) -> None:
     """Set the kind if the answer decides it.
 
     Args:
@@ -172,7 +172,7 @@ def judge(sent: Sent, status: int, body: bytes, answer: Said, *, whole: bool = T
         sent.kind, sent.detail = f"http {status}", body[:200].decode(errors="replace")
         return
     said = read_events(body) if sent.stream else _whole_answer(body)
-    if (wrong := _wrong(said, answer, ended=whole and said.done and not said.error)) is not None:
+    if (wrong := _difference(said, answer, ended=whole and said.done and not said.error)) is not None:
         sent.kind, sent.detail = "wrong text", wrong
     elif said.error:
         sent.kind, sent.detail = "engine lost", said.error
@@ -180,7 +180,7 @@ def judge(sent: Sent, status: int, body: bytes, answer: Said, *, whole: bool = T
         sent.kind = "ok" if said.done else "cut"
 
 
-def _wrong(said: Said, answer: Said, *, ended: bool) -> str | None:
+def _difference(said: Answer, answer: Answer, *, ended: bool) -> str | None:
     """Return what is wrong with an answer or its beginning, or None."""
     if not answer.text.startswith(said.text) or (ended and said.text != answer.text):
         return f"{said.text!r} in place of {answer.text!r}"
@@ -193,9 +193,9 @@ def _wrong(said: Said, answer: Said, *, ended: bool) -> str | None:
     return None
 
 
-def read_events(body: bytes) -> Said:
+def read_events(body: bytes) -> Answer:
     """Parse a stream, or the beginning of one."""
-    said = Said()
+    said = Answer()
     for event in body.split(b"\n\n")[:-1]:
         data = event.removeprefix(b"data: ")
         if data == b"[DONE]":
@@ -205,12 +205,12 @@ def read_events(body: bytes) -> Said:
     return said
 
 
-def _whole_answer(body: bytes) -> Said:
-    said = Said(done=True)
+def _whole_answer(body: bytes) -> Answer:
+    said = Answer(done=True)
     try:
         said.take(json.loads(body))
     except ValueError:
-        return Said(text=body.decode(errors="replace"), done=True)
+        return Answer(text=body.decode(errors="replace"), done=True)
     return said
 
 
@@ -236,7 +236,7 @@ async def references(url: str, asked: list[tuple[str, Any]]) -> list[Prompt]:
     found = []
     async with httpx.AsyncClient(timeout=120) as http:
 
-        async def ask(path: str, body: dict[str, Any]) -> Said:
+        async def ask(path: str, body: dict[str, Any]) -> Answer:
             answer = await http.post(f"{url}{path}", json=body)
             return _whole_answer(answer.raise_for_status().content)
 

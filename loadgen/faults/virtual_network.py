@@ -24,17 +24,17 @@ class End(asyncio.Transport):
         self.open = True
         self.lost = False  # whether writes are dropped
         self._network = network
-        self._clear_at = 0.0  # arrival time of the last write
+        self._last_arrival_s = 0.0  # arrival time of the last write
         self._unread_bytes = 0
 
     def _arrives_at(self) -> float:
         loop = self._network.loop
-        self._clear_at = max(self._clear_at, loop.time() + self._network.latency_s())
-        return self._clear_at
+        self._last_arrival_s = max(self._last_arrival_s, loop.time() + self._network.latency_s())
+        return self._last_arrival_s
 
     def stall(self, seconds: float) -> None:
         """Delay everything that is written later."""
-        self._clear_at = max(self._clear_at, self._network.loop.time()) + seconds
+        self._last_arrival_s = max(self._last_arrival_s, self._network.loop.time()) + seconds
 
     def write(self, data: Any) -> None:
         if self.open and not self.lost:

@@ -19,12 +19,12 @@ from ray.serve.exceptions import RayServeException
 from eldr_serve.client import ServiceError
 from loadgen import application
 from loadgen.faults import chaos, processes
-from loadgen.faults.chaos import InjectedFault, Operator, Run, attributed
+from loadgen.faults.chaos import InjectedFault, Operator, Run, explained_by_fault
 from loadgen.faults.record import Record, rows, wrong
-from loadgen.faults.traffic import Said, Sent, bodies, judge
+from loadgen.faults.traffic import Answer, Sent, bodies, check_answer
 from loadgen.workload import Prompt
 
-TEXT = Said(text="one two three", finish="length", usage=(5, 3), done=True)
+TEXT = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -66,15 +66,15 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
 )
 def test_a_stream_is_right_up_to_its_end_or_an_error(kind: str, body: bytes, whole: bool) -> None:
     sent = Sent(0.0, stream=True, by_proxy=False)
-    judge(sent, 200, body, TEXT, whole=whole)
+    check_answer(sent, 200, body, TEXT, whole=whole)
     assert sent.kind == kind, sent.detail
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("ok", ["one", " two"]), ("wrong text", ["one", " too"])])
 def test_tokens_of_log_probabilities_are_compared(kind: str, tokens: list[str]) -> None:
-    answer = Said(text="one two", tokens=["one", " two"], finish="stop", usage=(5, 3))
+    answer = Answer(text="one two", tokens=["one", " two"], finish="stop", usage=(5, 3))
     sent = Sent(0.0, stream=True, by_proxy=False)
-    judge(sent, 200, said("one two", "stop", tokens=tokens) + END, answer)
+    check_answer(sent, 200, said("one two", "stop", tokens=tokens) + END, answer)
     assert sent.kind == kind
 
 
@@ -95,7 +95,7 @@ WHOLE = {
 )
 def test_a_whole_answer_is_right_or_an_error(kind: str, status: int, body: str) -> None:
     sent = Sent(0.0, stream=False, by_proxy=False)
-    judge(sent, status, body.encode(), TEXT)
+    check_answer(sent, status, body.encode(), TEXT)
     assert sent.kind == kind, sent.detail
 
 
@@ -135,7 +135,7 @@ async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pyte
     monkeypatch.setattr(processes, "of", lambda role: [])
     run = Run(Record())
     operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
-    await operator._happen(f"kill {role}")
+    await operator._inject(f"kill {role}")
     assert run.counters == {f"no process to kill {role}": 1}
     assert not run.faults
     assert not operator._recovering
@@ -150,9 +150,9 @@ async def test_whoever_has_not_got_over_a_fault_is_spared() -> None:
     async def happen(fault: str) -> None:
         happened.append(fault)
         task = asyncio.create_task(asyncio.sleep(3600))
-        operator._recovering[task] = chaos.concerned(fault)
+        operator._recovering[task] = chaos.affected_roles(fault)
 
-    operator._happen = happen  # type: ignore[method-assign]
+    operator._inject = happen  # type: ignore[method-assign]
     operator._signature_shape = lambda: (1, 1)  # type: ignore[method-assign]
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
     working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
@@ -221,7 +221,7 @@ def test_only_what_the_killed_process_held_is_counted_apart(
 ) -> None:
     sent = Sent(**{"stream": True, "by_proxy": False} | fields)
     faults = [happened for happened in KILLED if happened.at_s <= sent.ended_s]
-    assert attributed(sent, faults) == apart
+    assert explained_by_fault(sent, faults) == apart
 
 
 def test_a_killed_process_names_whose_connections_it_held() -> None:
