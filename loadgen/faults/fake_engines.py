@@ -350,7 +350,7 @@ class DecodeEngine(BlockEngine):
         return [owner.blocks.content[block] for block in where["blocks"]]
 
     def _with_cached(self, prompt: list[int], read: list[tuple[int, ...]]) -> list[int]:
-        """Return the tokens that the engine sees: it caches full blocks, and uses cached ones if there are."""
+        """Return the tokens that the engine sees: it caches full blocks and uses cached ones."""
         context: list[int] = []
         for number, block in enumerate(read):
             prefix = tuple(prompt[: (number + 1) * BLOCK_TOKENS])
