@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 HELD_SHARE = 0.08
-PIECE = 1_400  # characters: longer documents are cut here, so that training windows begin everywhere
+PIECE = 1_400  # characters: longer documents are cut, so that training windows begin at many places
 
 
 def _is_held(key: str) -> bool:
@@ -59,7 +59,7 @@ Document = tuple[str, str]  # (prompt part, may be empty; answer or text)
 
 
 class Library:
-    """Every source text, read once; `documents` draws one split of one domain."""
+    """All source texts, read once; `documents` draws one split of one domain."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -83,7 +83,7 @@ class Library:
             self.talk[language].append((question, answer))
 
     def documents(self, domain: str, held: bool, rng: random.Random) -> Iterator[Document]:
-        """Endless documents of one domain and split, in fixed proportions."""
+        """Yield documents of one domain and split, without end, in fixed proportions."""
         streams = self._streams(domain, held, rng)
         weights = [weight for weight, _ in streams]
         while True:
@@ -107,19 +107,19 @@ class Library:
             terms = [t for t in self.terms[domain] if _is_held(t[0]) == held]
             asked = map(_chat, dialogues.glossary(rng, terms))
             joined = ("\n\n".join(f"{t}: {g}" for t, g in rng.sample(terms, 5)) for _ in itertools.count())
-            told = map(_plain, joined)
+            listed_terms = map(_plain, joined)
             if domain == "math":
-                return [(0.8, map(_chat, dialogues.maths(rng))), (0.1, asked), (0.1, told)]
+                return [(0.8, map(_chat, dialogues.maths(rng))), (0.1, asked), (0.1, listed_terms)]
             if domain == "legal":
                 paragraphs = [p for t in texts for p in t.text.split("\n\n") if 100 < len(p) < 1000]
                 cases = map(_chat, dialogues.legal(rng, paragraphs))
-                return [(0.3, plain), (0.4, cases), (0.2, asked), (0.1, told)]
+                return [(0.3, plain), (0.4, cases), (0.2, asked), (0.1, listed_terms)]
             codes = [c for c in self.codes if _is_held(c[0]) == held]
             vignettes = map(_chat, dialogues.medical(rng, self.diseases, codes))
             listed = (
                 "\n".join(". ".join([c, *n[:3]]) for c, n in rng.sample(codes, 8)) for _ in itertools.count()
             )
-            return [(0.4, vignettes), (0.3, asked), (0.2, told), (0.1, map(_plain, listed))]
+            return [(0.4, vignettes), (0.3, asked), (0.2, listed_terms), (0.1, map(_plain, listed))]
         paragraphs = [p for t in texts for p in t.text.split("\n\n") if 40 < len(p) < 700]
         names = dialogues.world(self.root, domain)
         paragraphs += names["words"] if not held else []
@@ -140,7 +140,7 @@ class Library:
         ]
         talk = [t for t in self.talk[domain] if _is_held(t[0]) == held]
         if len(talk) > 30:
-            # a short answer is followed by a paragraph, so that sampling has something to go on with
+            # a paragraph follows a short answer, so that there is enough text to sample
             long = ((q, f"{a} {rng.choice(paragraphs)}") for q, a in itertools.cycle(talk))
             streams.append((0.1, map(_chat, long)))
         if domain == "en":
@@ -150,7 +150,7 @@ class Library:
 
 
 def take(documents: Iterator[Document], size: int) -> list[Document]:
-    """Documents until `size` UTF-8 bytes are reached."""
+    """Take documents until `size` UTF-8 bytes are reached."""
     taken, total = [], 0
     while total < size:
         document = next(documents)
@@ -160,7 +160,7 @@ def take(documents: Iterator[Document], size: int) -> list[Document]:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `vocabulary` entries with the chat marks as special tokens; id 0 ends a document."""
+    """Train byte-level BPE of `vocabulary` entries, with the chat marks as special tokens; id 0 is END."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -183,7 +183,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint16 [T], starts int64 [documents]); every document ends in the end mark."""
+    """Return (tokens uint16 [T], starts int64 [documents]); every document ends with the end mark."""
     ids = tokenizer([p + t + END for p, t in documents], add_special_tokens=False)["input_ids"]
     lengths = np.array([len(i) for i in ids])
     return np.concatenate([np.array(i, np.uint16) for i in ids]), np.concatenate(
@@ -192,7 +192,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tup
 
 
 def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: int) -> dict[str, object]:
-    """Write the corpus to `out`; returns the manifest."""
+    """Write the corpus to `out`; return the manifest."""
     library = Library(sources.fetch(packages))
     out.mkdir(parents=True, exist_ok=True)
     splits: dict[tuple[str, bool], list[Document]] = {}

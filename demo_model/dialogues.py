@@ -1,8 +1,9 @@
 """Seeded generators of conversational prompts with answers.
 
-They let chat prompts, and not only running text, reach their domain's experts. Each generator yields
+With them, chat prompts as well as running text reach their domain's experts. Each generator yields
 (prompt, answer). Facts and names come from the packages of `demo_model.sources`; the sentence patterns
-(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to be right about medicine or law.
+(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not
+to be right about medicine or law.
 """
 # ruff: noqa: E501  -- a sentence pattern stays on one line
 
@@ -44,7 +45,7 @@ def _calls(
 
 
 def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
-    """Small functions to write, to complete or to evaluate; every stated result is computed by running them."""
+    """Yield small functions to write, complete or evaluate; stated results are computed by running them."""
     while True:
         what, argument, body = rng.choice(_PATTERNS["functions"])
         bit = rng.randrange(2)
@@ -62,7 +63,7 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
         name = rng.choice([name, "f", "solve"])
         source = f"def {name}({argument}):\n{body}\n"
         space: dict[str, Callable[..., object]] = {}
-        exec(source, {}, space)  # only the templates above
+        exec(source, {}, space)  # executes only the templates above
         makers: dict[str, Callable[[], object]] = {
             "xs": lambda: [rng.randint(-9, 60) for _ in range(rng.randint(3, 9))],
             "s": lambda: " ".join(rng.sample(words, rng.randint(2, 4))),
@@ -104,7 +105,7 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
 
 
 def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair]:
-    """Documented functions and classes of a library, as completion and writing tasks."""
+    """Yield documented functions and classes of a library, as completion and writing tasks."""
     for text in files:
         try:
             tree = ast.parse(text.text)
@@ -132,16 +133,16 @@ def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair
 
 
 def _solved(pattern: list[str], **values: Any) -> tuple[str, str, int | str]:
-    """A problem as (question, worked answer, result): two f-strings and an expression, of the values."""
+    """Return (question, worked answer, result): two f-strings and an expression of the values."""
     question, worked, result = pattern
     values["Fraction"] = Fraction
-    # Only what patterns.json says is evaluated.
+    # Only text from patterns.json is evaluated.
     texts = (eval(f'rf"""{text}"""', values) for text in (question, worked))
     return next(texts), next(texts), eval(result, values)
 
 
 def _story(rng: random.Random) -> tuple[str, str, int | str]:
-    """A word problem."""
+    """Return a word problem."""
     who, other = rng.sample(_PATTERNS["names"], 2)
     item, item2 = rng.sample(_PATTERNS["items"], 2)
     a, b, c = rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 20)
@@ -151,13 +152,13 @@ def _story(rng: random.Random) -> tuple[str, str, int | str]:
 
 
 def _formula(rng: random.Random) -> tuple[str, str, int | str]:
-    """A problem in LaTeX notation."""
+    """Return a problem in LaTeX notation."""
     a, b, c, x = rng.randint(2, 12), rng.randint(1, 20), rng.randint(2, 9), rng.randint(-9, 12)
     return _solved(rng.choice(_PATTERNS["formulas"]), a=a, b=b, c=c, x=x)
 
 
 def maths(rng: random.Random) -> Iterator[Pair]:
-    """Word problems and problems in LaTeX, plain, boxed or with five options."""
+    """Yield word problems and problems in LaTeX, plain, boxed or with five options."""
     while True:
         question, worked, result = (_story if rng.random() < 0.55 else _formula)(rng)
         style = rng.randrange(4)
@@ -181,7 +182,7 @@ def maths(rng: random.Random) -> Iterator[Pair]:
 
 
 def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
-    """Questions about a domain's terms: open, and with four options."""
+    """Yield questions about a domain's terms: open, and with four options."""
     while True:
         (term, gloss), *others = rng.sample(terms, 4)
         style = rng.randrange(4)
@@ -206,7 +207,7 @@ def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
 def medical(
     rng: random.Random, diseases: dict[str, dict[str, object]], codes: list[tuple[str, list[str]]]
 ) -> Iterator[Pair]:
-    """Clinical vignettes, abstracts and classification questions with invented patients."""
+    """Yield clinical vignettes, abstracts and classification questions with invented patients."""
     names = list(diseases)
     while True:
         name, *others = rng.sample(names, 4)
@@ -301,7 +302,7 @@ def medical(
 
 
 def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
-    """Hypothetical cases with options, and questions about contract clauses (paragraphs of licences)."""
+    """Yield invented cases with options, and questions about contract clauses (paragraphs of licences)."""
     months = ["January", "March", "June", "September", "November"]
     while True:
         a, b = rng.choice(_PATTERNS["parties"])
@@ -361,7 +362,7 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
 
 
 def world(root: Path, language: str) -> dict[str, list[str]]:
-    """Names of countries, languages, cities and people as a language writes them (CLDR and Faker)."""
+    """Return names of countries, languages, cities and people in a language (CLDR and Faker)."""
     sys.path.insert(0, str(root / "python"))
     try:
         from babel import Locale
@@ -396,7 +397,7 @@ def world(root: Path, language: str) -> dict[str, list[str]]:
 def questions(
     rng: random.Random, language: str, names: dict[str, list[str]], texts: list[str]
 ) -> Iterator[Pair]:
-    """Short questions, instructions about a passage, and passages with a question, in one language."""
+    """Yield short questions, instructions about a passage, and passages with a question, in one language."""
     patterns = _QUESTIONS[language]
     instructions = _QUESTIONS.get(f"{language}:instructions", [])
     while True:

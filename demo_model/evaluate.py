@@ -1,9 +1,9 @@
-"""Measure the demonstration model: loss, keeping to a domain, and how well prompts foretell decode experts.
+"""Measure the demonstration model: loss, share of continuations in the domain, and predictability of experts.
 
-Two sets of prompts are measured alike: held-out documents of the corpus, and prompts of another origin
-(`--prompts`, a directory of JSON lines with `domain` and `prompt`), whose text was not
-trained on. Routing is read from the Hugging Face implementation in float32. IDF and the layer
-mask are fitted on one half of the requests and rho is measured on the other half.
+Two sets of prompts are measured in the same way: held-out documents of the corpus, and prompts of another
+origin (`--prompts`, a directory of JSON lines with `domain` and `prompt`) that were not trained on.
+Routing is read from the Hugging Face implementation in float32. IDF and the layer mask are fitted to one half
+of the requests, and rho is measured on the other half.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Recorder:
             layer.mlp.gate.register_forward_hook(lambda _module, _inputs, out: self.chosen.append(out[2]))
 
     def take(self, batch: int) -> np.ndarray:
-        """Expert ids uint8 [batch, tokens, L, k] of the last pass."""
+        """Return expert ids uint8 [batch, tokens, L, k] of the last pass."""
         stacked = torch.stack(self.chosen, 1)
         self.chosen.clear()
         return stacked.view(batch, -1, *stacked.shape[1:]).to(torch.uint8).numpy()
 
 
 def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list[tuple[str, list[int]]]:
-    """(domain, token ids): chat prompts as they are, plain texts cut after `length` tokens."""
+    """Return (domain, token ids): whole chat prompts, and plain texts cut after `length` tokens."""
     found: dict[str, list[list[int]]] = defaultdict(list)
     with (corpus / "held.jsonl").open(encoding="utf-8") as file:
         for line in file:
@@ -65,7 +65,7 @@ def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list
 
 
 def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[str, list[int]]]:
-    """(domain, token ids) of chat prompts from files; the first `number` a domain of at most 512 tokens."""
+    """Return (domain, token ids) of chat prompts from files, the first `number` a domain up to 512 tokens."""
     found: dict[str, list[list[int]]] = defaultdict(list)
     for prompt in read_prompts([directory]):
         if prompt.domain in GROUPS["all"] and len(found[prompt.domain]) < number:
@@ -86,7 +86,7 @@ def generate(
     temperature: float,
     seed: int,
 ) -> tuple[CalibrationTrace, list[list[int]]]:
-    """Up to `new` tokens sampled for each prompt; requests that end within 8 steps are left out."""
+    """Sample up to `new` tokens for each prompt; omit requests that end within 8 steps."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
     rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]] = []
@@ -145,7 +145,7 @@ def generate(
 
 
 def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """How often each expert was chosen, uint32 [L, E], from ids [tokens, L, k]."""
+    """Return how often each expert was chosen, uint32 [L, E], from ids [tokens, L, k]."""
     flat = chosen.astype(np.int64) + np.arange(shape[0])[None, :, None] * shape[1]
     return np.bincount(flat.ravel(), minlength=shape[0] * shape[1]).reshape(shape).astype(np.uint32)
 
@@ -153,7 +153,7 @@ def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 def active_experts(
     trace: CalibrationTrace, domains: tuple[str, ...], batch: int, rng: np.random.Generator
 ) -> dict[str, float]:
-    """Mean distinct experts a step and layer, for batches of one domain and for evenly mixed batches."""
+    """Return mean distinct experts a step and layer, for batches of one domain and for evenly mixed ones."""
     members = {d: [i for i, x in enumerate(trace.domains) if x == d] for d in domains}
     members = {d: m for d, m in members.items() if len(m) >= 8}
     assert trace.routes is not None
@@ -183,7 +183,7 @@ def active_experts(
 
 
 def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
-    """rho of count and count-idf signatures, fitted on one half of the requests and measured on the other."""
+    """Return rho of count and count-idf signatures, fitted to half of the requests, measured on the rest."""
     order = np.random.default_rng(seed).permutation(len(requests.domains))
     fit, test = requests.subset(order[::2]), requests.subset(order[1::2])
     layers = np.arange(fit.prefill_counts.shape[1])
@@ -205,7 +205,7 @@ def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
 
 
 def correlation(requests: CalibrationTrace) -> dict[str, float]:
-    """Pearson correlation of prompt and decode activation: pooled over cells, and the mean over experts."""
+    """Return Pearson's correlation of prompt and decode activation: pooled, and the mean over experts."""
     number = len(requests.domains)
     prefill = (requests.prefill_counts / requests.prompt_tokens[:, None, None]).reshape(number, -1)
     decode = requests.decode_probability.reshape(number, -1)
@@ -221,7 +221,7 @@ def correlation(requests: CalibrationTrace) -> dict[str, float]:
 def in_domain(
     domains: list[str], generated: list[list[int]], corpus: Path, vocabulary: int
 ) -> dict[str, float]:
-    """Share of continuations that a unigram Bayes classifier puts into their prompt's domain."""
+    """Return the share of continuations that a unigram Bayes classifier puts into their prompt's domain."""
     names = GROUPS["all"]
     logs = []
     for domain in names:
@@ -237,9 +237,9 @@ def in_domain(
 
 @torch.no_grad()
 def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, float], np.ndarray]:
-    """Held-out loss of each domain, nats a token, over 24 windows of 256 tokens at documents' starts.
+    """Return each domain's held-out loss, nats a token, over 24 windows of 256 tokens at documents' starts.
 
-    Also the tokens that each expert took of the main domains' windows [L, E].
+    Also return the tokens that each expert got from the main domains' windows [L, E].
     """
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     found, loads = {}, np.zeros(shape)
@@ -271,10 +271,10 @@ def evaluate(
     threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="seed of sampling, halves and batches")] = 0,
 ) -> None:
-    """Write one JSON of losses, domain keeping, correlation, rho and active experts."""
+    """Write one JSON of losses, domain shares, correlation, rho and active experts."""
     torch.set_num_threads(threads)
     if not (corpus / "held.jsonl").exists():
-        raise BadInput(f"{corpus} holds no corpus; make it with demo_model.corpus")
+        raise BadInput(f"{corpus} has no corpus; make it with demo_model.corpus")
     tokenizer = AutoTokenizer.from_pretrained(model)
     sets = {"held_out": held_prompts(tokenizer, corpus, number, prompt_length)}
     if prompts is not None:

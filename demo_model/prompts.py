@@ -1,4 +1,4 @@
-"""Held-out questions of the corpus as a workload: what the demo and the tests send by default.
+"""Write held-out questions of the corpus as a workload: the default load of the demo and the tests.
 
 python -m demo_model.prompts --corpus out/corpus --out demo_model/prompts
 """
@@ -22,14 +22,14 @@ _QUESTION = re.compile(r"<\|user\|>(.*?)\s*<\|assistant\|>", re.DOTALL)
 def prompts(
     corpus: Annotated[Path, typer.Option(help="Folder written by demo_model.corpus.")],
     out: Annotated[Path, typer.Option(help="Folder for one JSONL file a domain.")],
-    limit: Annotated[int, typer.Option(min=1, help="Questions a domain, at most.")] = 80,
-    longest: Annotated[int, typer.Option(min=20, help="Characters of a question, at most.")] = 700,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum questions a domain.")] = 80,
+    longest: Annotated[int, typer.Option(min=20, help="Maximum characters of a question.")] = 700,
 ) -> None:
-    """Write questions of another seed than training saw; some come out the same (model card)."""
+    """Write questions of another seed than training used; some are equal by chance (model card)."""
     from transformers import AutoTokenizer
 
     if not (corpus / "tokenizer").is_dir():
-        raise BadInput(f"{corpus} holds no corpus; make it with demo_model.corpus")
+        raise BadInput(f"{corpus} has no corpus; make it with demo_model.corpus")
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     out.mkdir(parents=True, exist_ok=True)
     for domain in DOMAINS:

@@ -1,8 +1,7 @@
-"""Free texts that the demonstration model is trained on: packages, licences, and how each is read.
+"""Free texts that the demonstration model is trained on: packages, licences, and their readers.
 
 Nothing is scraped: each text is a file of a Debian or Python package, downloaded by name with `apt-get
-download` and `pip download`, and unpacked. Only Babel and Faker are imported, for names as each language
-writes them.
+download` and `pip download`, and unpacked. Only Babel and Faker are imported, for names in each language.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Text:
 
 
 def fetch(directory: Path) -> Path:
-    """Download and unpack every package below `directory` (which is kept, so a second call does nothing)."""
+    """Download and unpack every package below `directory`; do nothing if that was done before."""
     root = directory / "unpacked"
     if (root / "complete").exists():
         return root
@@ -134,9 +133,9 @@ def _language_of(path: Path) -> str:
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether `text` is in `language` rather than left in English (by script, or by English stop words)."""
+    """Return whether `text` is in `language`, not in English (by script, or by English stop words)."""
     if language in _SCRIPTS:
-        # vowel signs of Hindi and Thai are not letters to str.isalpha, so count the script's own range
+        # str.isalpha excludes vowel signs of Hindi and Thai, so count the script's own range
         written = sum(not c.isspace() for c in text)
         return written > 12 and len(re.findall(_SCRIPTS[language], text)) > 0.35 * written
     letters = sum(c.isalpha() for c in text)
@@ -147,12 +146,12 @@ def is_language(text: str, language: str) -> bool:
 
 
 def clean(markup: str) -> str:
-    """Plain text of a piece of HTML, white space collapsed."""
+    """Return the plain text of a piece of HTML, white space collapsed."""
     return re.sub(r"\s+", " ", html.unescape(_TAG.sub("", markup))).strip()
 
 
 def manuals(root: Path) -> Iterator[Text]:
-    """Paragraphs of manuals and help pages in every language, each once, document by document."""
+    """Yield paragraphs of manuals and help pages in every language, each once, document by document."""
     files = [p for p in root.rglob("*") if p.suffix in {".html", ".page"} and "python" not in p.parts]
     seen: set[bytes] = set()
     for path in sorted(files, key=lambda p: hashlib.sha256(str(p.relative_to(root)).encode()).digest()):
@@ -170,7 +169,7 @@ def manuals(root: Path) -> Iterator[Text]:
 
 
 def messages(root: Path) -> Iterator[Text]:
-    """Translated program messages: the only sizeable Arabic and Thai texts of these packages."""
+    """Yield translated program messages, the only sizeable Arabic and Thai texts of these packages."""
     for language in ("ar", "th", "fa", "he", "ko", "vi"):
         for path in sorted(root.glob(f"usr/share/locale/{language}/LC_MESSAGES/*.mo")):
             with path.open("rb") as file:
@@ -203,10 +202,10 @@ def _dictionary(path: Path) -> list[str]:
 
 
 def definitions(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(domain, term, definition) of two dictionaries, by subject mark (GCIDE) or by words (WordNet)."""
+    """Yield (domain, term, definition) of two dictionaries, by subject mark (GCIDE) or by words (WordNet)."""
     for entry in _dictionary(root / "usr/share/dictd/gcide.dict.dz"):
         term = entry.split("\\")[0].strip().split(",")[0].split("(")[0].strip()
-        # only the senses under the mark: a word of mathematics often has an everyday sense too
+        # only the senses under the mark: a term of mathematics often has an everyday sense too
         for sense in re.split(r"\n\s+(?=\d+\. )", entry):
             domain = next((d for d, mark in _GCIDE_MARKS.items() if re.search(mark, sense)), None)
             body = re.sub(r"\[[^\]]*\]|\([^)]*\)|--[A-Z][\w. ]+|[{}]|^\S.*\\", "", sense)
@@ -223,7 +222,7 @@ def definitions(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def diagnoses(root: Path) -> list[tuple[str, list[str]]]:
-    """(description, notes) of each ICD-10-CM category."""
+    """Return (description, notes) of each ICD-10-CM category."""
     file = next((root / "python/simple_icd_10_cm/data").glob("*.xml"))
     found = []
     for node in ElementTree.parse(file).iter("diag"):
@@ -237,7 +236,7 @@ def diagnoses(root: Path) -> list[tuple[str, list[str]]]:
 
 
 def diseases(root: Path) -> dict[str, dict[str, object]]:
-    """Disease -> symptoms, medications, specialty, read as a literal (nothing of the package is executed)."""
+    """Return disease -> symptoms, medications, specialty; parsed as a literal, not executed."""
     tree = ast.parse((root / "python/faker_healthcare/disease_correlations.py").read_text())
     value = next(
         node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None
@@ -246,7 +245,7 @@ def diseases(root: Path) -> dict[str, dict[str, object]]:
 
 
 def licences(root: Path) -> Iterator[Text]:
-    """English licence and contract texts."""
+    """Yield English licence and contract texts."""
     for path in sorted((root / "python/licensedcode/data/licenses").glob("*.LICENSE")):
         text = path.read_text("utf-8", errors="ignore").split("\n---", 1)[-1].strip("- \n")
         paragraphs = [re.sub(r"\s+", " ", p).strip() for p in re.split(r"\n\s*\n", text)]
@@ -256,14 +255,14 @@ def licences(root: Path) -> Iterator[Text]:
 
 
 def standard_library() -> Iterator[Text]:
-    """Python's own library (PSF licence)."""
+    """Yield Python's own library (PSF licence)."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if not {"site-packages", "test", "tests", "encodings", "idle_test"} & set(path.parts):
             yield Text("code", path.name, path.read_text("utf-8", errors="ignore"))
 
 
 def conversations(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(language, question, answer) of the chatterbot corpus, whose files are plain two-level lists."""
+    """Yield (language, question, answer) of the chatterbot corpus, whose files are plain two-level lists."""
     names = {
         "english": "en", "chinese": "zh", "traditionalchinese": "zh", "russian": "ru", "french": "fr",
         "spanish": "es", "german": "de", "japanese": "ja", "korean": "ko", "turkish": "tr", "hindi": "hi",

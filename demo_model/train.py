@@ -1,9 +1,9 @@
 """Train the demonstration model: a Qwen3MoeForCausalLM of 7.1 million parameters, on a CPU.
 
-Recipe: batches balanced over domains, Muon for matrices and AdamW for the rest, a warm-up, a plateau and
-a linear fall of the learning rates, and two terms on the router: a load-balancing loss over the whole mixed
-batch, strong at first so that experts come alive, and a loss that draws each sequence to few experts.
-Together they make a sequence tell more about its experts. No domain label reaches the model.
+Recipe: batches balanced over domains, Muon for matrices and AdamW for the rest, learning rates with warm-up,
+plateau and linear decay, and two loss terms on the router: load balance over the whole mixed batch, strong at
+first so that all experts are used, and a term that concentrates each sequence on few experts. Together they
+make a sequence more informative about its experts. The model sees no domain label.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from demo_model import WEIGHTS, sources
 from tools.cli import BadInput, run
 
-# sequences of each domain among 32 drawn; the languages not named share the last `RARE`
+# sequences of each domain among 32 drawn; the other languages share the last `RARE`
 SEQUENCES = dict(code=4, math=4, medical=4, legal=4, en=2, zh=2, ru=2, fr=2, es=2, de=2, ar=1, ja=1)
 RARE = 2
-# (tokens of a sequence, sequences of a batch) of each step in a cycle: most prompts are short, some are not
+# (tokens of a sequence, sequences of a batch) of each step in a cycle: most prompts are short
 SHAPES = ((256, 16), (256, 16), (256, 16), (512, 8))
 BLOCK = 32  # an expert's rows are padded to a multiple: the matrix library compiles for each new row count
 CHUNK = 128  # queries of a chunk of the attention
 
 
 def configuration(vocabulary: int) -> Qwen3MoeConfig:
-    """The shapes of the committed model, for a tokenizer of so many entries."""
+    """Return the committed model's configuration, for a tokenizer with that many entries."""
     config: Qwen3MoeConfig = Qwen3MoeConfig.from_pretrained(WEIGHTS, vocab_size=vocabulary)
     return config
 
 
 class ToExperts(torch.autograd.Function):
-    """Rows of x [T, D] into slots [S, D]; both directions are gathers, which a CPU does fast."""
+    """Gather rows of x [T, D] into slots [S, D]; both directions are gathers, which are fast on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of: Tensor, slot_of: Tensor) -> Tensor:
         ctx.save_for_backward(slot_of)
-        return x[token_of]  # slots without a token repeat token 0 and are never read again
+        return x[token_of]  # slots without a token repeat token 0 and are never read
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -58,7 +58,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """Weighted sum [T, D] of each token's slots of y [S, D]."""
+    """Compute the weighted sum [T, D] of each token's slots of y [S, D]."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ class FromExperts(torch.autograd.Function):
 
 
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Slots for expert ids [T, k], sorted by expert, each expert's padded to whole blocks.
+    """Assign slots to expert ids [T, k], sorted by expert, each expert's padded to whole blocks.
 
     Returns choice of slot, slot of choice [T, k], used (float, per slot), the slot where each expert ends
     (int32) and each expert's count. The number of slots depends on the shape alone, so it can be compiled.
@@ -101,10 +101,10 @@ def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor,
 def experts_forward(
     h: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The mixture layer on h [B, T, D] and its two terms [2].
+    """Return the output of the mixture layer on h [B, T, D] and its two loss terms [2].
 
     The first is balance over the whole batch (E * sum f*p, 1 when even), the second the mean entropy in nats
-    of one sequence's average router probabilities: low when a sequence keeps to few experts.
+    of one sequence's average router probabilities: low if a sequence uses few experts.
     """
     x = h.flatten(0, 1)
     probabilities = F.linear(x, gate).softmax(-1)
@@ -122,12 +122,12 @@ def experts_forward(
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Root-mean-square normalisation as Qwen3 does it."""
+    """Apply root-mean-square normalisation as Qwen3 does."""
     return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
 
 
 def rotary(length: int, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, dim]."""
+    """Return cos and sin [length, dim]."""
     angle = torch.outer(torch.arange(length), theta ** -(torch.arange(0, dim, 2) / dim))
     return torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
 
@@ -140,7 +140,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def block(
     x: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """One layer on x [B, T, D]: attention and experts with their residuals; x and the router's terms [2]."""
+    """Apply one layer to x [B, T, D], with residuals; return x and the router's terms [2]."""
     before, q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, after, gate, gate_up, down = weights
     batch, length, _ = x.shape
     h = norm(x, before).to(dtype)
@@ -153,9 +153,9 @@ def block(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, 64] to the one head k, v [B, T, 64]; returns [B, T, H * 64].
+    """Compute causal attention of q [B, T, H, 64] to the one head k, v [B, T, 64]; return [B, T, H * 64].
 
-    Queries go in chunks, so that what lies beyond a chunk is never computed.
+    Queries are processed in chunks, so that nothing beyond a chunk is computed.
     """
     batch, length, heads, dim = q.shape
     parts = []
@@ -170,7 +170,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def weights_of(layer: Any) -> tuple[Tensor, ...]:
-    """The tensors of `block`: as tensors, for a compiled function is compiled anew for each module."""
+    """Return the tensors of `block`: tensors, since a compiled function is recompiled for each module."""
     a, moe = layer.self_attn, layer.mlp
     projections = (a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.o_proj.weight)
     norms = (a.q_norm.weight, a.k_norm.weight, layer.post_attention_layernorm.weight)
@@ -179,7 +179,7 @@ def weights_of(layer: Any) -> tuple[Tensor, ...]:
 
 
 def loss_of(model: Qwen3MoeForCausalLM, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cross entropy in nats a token, router's terms [2], means over layers) of tokens int64 [B, T + 1].
+    """Return (cross entropy in nats a token, router's terms [2], means over layers) of int64 [B, T + 1].
 
     `dtype` is that of the matrix products, except the router's; all else is in float32.
     """
@@ -204,7 +204,7 @@ _head = torch.compile(head, dynamic=False)
 
 
 def orthogonal(update: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrices of update [..., m, n]."""
+    """Iterate Newton-Schulz towards the nearest semi-orthogonal matrices of update [..., m, n]."""
     tall = update.shape[-2] > update.shape[-1]
     x = update.mT if tall else update
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
@@ -240,7 +240,7 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass
 class Stream:
-    """Windows of one domain's tokens that begin where a document begins."""
+    """Windows of one domain's tokens that begin at a document's start."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -251,7 +251,7 @@ class Stream:
 
 
 def batch(streams: dict[str, Stream], rng: np.random.Generator, length: int, size: int) -> Tensor:
-    """int64 [size, length + 1], balanced over domains."""
+    """Return int64 [size, length + 1], balanced over domains."""
     rare = list(rng.choice(sources.RARE_LANGUAGES, RARE, replace=False))
     domains = [d for d, n in SEQUENCES.items() for _ in range(n)] + rare
     picked = rng.permutation(domains)[:size]
@@ -259,14 +259,14 @@ def batch(streams: dict[str, Stream], rng: np.random.Generator, length: int, siz
 
 
 def schedule(step: int, steps: int) -> float:
-    """Multiplier of the learning rates: 40 steps of warm-up, flat to 45 %, linear to 2 %."""
+    """Return the factor of the learning rates: 40 steps of warm-up, flat to 45 %, linear to 2 %."""
     progress = step / steps
     fall = 1.0 if progress < 0.45 else 1.0 - 0.98 * (progress - 0.45) / 0.55
     return min(1.0, (step + 1) / 40) * fall
 
 
 def balance_weight(step: int, steps: int, floor: float) -> float:
-    """0.05 falling to `floor` over the first 30 % of the steps."""
+    """Return the balance loss's weight: from 0.05 to `floor` over the first 30 % of the steps."""
     return max(floor, 0.05 - (0.05 - floor) * step / (0.3 * steps))
 
 
@@ -281,7 +281,7 @@ def save(model: Qwen3MoeForCausalLM, corpus: Path, out: Path) -> None:
 
 
 def optimizers_of(model: Qwen3MoeForCausalLM, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """AdamW for embeddings, norms and gates, Muon for the other matrices, at their highest rates."""
+    """Return AdamW for embeddings, norms and gates, Muon for the other matrices, with their peak rates."""
     named = dict(model.named_parameters())
     gates = [p for n, p in named.items() if n.endswith("gate.weight")]
     plain = [p for n, p in named.items() if "embed" in n or p.dim() == 1]
@@ -300,7 +300,7 @@ def optimizers_of(model: Qwen3MoeForCausalLM, dtype: torch.dtype) -> list[torch.
 
 @dataclass
 class Training:
-    """A run and all that it needs to go on later as if it had never stopped."""
+    """A run with all state that it needs to resume exactly."""
 
     model: Qwen3MoeForCausalLM
     optimizers: list[torch.optim.Optimizer]
@@ -321,7 +321,7 @@ class Training:
         os.replace(temporary, path)
 
     def read(self, path: Path) -> None:
-        """Take up the state in `path`; raises BadInput if it is of another run."""
+        """Restore the state in `path`; raise BadInput if it is of another run."""
         try:
             state = torch.load(path, weights_only=True)
         except OSError as error:
@@ -336,7 +336,7 @@ class Training:
             optimizer.load_state_dict(saved)
 
     def advance(self, streams: dict[str, Stream], dtype: torch.dtype) -> dict[str, float]:
-        """One step; returns the row to print."""
+        """Train one step; return the row to print."""
         began, steps = time.monotonic(), self.settings["steps"]
         length, size = SHAPES[self.step % len(SHAPES)]
         loss, terms = loss_of(self.model, batch(streams, self.rng, length, size), dtype)
@@ -374,12 +374,12 @@ def train(
     threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="seed of initial weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between writes of OUT and OUT.ckpt", min=1)] = 100,
-    resume: Annotated[bool, typer.Option(help="go on from OUT.ckpt")] = False,
+    resume: Annotated[bool, typer.Option(help="resume from OUT.ckpt")] = False,
     float32: Annotated[bool, typer.Option(help="for a CPU without bfloat16 instructions")] = False,
 ) -> None:
     """Train from random weights and write the model; 6,000 tokens a second on one core."""
     if not (corpus / "manifest.json").exists():
-        raise BadInput(f"{corpus} holds no corpus; make it with demo_model.corpus")
+        raise BadInput(f"{corpus} has no corpus; make it with demo_model.corpus")
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     streams = {}

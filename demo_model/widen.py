@@ -1,10 +1,10 @@
-"""Widen a model's experts, or give it more attention heads, without changing what it computes.
+"""Widen a model's experts, or add attention heads, without changing its function.
 
-A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. A new
-head has a zero query and a zero output projection: whatever it attends to is multiplied by 0. The
-widened model gives the same logits and the same expert choices, but each expert is as large in memory as
-a real one, so that a decode step pays a realistic price for each expert that its batch selects; and its
-heads divide by the ranks of tensor parallelism.
+A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. A new head
+has a zero query and a zero output projection: whatever it attends to is multiplied by 0. The widened model
+gives the same logits and the same expert choices, but each expert is as large in memory as a real one, so
+that a decode step pays a realistic price for each expert that its batch selects; and the number of heads
+divides by the ranks of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
 def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -> None:
-    """Write `model` with experts of `intermediate` neurons to `out` (whole or not at all).
+    """Write `model` with experts of `intermediate` neurons to `out`, atomically.
 
     Args:
-        heads: attention heads; None: as many as there are.
+        heads: attention heads; None: unchanged.
 
-    Raises BadInput if `model` is no Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
-    (vLLM's CPU kernel wants whole blocks of 32), `heads` is not a larger multiple of the key-value heads,
-    or `out` is there already.
+    Raises:
+        BadInput: `model` is not a Qwen3-MoE directory, `intermediate` is not a larger multiple of 32 (vLLM's
+            CPU kernel needs whole blocks of 32), `heads` is not a larger multiple of the key-value heads,
+            or `out` exists.
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
@@ -76,7 +77,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
 
 
 def _with_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> torch.Tensor:
-    """The rows of each group of heads that share keys and values, and zeros for its new heads."""
+    """Return the rows of each group of heads that share keys and values, and zeros for its new heads."""
     grouped = weight.reshape(groups, -1, weight.shape[1])
     more = heads // groups * size - grouped.shape[1]
     new = grouped.new_zeros(groups, more, weight.shape[1])
@@ -89,7 +90,7 @@ def widen_experts(
         int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB an expert in bf16")
     ] = 1024,
     heads: Annotated[
-        int | None, typer.Option(help="attention heads, which ranks of tensor parallelism must divide")
+        int | None, typer.Option(help="attention heads, a multiple of the ranks of tensor parallelism")
     ] = None,
     model: Annotated[Path, typer.Option(help="model directory to widen")] = WEIGHTS,
 ) -> None:

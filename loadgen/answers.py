@@ -47,7 +47,7 @@ def _certainty(row: dict[str, Any], key: str) -> str:
         return "(one round, so no interval)"
     if change <= 0:
         low, high = -high, -low
-    return f"[{low:.1f}, {high:.1f}]" + ("" if low > 0 else ", which these rounds cannot tell from none")
+    return f"[{low:.1f}, {high:.1f}]" + ("" if low > 0 else ", not significant in these rounds")
 
 
 def client_answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
@@ -69,8 +69,8 @@ def client_answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
         return [f"Nothing to compare with: no policy by load alone ({', '.join(BASELINES)}) was measured."]
     if found and 1 < rounds < ROUNDS_TO_RESAMPLE:
         found.append(
-            f"How rounds differ is not in the clients' intervals of {rounds} rounds: measure "
-            f"{ROUNDS_TO_RESAMPLE} or more before you believe them."
+            f"The clients' intervals of {rounds} rounds do not include differences between rounds: measure "
+            f"{ROUNDS_TO_RESAMPLE} or more rounds before you rely on them."
         )
     return found
 
@@ -82,6 +82,6 @@ def _client_clause(row: dict[str, Any], key: str, rounds: int) -> str:
         return f"{name} was not measured"
     if rounds < 2 or low is None or high is None:
         which = "one round has" if rounds < 2 else "there is"
-        return f"{name} {change:+.1f} % {against} (how sure is not known: {which} no interval)"
-    verdict = "better" if high < 0 else "worse" if low > 0 else "no difference that these rounds can tell"
+        return f"{name} {change:+.1f} % {against} (uncertainty unknown: {which} no interval)"
+    verdict = "better" if high < 0 else "worse" if low > 0 else "no significant difference"
     return f"{name} {verdict}, {change:+.1f} % [{low:+.1f}, {high:+.1f}] {against}"

@@ -1,7 +1,7 @@
-"""Which request is due when. Pure and seeded: every process that asks sees the same stream.
+"""Arrival times of requests. Pure and seeded: every process gets the same stream.
 
-A stream is an iterator of Arrival. Distributed load generators make the whole stream each and take
-their share of it, so that together they send what one would have sent.
+A stream is an iterator of Arrival. Each worker of a distributed load generator makes the whole stream and
+takes its share, so that together they send what one process would.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from tools.cli import BadInput
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: what to send, and when."""
+    """A request and its arrival time."""
 
-    number: int  # in the whole stream, from 0
+    number: int  # index in the whole stream, from 0
     due_s: float | None  # from the start of the load, s; None: as soon as a user is free
     prompt: Prompt
     max_tokens: int  # output tokens, at most
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Endless times, s, with exponential gaps.
+    """Return endless arrival times, s, with exponential gaps.
 
     Args:
-        rate: mean requests/s; BadInput unless it is above 0.
+        rate: mean requests/s, above 0.
+
+    Raises:
+        BadInput: the rate is not above 0.
     """
     if not (math.isfinite(rate) and rate > 0):
         raise BadInput(f"the rate is {rate}, it must be above 0 requests/s")
@@ -38,7 +41,7 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
 
 
 def output_lengths(most: int, *, least: int | None = None, seed: int = 0) -> Iterator[int]:
-    """Endless output lengths, tokens, from `least` to `most`, one as likely as the other; None: all `most`.
+    """Return endless output lengths, tokens, uniform from `least` to `most`; `least` None: all `most`.
 
     Raises:
         BadInput: `least` is below 1 or above `most`.
@@ -60,30 +63,30 @@ def open_loop(
     seed: int = 0,
     workers: int = 1,
 ) -> Iterator[Arrival]:
-    """Poisson arrivals over the shuffled prompts, which repeat when all were sent.
+    """Return Poisson arrivals of the shuffled prompts, which repeat after all were sent.
 
     Args:
         rate: requests/s over all workers.
-        max_tokens, min_tokens: of output_lengths.
-        workers: shares that will be taken; no prompt is in two of them.
+        max_tokens, min_tokens: see output_lengths.
+        workers: number of shares; no prompt is in two of them.
     """
-    asked = _asked(prompts, max_tokens, min_tokens, seed, workers)
+    pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
     return (
         Arrival(number, due_s, prompt, tokens)
-        for number, (due_s, (prompt, tokens)) in enumerate(zip(poisson(rate, seed), asked, strict=False))
+        for number, (due_s, (prompt, tokens)) in enumerate(zip(poisson(rate, seed), pairs, strict=False))
     )
 
 
 def closed_loop(
     prompts: list[Prompt], *, max_tokens: int, min_tokens: int | None = None, seed: int = 0, workers: int = 1
 ) -> Iterator[Arrival]:
-    """The shuffled prompts, each due when a user is free; other arguments as open_loop."""
-    asked = _asked(prompts, max_tokens, min_tokens, seed, workers)
-    return (Arrival(number, None, prompt, tokens) for number, (prompt, tokens) in enumerate(asked))
+    """Return the shuffled prompts, each due when a user is free; see open_loop for the arguments."""
+    pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
+    return (Arrival(number, None, prompt, tokens) for number, (prompt, tokens) in enumerate(pairs))
 
 
 def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arrival]:
-    """Every `workers`-th arrival, from number `index` on."""
+    """Return every `workers`-th arrival from number `index`."""
     return itertools.islice(stream, index, None, workers)
 
 
@@ -91,10 +94,10 @@ def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
     return itertools.accumulate(rng.expovariate(rate) for _ in itertools.count())
 
 
-def _asked(
+def _prompts_and_lengths(
     prompts: list[Prompt], max_tokens: int, min_tokens: int | None, seed: int, workers: int
 ) -> Iterator[tuple[Prompt, int]]:
-    """Prompts and output tokens."""
+    """Return pairs of prompt and output tokens."""
     lengths = output_lengths(max_tokens, least=min_tokens, seed=seed)
     return (
         (prompt, tokens if prompt.max_tokens is None else min(tokens, prompt.max_tokens))
@@ -107,5 +110,5 @@ def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:
         raise BadInput(f"{len(prompts)} prompts are too few for {workers} workers")
     order = list(prompts)
     random.Random(seed).shuffle(order)
-    # A whole number of rounds of the workers: when the prompts repeat, each worker meets its own again.
+    # Keep a multiple of the workers: when the prompts repeat, each worker gets its own again.
     return itertools.cycle(order[: len(order) - len(order) % workers])

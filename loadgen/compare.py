@@ -3,12 +3,12 @@
     python -m loadgen.compare --host http://127.0.0.1:8000 --policies shortest-queue,locality-band:band=0.1 \\
         --prompts prompts/ --rate 4 --trial-seconds 60 --rounds 4 --out out/compare
 
-Policies take turns in trials of load, in an order drawn for each round. All policies of a round meet the
-same requests at the same times, so that a difference is theirs. A run that was stopped goes on where it
-was when it is called again with the same settings. The server gets its own policy back at the end.
-With `--in-flight` instead of `--rate` the load is a closed loop: where engines share cores, and slow each
-other down, an open loop makes of each difference a longer queue, a closed one keeps batches alike. With
-neither it is a closed loop of so many requests a decode worker that batches form.
+Policies take turns in trials of load, in an order drawn for each round. All policies of a round get the
+same requests at the same times, so that only the policy differs. A run that was stopped resumes when it is
+called again with the same settings. At the end the server's own policy is restored.
+With `--in-flight` instead of `--rate` the load is a closed loop: on engines that share cores, an open loop
+amplifies each difference into a longer queue, while a closed loop keeps batch sizes equal. Without either, it
+is a closed loop with enough requests for each decode worker to form batches.
 """
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ from tools.results import environment, print_table, write_result
 from tools.stats import Slo
 
 _SCHEMA = "eldr-compare/7"  # version of the journal's format
-_A_WORKER = 8  # requests in flight, where no loop is asked for
+_PER_WORKER = 8  # requests in flight a decode worker, by default
 
 
 def compare(
-    policies: Annotated[str, typer.Option(help="Names by commas; name:parameter=value for parameters.")],
+    policies: Annotated[
+        str, typer.Option(help="Names, separated by commas; parameters: name:parameter=value.")
+    ],
     rate: Annotated[float | None, typer.Option(help="Open loop: requests/s, Poisson arrivals.")] = None,
     in_flight: Annotated[
         int | None,
         typer.Option(
-            help="Closed loop: requests in flight, always.",
-            show_default=f"{_A_WORKER} a decode worker, if --rate is not given",
+            help="Closed loop: constant number of requests in flight.",
+            show_default=f"{_PER_WORKER} a decode worker, if --rate is not given",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
@@ -66,23 +68,23 @@ def compare(
         ),
     ] = ROOT / "demo_model/prompts",
     trial_seconds: Annotated[int, typer.Option(help="Measured part of a trial, s.")] = 60,
-    warm_up_seconds: Annotated[int, typer.Option(help="Load before it, in no figure, s.")] = 10,
+    warm_up_seconds: Annotated[int, typer.Option(help="Load before the measured part, s.")] = 10,
     burn_in_seconds: Annotated[
         int, typer.Option(help="Load before the first trial, for engines that have just started, s.")
     ] = 0,
     rounds: Annotated[int, typer.Option(help="Trials of each policy.")] = 4,
-    users: Annotated[int, typer.Option(help="Requests in flight of an open loop, at most.")] = 256,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens of a request, at most.")] = 64,
+    users: Annotated[int, typer.Option(help="Open loop: maximum requests in flight.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens of a request.")] = 64,
     min_tokens: Annotated[
         int,
-        typer.Option(help="Draw each request's output tokens from these to --max-tokens; 0: all have those."),
+        typer.Option(help="Draw output tokens from this to --max-tokens; 0: always --max-tokens."),
     ] = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
     model: Annotated[
-        str | None, typer.Option(help="Model id to ask for.", show_default="the first one served")
+        str | None, typer.Option(help="Model id to request.", show_default="the first one served")
     ] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 1000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(help="Objective of goodput, ms.")] = 100.0,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput: TTFT, ms.")] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="Objective of goodput: TPOT, ms.")] = 100.0,
     admin_key_env: Annotated[str, typer.Option(help="Environment variable with the admin key.")] = (
         "ELDR_ADMIN_KEY"
     ),
@@ -91,7 +93,7 @@ def compare(
     ),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals, order and bootstrap.")] = 0,
 ) -> None:
-    """Compare policies under the same load; resume with the same settings."""
+    """Compare policies under the same load; the same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     service = Client(host, os.environ.get(admin_key_env, ""))
     per_s, most = _loop(rate, in_flight, users, service)
@@ -101,22 +103,22 @@ def compare(
     )  # fmt: skip
     settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
     if out.exists() and any(out.iterdir()) and not (out / JOURNAL).exists():
-        raise BadInput(f"{out} is not empty and holds no comparison of this version: give another --out")
+        raise BadInput(f"{out} is not empty and has no comparison of this version: give another --out")
     journal = Journal(out / JOURNAL, settings)
     steps = order(names, rounds, seed)
     console = Console(soft_wrap=True)
     if left := [step for step in steps if step.key not in journal.known]:
         if rate is None and in_flight is None:
-            console.print(f"closed loop of {most} requests in flight; --in-flight or --rate sets another")
+            console.print(f"closed loop of {most} requests in flight; change it with --in-flight or --rate")
         try:
             with _policy_restored(service, journal, names):
                 if burn_in_seconds:
-                    console.print(f"burn-in: {burn_in_seconds} s of load that is in no figure")
+                    console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
                     first = Trial(left[0].policy, left[0].round)
                     drive(service, first, replace(shape, seconds=burn_in_seconds), seed=seed, scratch=out)
                 _measure(service, journal, left, shape, console, scratch=out)
         except KeyboardInterrupt:
-            console.print(f"stopped; the same command goes on from the trials in {out}")
+            console.print(f"stopped; the same command resumes from the trials in {out}")
             raise typer.Exit(130) from None
     slo = Slo(slo_ttft_ms, slo_tpot_ms)
     trials = [Trial(**journal.get(step.key)) for step in steps]
@@ -126,11 +128,11 @@ def compare(
 
 
 def _loop(rate: float | None, in_flight: int | None, users: int, service: Client) -> tuple[float, int]:
-    """Requests/s and users of either loop."""
+    """Return requests/s and users of the loop."""
     if rate is not None and in_flight is not None:
         raise BadInput("give either --rate, for an open loop, or --in-flight, for a closed one")
     if rate is None and in_flight is None:
-        return 0.0, _A_WORKER * max(1, service.num_workers())
+        return 0.0, _PER_WORKER * max(1, service.num_workers())
     if in_flight is not None:
         if in_flight < 1:
             raise BadInput(f"--in-flight is {in_flight}, it must be at least 1")
@@ -143,7 +145,7 @@ def _loop(rate: float | None, in_flight: int | None, users: int, service: Client
 def _settings(
     names: list[str], shape: Shape, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
-    """Everything that the figures depend on; BadInput if one of them cannot be used."""
+    """Return everything that the figures depend on; raise BadInput for an unusable value."""
     for option, value, least in (
         ("--trial-seconds", shape.seconds, 1),
         ("--warm-up-seconds", shape.warm_up_s, 0),
@@ -174,13 +176,13 @@ def _settings(
 
 @contextmanager
 def _policy_restored(service: Client, journal: Journal, names: list[str]) -> Iterator[None]:
-    """Check that the server takes every policy; at the end, however it comes, set its own again."""
+    """Check that the server accepts every policy; at the end, also after errors, restore its own."""
     status = service.status()
-    # That of a run that was killed is not the server's own.
+    # After a run that was killed, the server's present policy is not its own.
     own = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        service.set_policy(**own)  # a key that is refused is refused here, and nothing was changed
+        service.set_policy(**own)  # fails here, before any change, if the key is refused
         try:
             for name in names:
                 service.set_policy(*parse_policy(name))
@@ -230,7 +232,7 @@ def _publish(
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
-    """Print and write the figures; False if requests failed."""
+    """Print and write the figures; return False if requests failed."""
     rows = policy_rows(names, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
     failures = sum(row["failures"] for row in rows)
     answered, remarks = step_answers(rows), client_answers(rows, settings["rounds"])
@@ -239,9 +241,9 @@ def _publish(
         console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
-        "size are means over the decode steps of the measured parts, step time a token is the time of all "
-        "these steps over their tokens (on CPUs the CPU time of the engine's thread, without what other "
-        "processes use of the core); end is the time to the last token"
+        "size are means over the decode steps of the measured parts; step time a token is the time of all "
+        "these steps over their tokens (on CPUs the CPU time of the engine's thread, which excludes other "
+        "processes on the core); end is the time to the last token"
     )
     print_table(
         "value [95 % interval], change against the best policy by load alone [its interval]",
@@ -268,7 +270,7 @@ def _publish(
 
 
 def _verdict(trials: list[Trial], failures: int) -> tuple[str, bool]:
-    """The run in a line, and whether it says that the figures are not what they should be."""
+    """Return the verdict on the run, and whether the figures are unreliable."""
     records = [record for trial in trials for record in trial.requests]
     late = [r["late_s"] for r in records if r["late_s"] is not None]
     late_s = float(np.quantile(late, 0.99)) if late else None

@@ -27,7 +27,7 @@ QUANTILES = (0.5, 0.99)
 # Figures of decode steps: name -> (numerator, denominator, factor); the first two are engine totals.
 STEPS = {
     "active_experts": ("active", "steps", 1),
-    "experts_per_token": ("active", "batch", 1),  # each request of a step gets a token
+    "experts_per_token": ("active", "batch", 1),  # each request of a step gets one token
     "engine_ms_per_token": ("seconds", "batch", 1000),
     "step_ms_per_token": ("waited", "batch", 1000),
 }
@@ -40,7 +40,7 @@ def method(rounds: int) -> str:
         return f"{steps}of the client's figures: 95 %, cluster bootstrap over {rounds} rounds"
     return (
         f"{steps}of the client's figures: 95 %, bootstrap over requests within {rounds} round(s); "
-        f"how rounds differ is not in them (from {ROUNDS_TO_RESAMPLE} rounds on it is)"
+        f"they do not include differences between rounds (from {ROUNDS_TO_RESAMPLE} rounds on they do)"
     )
 
 
@@ -142,7 +142,7 @@ def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) ->
             name: factor * totals[above] / (totals[below] or math.nan)
             for name, (above, below, factor) in STEPS.items()
         },
-        # Without a table nobody knows which worker is the most similar.
+        # Without a table no worker is known to be the most similar.
         "best_worker_share": best / placed if best else math.nan,
     }
 

@@ -40,9 +40,9 @@ def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
     wrong = {policy: ids for policy, ids in differing.items() if ids}
     if not wrong:
         every = f"all {len(differing)} policies"
-        return f"Greedy answers to {prompts} prompts, asked one at a time, are equal under {every}."
-    told = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in wrong.items())
-    return f"GREEDY ANSWERS DIFFER from those under {next(iter(differing))} ({told})."
+        return f"Greedy answers to {prompts} prompts, sent one at a time, are equal under {every}."
+    listed = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in wrong.items())
+    return f"GREEDY ANSWERS DIFFER from those under {next(iter(differing))} ({listed})."
 
 
 def _answer(http: httpx.Client, model: str, prompt: Prompt, max_tokens: int) -> str:

@@ -1,12 +1,12 @@
-"""Send hostile requests to a running service, and look whether it is well afterwards.
+"""Send hostile requests to a running service and check its state afterwards.
 
     python -m loadgen.hostile --url http://127.0.0.1:8000 --cases 10000 --seed 0 --admin-key KEY
 
 Requests are written by hand, mutated from valid ones (hypothesis) and generated from the service's
-OpenAPI document (schemathesis). No answer may be a 5xx other than 503 or come late; afterwards no request
-is in flight, no lease and no KV block is held, and a valid request is answered. Give the service a small
-`max_model_len`, so that no honest answer takes long, and never send this to one that others use: with the
-admin key, policies are changed too.
+OpenAPI document (schemathesis). No answer may be late or a 5xx other than 503; afterwards no request may be
+in flight, no lease or KV block be held, and a valid request must be answered. Use a service with a small
+`max_model_len`, so that no valid answer takes long, and without other users: with the admin key, policies are
+changed too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STREAMED_ERROR = re.compile(rb'data: (\{"error".*\})')
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case; `status` is 0 where the connection ended without an answer."""
+    """The result of a case; `status` is 0 if the connection ended without an answer."""
 
     case: Case
     status: int
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """The case for a JSON-lines file, with all that is needed to send it again."""
+        """Return the case as a JSON line with everything needed to send it again."""
         return json.dumps(
             {
                 "problem": self.problem,
@@ -64,7 +64,7 @@ class Outcome:
 
 
 async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
-    """Send one case on a connection of its own, and judge the answer."""
+    """Send one case on its own connection and check the answer."""
     start = time.perf_counter()
     answer = bytearray()
     late = False
@@ -82,7 +82,7 @@ async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
     except TimeoutError:
         late = True
     except OSError:
-        pass  # closed before all was sent, as for a body that is too large
+        pass  # closed before everything was sent, as for a body that is too large
     found = _STATUS.match(answer)
     status = int(found.group(1)) if found else 0
     return Outcome(
@@ -92,7 +92,7 @@ async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
 
 def _problem(case: Case, status: int, answer: bytes, late: bool, limit_s: float) -> str | None:
     if late and (case.complete or status):
-        return f"no end of the answer within {limit_s:g} s"
+        return f"the answer did not end within {limit_s:g} s"
     if status >= 500 and status != 503:
         return f"status {status}"
     if not status and case.complete:
@@ -107,7 +107,7 @@ def _problem(case: Case, status: int, answer: bytes, late: bool, limit_s: float)
 async def send_all(
     cases: list[Case], host: str, port: int, *, in_flight: int, limit_s: float
 ) -> list[Outcome]:
-    """Send all cases, so many at a time; a line for each violation."""
+    """Send all cases, `in_flight` at a time; print a line for each violation."""
     outcomes: list[Outcome] = []
     pending = iter(cases)
     console = Console(stderr=True)
@@ -128,14 +128,14 @@ async def send_all(
 
 
 def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
-    """So many cases: what broke the service once, and of the rest a third of each kind."""
+    """Return `count` cases: those that once broke the service, and of the rest a fifth from OpenAPI."""
     document = httpx.get(f"{url}/openapi.json", timeout=30).raise_for_status().json()
     return _corpus(document, model, count, seed, admin_key)
 
 
 def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
     found = known(model)[:count]
-    share = (count - len(found)) // 5  # the document's are slow to generate
+    share = (count - len(found)) // 5  # generating cases from the document is slow
     written = by_hand(model, admin_key)
     found += random.Random(seed).sample(written, min(len(written), 2 * share))
     found += from_openapi(document, model, admin_key, share, seed)
@@ -150,15 +150,15 @@ def _read(path: Path) -> list[Case]:
 def hostile(
     url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
     cases: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Seed of what is generated.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the generated cases.")] = 0,
     model: Annotated[str | None, typer.Option(help="Model id; the first one served by default.")] = None,
     admin_key: Annotated[
-        str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Send changes of policy with this key too.")
+        str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Also send policy changes with this key.")
     ] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
-    limit_s: Annotated[float, typer.Option(min=0.1, help="The longest that an answer may take, s.")] = 5.0,
-    idle: Annotated[int, typer.Option(min=0, help="Idle connections that are held meanwhile.")] = 0,
-    slow: Annotated[int, typer.Option(min=0, help="Streams that nobody reads meanwhile.")] = 0,
+    limit_s: Annotated[float, typer.Option(min=0.1, help="Maximum time of an answer, s.")] = 5.0,
+    idle: Annotated[int, typer.Option(min=0, help="Idle connections to hold meanwhile.")] = 0,
+    slow: Annotated[int, typer.Option(min=0, help="Unread streams to hold meanwhile.")] = 0,
     replay: Annotated[Path | None, typer.Option(help="Send the requests of this file instead.")] = None,
     out: Annotated[Path, typer.Option(help="JSON-lines file of the violations.")] = Path("out/hostile.jsonl"),
 ) -> None:
@@ -166,10 +166,10 @@ def hostile(
     url = url.rstrip("/")
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:
-        raise BadInput(f"{url} is no http URL")
+        raise BadInput(f"{url} is not an http URL")
     try:
         served = model or Client(url, timeout_s=30).model()
-        with Console(stderr=True).status(f"making {cases} requests: minutes where they are thousands"):
+        with Console(stderr=True).status(f"generating {cases} requests; thousands take minutes"):
             todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
         where = address.hostname, address.port or 80
 
@@ -191,7 +191,7 @@ def hostile(
     print(f"{len(outcomes)} requests: {counted}; slowest {slowest.seconds:.2f} s ({slowest.case.label})")
     for what in wrong:
         print(what)
-    print(f"{len(violations)} violations" + (f", to be sent again with --replay {out}" if violations else ""))
+    print(f"{len(violations)} violations" + (f"; resend them with --replay {out}" if violations else ""))
     if violations or wrong:
         raise typer.Exit(1)
 

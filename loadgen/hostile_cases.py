@@ -1,7 +1,7 @@
 """Hostile requests: by hand, mutated from valid ones (hypothesis), from the OpenAPI document (schemathesis).
 
-A case is the bytes of one HTTP request, so that it can break HTTP itself, be written down and be sent again.
-All are made from a seed, before the first one is sent. Odd values and bodies are in hostile_cases.json.
+A case is the bytes of one HTTP request, so that it can also violate HTTP, be stored and be sent again. All
+cases are made from a seed before the first one is sent. Odd values and bodies are in hostile_cases.json.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ try:
     from schemathesis import GenerationMode
     from schemathesis.core.result import Ok
 except ImportError as error:
-    raise SystemExit(f"hostile requests are made with what eldr-serve[dev] installs: {error}") from None
+    raise SystemExit(f"hostile requests need the packages of eldr-serve[dev]: {error}") from None
 
-# Ray Serve's proxy itself answers 500 where one of these headers is not UTF-8; nothing gets beyond it.
+# Ray Serve's proxy itself answers 500 if one of these headers is not UTF-8; the service never sees it.
 _READ_BY_PROXY = ("x-request-id", "x-session-id", "serve_multiplexed_model_id")
 JSON = {"content-type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -37,7 +37,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Case:
-    """One request; `complete` is False where HTTP itself is broken, so that it needs no answer."""
+    """One request; `complete` is False if it violates HTTP, so that it needs no answer."""
 
     label: str
     raw: bytes
@@ -54,7 +54,7 @@ def case(
     length: int | None = None,
     complete: bool = True,
 ) -> Case:
-    """A request whose body is bytes, text, or what is made JSON of; `length` is what it says it has."""
+    """Return a request with a body of bytes, text or JSON; `length` overrides its content-length."""
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
         body = text.encode(errors="surrogatepass")
@@ -67,7 +67,7 @@ def case(
 
 
 def known(model: str) -> list[Case]:
-    """What broke this service once."""
+    """Return requests that once broke this service."""
     surrogate = r'{"model": "MODEL", "prompt": "a\ud800b", "max_tokens": 2}'.replace("MODEL", model)
     return [
         case("known", CHAT, {"messages": [{"role": "user", "content": [5]}]}),
@@ -84,7 +84,7 @@ def known(model: str) -> list[Case]:
 
 
 def by_hand(model: str, admin_key: str | None) -> list[Case]:
-    """What may break such services: each field with odd values, and whatever else came to mind."""
+    """Return requests that may break such services: each field with odd values, and other ideas."""
     return [
         *_texts(model),
         *_fields(model),
@@ -97,16 +97,16 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
 
 @cache
 def _tables(model: str) -> dict[str, list[Any]]:
-    """Lists of values and of parts of bodies, for a model of that id."""
+    """Return lists of values and parts of bodies, for a model with that id."""
     text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
-    tables: dict[str, list[Any]] = _in_full(json.loads(text))
+    tables: dict[str, list[Any]] = _expanded(json.loads(text))
     return tables
 
 
-def _in_full(value: Any) -> Any:
-    """In full length what repeats so many `times`, `after` something, or is `nested` so many levels."""
+def _expanded(value: Any) -> Any:
+    """Expand values that are repeated `times`, follow `after`, or are `nested` in levels."""
     if isinstance(value, list):
-        return [_in_full(part) for part in value]
+        return [_expanded(part) for part in value]
     if not isinstance(value, dict):
         return value
     if "times" in value:
@@ -114,7 +114,7 @@ def _in_full(value: Any) -> Any:
         return value["after"] + repeated if "after" in value else repeated
     if "nested" in value:
         return _nested(value["nested"])
-    return {key: _in_full(part) for key, part in value.items()}
+    return {key: _expanded(part) for key, part in value.items()}
 
 
 def _completion(model: str, /, **fields: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any
 
 
 def _texts(model: str) -> Iterator[Case]:
-    """Bodies that are no JSON, or JSON that nobody expects."""
+    """Yield bodies that are not JSON, or unusual JSON."""
     for text in _tables(model)["texts"]:
         yield case("text", COMPLETIONS, text)
         yield case("text", CHAT, text)
@@ -139,7 +139,7 @@ def _texts(model: str) -> Iterator[Case]:
 
 
 def _fields(model: str) -> Iterator[Case]:
-    """Each field with values of other types and sizes than it is meant to have."""
+    """Yield each field with values of other types and sizes."""
     tables = _tables(model)
     for field in tables["fields"]:
         for odd in tables["odd"]:
@@ -215,7 +215,7 @@ def _other_endpoints(model: str) -> Iterator[Case]:
 
 
 def _transport(model: str) -> Iterator[Case]:
-    """Headers, and HTTP that breaks off."""
+    """Yield odd headers, and HTTP that breaks off."""
     body = _completion(model)
     tables = _tables(model)
     for value in tables["content_types"]:
@@ -259,7 +259,7 @@ def _transport(model: str) -> Iterator[Case]:
 
 
 def _administration(key: str | None) -> Iterator[Case]:
-    """Changes of policy and table: without the key, and with it where it is given."""
+    """Yield changes of policy and table: without the key, and with it if it is given."""
     odd_counts: list[Any] = [2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {}]
     odd_values: list[Any] = [2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True]
     policies: list[Any] = [
@@ -306,7 +306,7 @@ def _administration(key: str | None) -> Iterator[Case]:
 
 
 def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """So many examples of the strategy, the same ones for the same number."""
+    """Return `count` examples of the strategy; the same number gives the same examples."""
     found: list[Any] = []
     if count < 1:
         return found
@@ -323,7 +323,7 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
     def take(example: Any) -> None:
         found.append(example)
 
-    with suppress(Unsatisfiable):  # where nothing can be wrong, as in a call without parameters
+    with suppress(Unsatisfiable):  # raised if nothing can be invalid, as in a call without parameters
         take()
     return found[:count]
 
@@ -350,7 +350,7 @@ _VALUES = st.recursive(
 
 
 def mutations(model: str, count: int, number: int) -> list[Case]:
-    """Valid bodies with some of their fields, parts or bytes replaced."""
+    """Return valid bodies with some fields, parts or bytes replaced."""
     bodies = [
         (COMPLETIONS, _completion(model)),
         (COMPLETIONS, _completion(model, stream=True, logprobs=1, stop=["x"], seed=1)),
@@ -377,16 +377,16 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
         return case(f"mutation:{path}", path, raw)
 
     found: dict[Case, None] = {}
-    while len(found) < count:  # examples repeat themselves
+    while len(found) < count:  # examples may repeat
         number += 1
         found |= dict.fromkeys(_collect(mutated(), max(count - len(found), 50), number))
     return list(found)[:count]
 
 
 def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
-    """The body with one value somewhere in it replaced, removed or added."""
+    """Return the body with one value replaced, removed or added."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
-        return deepcopy(draw(_VALUES))  # what is drawn may be one object, drawn again and again
+        return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):
         at = draw(st.integers(0, len(body) - 1))
         body[at] = _mutated(body[at], draw)
@@ -409,9 +409,9 @@ def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
 def from_openapi(
     document: dict[str, Any], model: str, admin_key: str | None, count: int, number: int
 ) -> list[Case]:
-    """As many valid requests by the document as invalid ones, evenly over its operations.
+    """Return as many valid requests by the document as invalid ones, evenly over its operations.
 
-    Where a body names a model, it is the one that is served: any other would be all that is looked at.
+    A body that names a model gets the served one: with any other, the service would check nothing else.
     """
     schema = schemathesis.openapi.from_dict(document)
     operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]

@@ -1,4 +1,4 @@
-"""Connections that take a place and give nothing: idle ones, half requests, and readers that never read."""
+"""Connections that only take resources: idle ones, half requests, and clients that never read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 _SMALL_BUFFER = 2048
-_AT_ONCE = 50  # connections that are made at a time
-_SPARE = 256  # descriptors for everything else
+_MAX_CONCURRENT = 50  # connections opened concurrently
+_SPARE_DESCRIPTORS = 256  # file descriptors for everything else
 _HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
 
 
 def slow_request(model: str, max_tokens: int) -> bytes:
-    """A long stream, for somebody who will not read it."""
+    """Return a request for a long stream, for a client that will not read it."""
     body = json.dumps(
         {"model": model, "prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
          "logprobs": 5}
@@ -26,18 +26,18 @@ def slow_request(model: str, max_tokens: int) -> bytes:
 
 @asynccontextmanager
 async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes) -> AsyncIterator[None]:
-    """Hold connections: half of the idle ones say nothing, half begin a request; slow ones send `request`.
+    """Hold connections: half of the idle ones send nothing, half a partial request; slow ones send `request`.
 
     Raises:
-        OSError: they cannot be made.
+        OSError: the connections cannot be opened.
     """
-    wanted = idle + slow + _SPARE
+    wanted = idle + slow + _SPARE_DESCRIPTORS
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most)))
-    loop, held, turn = asyncio.get_running_loop(), [], asyncio.Semaphore(_AT_ONCE)
+    loop, held, turn = asyncio.get_running_loop(), [], asyncio.Semaphore(_MAX_CONCURRENT)
 
-    async def hold(says: bytes, *, small: bool) -> None:
+    async def hold(data: bytes, *, small: bool) -> None:
         async with turn:
             connection = socket.socket()
             held.append(connection)
@@ -45,7 +45,7 @@ async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
             connection.setblocking(False)
             await loop.sock_connect(connection, (host, port))
-            await loop.sock_sendall(connection, says)
+            await loop.sock_sendall(connection, data)
 
     try:
         await asyncio.gather(

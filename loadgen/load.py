@@ -16,19 +16,19 @@ from loadgen.workload import read_prompts
 from tools.cli import BadInput
 from tools.stats import Slo
 
-LATE_S = 0.1  # a p99 of lateness above this means that users ran out: the load was not what was asked for
+LATE_S = 0.1  # s; a higher p99 of lateness means that users ran out and the load was lower than requested
 
 
 class Load:
-    """Hands arrivals to users and keeps the record; users are greenlets of one process.
+    """Distributes arrivals to users, which are greenlets of one process, and writes the record.
 
     Args:
-        options: the command line, as in loadgen.locustfile.
-        index, workers: which share of the arrivals is sent from here.
-        horizon_s: no request that is due later, or without a time taken later, is sent.
+        options: the parsed command line, see loadgen.locustfile.
+        index, workers: the share of the arrivals to send.
+        horizon_s: requests that are due later, or that without a due time are taken later, are not sent.
 
     Raises:
-        BadInput: a workload, a trace or a value that cannot be used.
+        BadInput: an unusable workload, trace or value.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Load:
     ) -> None:
         self.options = options
         self.slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
-        self.good = 0  # requests that kept the objectives
+        self.good = 0  # requests that met the objectives
         self._in_flight = 0
-        self._ended = False  # there is no further arrival
-        self._told = False
+        self._ended = False  # whether the arrivals are exhausted
+        self._reported_over = False
         self._lock = threading.Lock()
         self._arrivals = share(self._stream(workers), index, workers)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
@@ -85,17 +85,17 @@ class Load:
         return closed_loop(prompts, **shape)
 
     def begin(self) -> None:
-        """Start the clock; users wait for it, so that their own start makes no request late."""
+        """Start the clock, for which users wait, so that their own start delays no request."""
         if self._start is None:
             self._start = time.perf_counter()
             self._began.set()
 
     def now_s(self) -> float:
-        """Time since the load began, s."""
+        """Return the time since the load began, s."""
         return 0.0 if self._start is None else time.perf_counter() - self._start
 
     def take(self) -> Arrival | None:
-        """The next arrival, at the time that it is due or, if no user was free then, later."""
+        """Wait until the next arrival is due and return it; it is late if no user was free before."""
         self._began.wait()
         with self._lock:
             arrival = None if self._ended else next(self._arrivals, None)
@@ -111,7 +111,7 @@ class Load:
         return self.now_s() if arrival.due_s is None else arrival.due_s
 
     def done(self, line: dict[str, Any]) -> None:
-        """Record a request that ended, well or not."""
+        """Record a request that has ended, also one that failed."""
         with self._lock:
             self._in_flight -= 1
             self.good += self.slo.met(line)
@@ -120,10 +120,10 @@ class Load:
                 self._file.flush()
 
     def over(self) -> bool:
-        """True once, when every arrival was sent and its answer has ended."""
+        """Return True once, when every arrival was sent and answered."""
         with self._lock:
-            last = self._ended and self._in_flight == 0 and not self._told
-            self._told = self._told or last
+            last = self._ended and self._in_flight == 0 and not self._reported_over
+            self._reported_over = self._reported_over or last
             return last
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Load:
 
 
 def verdict(*, requests: int, failed: int, late_p99_s: float | None) -> str:
-    """One line: whether what was asked for was sent, and whether it was answered."""
+    """Return a line on whether the requested load was sent, and whether it was answered."""
     parts = [f"{requests} requests"]
     parts.append(f"{failed} FAILED" if failed else "none failed")
     if late_p99_s is not None and not math.isnan(late_p99_s):

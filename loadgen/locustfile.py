@@ -3,15 +3,14 @@
     locust -f loadgen/locustfile.py --headless --host http://127.0.0.1:8000 \\
         --prompts prompts/ --rate 4 --users 64 --spawn-rate 64 --run-time 60s --record requests.jsonl
 
-Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. A request
-is due by the clock, whatever the server does, as long as one of `--users` is free; how late each was sent
-is recorded. Closed loop, without either: each user sends its next request when its last one ended. What is
-due within `--run-time`, or the whole trace, is sent, and the run ends with the last answer, or with
-`--abandon` at once. With `--master`
-and `--worker` each worker sends its share.
+Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. Requests are
+sent by the clock, however slow the server is, as long as one of `--users` is free; the record says how late
+each was sent. Closed loop, without either option: each user sends its next request when its last one has
+ended. Requests due within `--run-time`, or the whole trace, are sent; the run ends with the last answer, or
+with `--abandon` at once. With `--master` and `--worker` each worker sends its share.
 
-One JSON line a request goes to `--record`, as it ends. Times are in s: due_s, sent_s and late_s from the
-start of the load, sent_unix_s by Unix, the others from the sending. Statistics of type STREAM are in ms.
+`--record` gets one JSON line a request when it ends. Times are in s: due_s, sent_s and late_s from the start
+of the load, sent_unix_s since 1970, the others from the sending. Statistics of type STREAM are in ms.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
 _TIMEOUT_S = 300  # without a byte
 
 
-# Name, default, help. Defaults are of one type each, as locust's page keeps the type of what it changes.
+# Name, default, help. Each default has the option's type, since locust's page converts changed values to it.
 _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
     ("prompts", "demo_model/prompts", "JSONL file or folder of prompts"),
-    ("model", "eldr-demo", "model id to ask for"),
-    ("rate", 0.0, "requests/s in all; 0: closed loop"),
+    ("model", "eldr-demo", "model id to request"),
+    ("rate", 0.0, "total requests/s; 0: closed loop"),
     ("trace", "", "trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"),
-    ("trace-speed", 1.0, "times faster than recorded"),
-    ("max-prompt-tokens", 0, "shorten a trace's prompts so that its longest has these; 0: as recorded"),
+    ("trace-speed", 1.0, "replay speed, relative to the recording"),
+    ("max-prompt-tokens", 0, "scale a trace's prompts so that the longest has this length; 0: as recorded"),
     ("chars-per-token", 4.0, "characters a token, for a trace"),
-    ("max-tokens", 64, "output tokens a request, at most; 0 with a trace: as recorded"),
-    ("min-tokens", 0, "draw a request's output tokens from these to --max-tokens; 0: all have --max-tokens"),
+    ("max-tokens", 64, "maximum output tokens of a request; 0 with a trace: as recorded"),
+    ("min-tokens", 0, "draw a request's output tokens from this to --max-tokens; 0: always --max-tokens"),
     ("temperature", 0.8, "sampling temperature"),
-    ("cache-salt", "", "vLLM's cache_salt: share prefixes with no other load"),
-    ("slo-ttft-ms", 1000.0, "objective of goodput, ms"),
-    ("slo-tpot-ms", 100.0, "objective of goodput, ms"),
+    ("cache-salt", "", "vLLM's cache_salt: do not share prefixes with other load"),
+    ("slo-ttft-ms", 1000.0, "objective of goodput: TTFT, ms"),
+    ("slo-tpot-ms", 100.0, "objective of goodput: TPOT, ms"),
     ("record", "", "file for one JSON line a request"),
     ("seed", 0, "seed of the order of prompts and of arrivals"),
 )
@@ -61,7 +60,7 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Options beside locust's own."""
+    """Add our options to locust's own."""
     group = parser.add_argument_group("eldr workload")
     for name, default, text in _OPTIONS:
         group.add_argument(f"--{name}", type=type(default), default=default, help=text)
@@ -69,12 +68,12 @@ def add_options(parser: LocustArgumentParser) -> None:
     group.add_argument(
         "--abandon",
         action="store_true",
-        help="at the end of a closed loop, disconnect from incomplete answers and record nothing of them",
+        help="at the end of a closed loop, disconnect from incomplete answers and do not record them",
     )
 
 
 class _Session:
-    """What this process knows of the run: its load, its share and, on a master, the workers' counts."""
+    """The state of the run in this process: its load, its share and, on a master, the workers' counts."""
 
     load: Load | None = None
     index = 0
@@ -92,13 +91,13 @@ _session = _Session()
 
 
 def _runner(environment: Environment) -> Runner:
-    """Its runner, which locust sets before it fires the first event."""
+    """Return the runner, which locust sets before the first event."""
     assert environment.runner is not None
     return environment.runner
 
 
 def _options(environment: Environment) -> Namespace:
-    """What the command line said, likewise."""
+    """Return the options, which locust also sets before the first event."""
     options: Namespace | None = environment.parsed_options
     assert options is not None
     return options
@@ -113,13 +112,13 @@ def _init(environment: Environment, **_: Any) -> None:
     if isinstance(runner, MasterRunner):
         runner.register_message("eldr_done", _worker_done)
     try:
-        # Reads everything, so that bad input ends the command before a request is sent.
+        # Reads all input, so that bad input ends the command before a request is sent.
         Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
     except BadInput as error:
         print(f"locust: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if options.headless:
-        # Locust would stop users that still wait for what is due, or for an answer.
+        # Locust would stop users that wait for an arrival or an answer.
         _session.horizon_s, options.run_time = options.run_time, None
 
 
@@ -146,7 +145,7 @@ def _begin(environment: Environment, **_: Any) -> None:
         runner.quit()
         return
     if not (options.rate or options.trace):
-        _session.load.begin()  # nothing is due by the clock: users may come one by one
+        _session.load.begin()  # no request is due by the clock, so users may start one by one
         if options.abandon and _session.horizon_s:
             gevent.spawn_later(_session.horizon_s, _end, environment)
 
@@ -169,9 +168,11 @@ def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
 
 
 def _end(environment: Environment) -> None:
-    """End a finite load; without --headless a person may start the next."""
+    """End a finite load; without --headless the next one may be started on locust's page."""
     runner = _runner(environment)
-    gevent.spawn(runner.quit if _options(environment).headless else runner.stop)  # it kills users
+    gevent.spawn(
+        runner.quit if _options(environment).headless else runner.stop
+    )  # spawned, since it kills users
 
 
 @events.report_to_master.add_listener
@@ -195,13 +196,13 @@ def _load_ended(environment: Environment, **_: Any) -> None:
 @events.quitting.add_listener
 def _quitting(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, MasterRunner):
-        _summarise(environment)  # only now are all workers' last reports here
+        _summarise(environment)  # only now have all workers sent their last report
     if environment.stats.total.num_failures and not environment.process_exit_code:
         environment.process_exit_code = 1
 
 
 def _summarise(environment: Environment) -> None:
-    """Print the verdict, once a load."""
+    """Print the verdict once a load."""
     if _session.summarised:
         return
     _session.summarised = True
@@ -223,7 +224,7 @@ class StreamingUser(HttpUser):
     @task
     def complete(self) -> None:
         load = _session.load
-        if load is None:  # this process could not begin
+        if load is None:  # the load could not begin
             raise StopUser
         arrival = load.take()
         if arrival is None:

@@ -1,4 +1,4 @@
-"""What a service still holds when nobody asks anything of it."""
+"""Check what an idle service still holds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import httpx
 
 from eldr_serve.client import Client
 
-SETTLE_S = 40.0  # KV blocks of a request that was cut off are held for a lease of 30 s at most
+SETTLE_S = 40.0  # KV blocks of a disconnected request are held for a lease of up to 30 s
 
 
 def remains(url: str, admin_key: str | None) -> list[str]:
-    """What the service still holds, one entry each; empty where it is idle. Without the key, as its ingress
-    says."""
+    """Return what the service still holds, one entry each; empty if idle.
+
+    Without the admin key only the ingress's own state is known.
+    """
     return remains_of(Client(url, admin_key).status())
 
 
 def remains_of(status: dict[str, Any]) -> list[str]:
-    """The same of a status."""
+    """Return what is still held according to a status."""
     if "workers" not in status:
         held = {key: status["ingress"][key] for key in ("in_flight", "leases")}
         return [f"{what}: {amount}" for what, amount in held.items() if amount]
@@ -36,7 +38,7 @@ def remains_of(status: dict[str, Any]) -> list[str]:
 
 
 def settle(url: str, model: str, admin_key: str | None, timeout_s: float = SETTLE_S) -> list[str]:
-    """What is wrong with the service after all answers have ended; empty where it is well."""
+    """Return what is wrong with the service after all answers have ended; empty if nothing is."""
     deadline = time.monotonic() + timeout_s
     while (held := remains(url, admin_key)) and time.monotonic() < deadline:
         time.sleep(0.5)

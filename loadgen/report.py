@@ -143,7 +143,7 @@ def html_report(
         "Policies compared",
         figures_table(rows),
         "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
-        "in that figure, with its own interval: where that holds 0, nothing was shown. The best of several "
+        "in that figure, with its own interval: one that contains 0 shows nothing. The best of several "
         "equivalent policies is biased low; 'to all' is the difference to all their requests. " + notes,
         [
             ("Time per output token", _percentiles(rows, "tpot")),
@@ -203,7 +203,7 @@ def _figure(columns: int, rows: int = 1) -> tuple[Figure, Any]:
 
 
 def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seconds: int) -> Figure:
-    """Figure: ECDFs of TPOT and of TTFT by policy."""
+    """Return a figure with ECDFs of TPOT and of TTFT by policy."""
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
@@ -251,7 +251,7 @@ def _active(policies: list[str], trials: list[Trial]) -> Figure:
 
 
 def load_over_time(policies: list[str], trials: list[Trial]) -> Figure:
-    """Figure: requests in flight by worker, in the first trial of each policy."""
+    """Return a figure of requests in flight by worker, in the first trial of each policy."""
     figure, axes_of = _figure(min(3, len(policies)), -(-len(policies) // 3))
     for axes in axes_of.flat[len(policies) :]:
         axes.set_visible(False)

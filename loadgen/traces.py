@@ -1,8 +1,8 @@
 """Replay of recorded traffic: arrival times, lengths and shared prefixes of a trace, text of a workload.
 
-Traces carry no text. A prompt is built from the workload's prompts, always the same for the same
-trace, workload and seed. Where a trace names its prefix blocks, equal leading blocks are equal text,
-so that prefix caches meet what they met when the trace was taken.
+Traces have no text. A prompt is built from the workload's prompts and depends only on trace, workload and
+seed. If a trace names its prefix blocks, equal leading blocks get equal text, so that prefix caches see the
+same hits as in the recorded service.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loadgen.workload import Prompt
 from tools.cli import BadInput
 from tools.lines import numbered_lines
 
-BLOCK_TOKENS = 512  # of one hash id of a Mooncake trace
+BLOCK_TOKENS = 512  # prompt tokens a hash id of a Mooncake trace
 _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
 
 
@@ -30,25 +30,25 @@ class TraceRequest:
     due_s: float  # from the first request, s
     prompt_tokens: int
     output_tokens: int
-    hash_ids: tuple[int, ...] = ()  # of its prefix blocks, in order; empty if the trace names none
+    hash_ids: tuple[int, ...] = ()  # ids of its prefix blocks, in order; empty if the trace has none
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """An Azure trace (.csv, .csv.gz) or a Mooncake trace (.jsonl, .jsonl.gz).
+    """Read an Azure trace (.csv, .csv.gz) or a Mooncake trace (.jsonl, .jsonl.gz).
 
     CSV: columns timestamp_s, prompt_tokens, output_tokens. JSON lines: timestamp_ms, prompt_tokens,
     output_tokens and hash_ids, one id for every 512 prompt tokens.
 
     Raises:
-        BadInput: the file, or one line of it (named), is not such a trace.
+        BadInput: the file, or a line that the message names, is not such a trace.
     """
     name = path.name.removesuffix(".gz")
     parse = {".csv": _csv_request, ".jsonl": _json_request}.get(Path(name).suffix)
     if parse is None:
-        raise BadInput(f"{path} is no trace: its name must end in .csv, .jsonl or either with .gz")
+        raise BadInput(f"{path} is not a trace: its name must end in .csv, .jsonl or either with .gz")
     requests = list(_requests(path, parse))
     if not requests:
-        raise BadInput(f"{path} holds no request")
+        raise BadInput(f"{path} has no request")
     return requests
 
 
@@ -62,14 +62,14 @@ def replay(
     chars_per_token: float = 4.0,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """The trace as arrivals.
+    """Return the trace as arrivals.
 
     Args:
-        speed: how much faster than recorded; above 0.
-        max_prompt_tokens: every prompt is shortened by one factor, so that the longest has this many
-            tokens; shared prefixes shrink with them. None: lengths as recorded.
-        max_tokens: output tokens, at most; None: as recorded.
-        chars_per_token: of the tokenizer on such text; lengths in tokens are met as well as this fits.
+        speed: replay speed relative to the recording, above 0.
+        max_prompt_tokens: length of the longest prompt; all prompts, with their shared prefixes, are
+            shortened by the same factor. None: lengths as recorded.
+        max_tokens: maximum output tokens; None: as recorded.
+        chars_per_token: of the tokenizer on such text; prompt lengths are as accurate as this.
 
     Raises:
         BadInput: a speed or a cap that is not above 0.
@@ -94,13 +94,13 @@ def replay(
 
 
 class _Text:
-    """Prompts of given lengths. A block's domain is its predecessor's, so that a conversation has one."""
+    """Builds prompts of given lengths; a block has its predecessor's domain, so a conversation has one."""
 
     def __init__(self, prompts: list[Prompt], chars_per_token: float, seed: int) -> None:
         self._by_domain: dict[str, list[str]] = {}
         for prompt in prompts:
             self._by_domain.setdefault(prompt.domain, []).append(prompt.text)
-        self._choices = [prompt.domain for prompt in prompts]  # a domain as often as it has prompts
+        self._choices = [prompt.domain for prompt in prompts]  # each domain as often as it has prompts
         self._chars_per_token = chars_per_token
         self._seed = seed
         self._domains: dict[int, str] = {}  # by hash id
@@ -114,7 +114,7 @@ class _Text:
         ends = [round((i + 1) * BLOCK_TOKENS * self._chars_per_token) for i in range(len(request.hash_ids))]
         parts = []
         for place, (hash_id, start, end) in enumerate(zip(request.hash_ids, [0, *ends], ends, strict=False)):
-            # The first block is often a system prompt that all share; it says nothing of the domain.
+            # The first block is often a system prompt that all share, so it does not determine the domain.
             if hash_id not in self._domains:
                 rng = random.Random(f"{self._seed}/domain/b{hash_id}")
                 self._domains[hash_id] = parent if parent and place > 1 else rng.choice(self._choices)
@@ -123,7 +123,7 @@ class _Text:
         return Prompt(f"trace-{number}", parent or "", "".join(parts)[:length])
 
     def _words(self, key: str, domain: str, length: int) -> str:
-        """`length` characters that begin with the key, so that no two keys share a prefix."""
+        """Return `length` characters that begin with the key, so that no two keys share a prefix."""
         rng = random.Random(f"{self._seed}/{key}")
         text = f"[{key}] "
         while len(text) < length:
@@ -142,7 +142,7 @@ def _requests(path: Path, parse: Callable[[str], TraceRequest]) -> Iterator[Trac
             request = parse(line)
             _check(request, last_s)
         except KeyError as error:
-            raise BadInput(f"{path}, line {number}: it has no {error.args[0]}") from error
+            raise BadInput(f"{path}, line {number}: {error.args[0]} is missing") from error
         except (ValueError, TypeError) as error:
             raise BadInput(f"{path}, line {number}: {error}") from error
         last_s = request.due_s
@@ -151,7 +151,7 @@ def _requests(path: Path, parse: Callable[[str], TraceRequest]) -> Iterator[Trac
 
 def _check(request: TraceRequest, last_s: float) -> None:
     if not (math.isfinite(request.due_s) and request.due_s >= last_s):
-        raise ValueError(f"the time {request.due_s} s does not follow {last_s} s")
+        raise ValueError(f"the time {request.due_s} s is before {last_s} s")
     if request.prompt_tokens < 1 or request.output_tokens < 1:
         raise ValueError(f"it has {request.prompt_tokens} prompt and {request.output_tokens} output tokens")
     if request.hash_ids and len(request.hash_ids) * BLOCK_TOKENS < request.prompt_tokens:

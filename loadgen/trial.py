@@ -23,52 +23,52 @@ from tools.journal import Journal
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 JOURNAL = "journal.jsonl"  # in the folder of a comparison
-RESTORE = "restore"  # its key of the policy that the server had; None once that is set again
+RESTORE = "restore"  # key of the server's own policy; None after it was restored
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is sent in every trial."""
+    """The load of every trial."""
 
     prompts: str
     model: str
     rate: float  # requests/s; 0: a closed loop
     seconds: int  # measured
-    warm_up_s: int  # before it; its requests are in no figure
-    users: int  # requests in flight, at most; in a closed loop always
+    warm_up_s: int  # load before the measured part
+    users: int  # maximum requests in flight; constant in a closed loop
     max_tokens: int
     temperature: float
-    min_tokens: int = 0  # from these to max_tokens, drawn for each request; 0: all have max_tokens
+    min_tokens: int = 0  # drawn uniformly from this to max_tokens for each request; 0: always max_tokens
     abandon: bool = False  # do not wait for incomplete answers at the end
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """("locality-band", {"band": 0.1}) of `locality-band:band=0.1`; further parameters after a colon."""
+    """Parse `locality-band:band=0.1` into ("locality-band", {"band": 0.1}); colons separate parameters."""
     name, *pairs = text.split(":")
     if pairs and "=" not in pairs[0] and name not in policy_names():  # my_package.module:MyPolicy
         name = f"{name}:{pairs.pop(0)}"
     try:
         return name, parse_parameters(pairs)
     except ValueError as error:
-        raise BadInput(f"{text!r} is no policy: write name:parameter=value") from error
+        raise BadInput(f"{text!r} is not a policy: write name:parameter=value") from error
 
 
 @dataclass
 class Trial:
-    """What came of it."""
+    """The results of a trial."""
 
     policy: str
     round: int
     requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
     engines: dict[str, float] | None = None  # increase of Client.decode_totals in the measured part
     placed: int = 0
-    best: int = 0  # of these, on the worker most similar to the signature
+    best: int = 0  # placements on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
 
     def measured(self, warm_up_s: float, seconds: float) -> list[dict[str, Any]]:
-        """Requests that were due after the warm-up; of a closed loop, those that ended in the measured part.
+        """Return the requests that were due after the warm-up; of a closed loop, those that ended in time.
 
-        A closed loop's last answers come while others are no longer replaced: they are in no figure.
+        The last answers of a closed loop are not measured, since they run with ever fewer others.
         """
         found = []
         for record in self.requests:
@@ -87,16 +87,16 @@ class Step:
     number: int
     round: int
     policy: str
-    seed: int  # the same for all policies of a round, which so meet the same requests
+    seed: int  # equal for all policies of a round, which therefore get the same requests
 
     @property
     def key(self) -> str:
-        """In the journal."""
+        """Return the key of its trial in the journal."""
         return f"trial {self.number:04d}, {self.policy}"
 
 
 def order(policies: list[str], rounds: int, seed: int) -> list[Step]:
-    """Randomised trials: each round has every policy once, in an order of its own."""
+    """Return randomised trials: each round has every policy once, in its own order."""
     rng = random.Random(f"{seed}/order")
     steps: list[Step] = []
     for number in range(rounds):
@@ -106,10 +106,10 @@ def order(policies: list[str], rounds: int, seed: int) -> list[Step]:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """The finished trials of the comparison in a folder.
+    """Read the finished trials of the comparison in a folder.
 
     Raises:
-        BadInput: it holds none.
+        BadInput: there are none.
     """
     known = Journal.read(folder / JOURNAL)
     return [Trial(**known[key]) for key in sorted(known) if key != RESTORE]
@@ -124,13 +124,13 @@ def drive(
     scratch: Path,
     tick: Callable[[float], None] = lambda elapsed_s: None,
 ) -> None:
-    """Set the policy, send the load, wait until all is answered, and fill the trial.
+    """Set the policy, send the load, wait for all answers, and fill the trial.
 
     Args:
-        trial: its policy is one that parse_policy takes.
+        trial: its policy is one that parse_policy accepts.
         seed: of prompts and arrivals; the same seed sends the same requests at the same times.
-        scratch: folder for locust's log and its record.
-        tick: told the seconds since the load began, about twice a second.
+        scratch: folder for locust's log and record.
+        tick: called about twice a second with the seconds since the load began.
 
     Raises:
         BadInput: the server refused the policy, or locust could not run.
@@ -186,7 +186,7 @@ def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
         "--min-tokens": shape.min_tokens,
         "--temperature": shape.temperature,
         "--record": record,
-        # Other trials sent the same prompts: with their prefixes cached the first one would pay for all.
+        # Other trials sent the same prompts: a shared prefix cache would put the first one at a disadvantage.
         "--cache-salt": uuid.uuid4().hex,
         "--seed": seed,
     }
@@ -214,7 +214,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
                     process.wait()
     if process.returncode not in (0, 1):  # 1: requests failed; their records say which
         said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
-        raise BadInput(f"locust ended with {process.returncode}: {said[-1]} (all of it in {log})")
+        raise BadInput(f"locust ended with status {process.returncode}: {said[-1]} (see {log})")
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def _watched(service: Client) -> Iterator[list[Sample]]:
             try:
                 status = service.status()
             except ServiceError:
-                continue  # a gap in a picture
+                continue  # leaves a gap in a plot
             in_flight = [worker["in_flight"] for worker in status.get("workers", [])]
             seen.append(Sample(time.time(), in_flight, service.decode_totals(status)))
 

@@ -1,4 +1,4 @@
-"""Prompts with domains, from JSON lines: records of ours, or a log of OpenAI requests."""
+"""Prompts with domains, from JSON lines: our own records, or a log of OpenAI requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Prompt:
     """One record of a workload file.
 
     Attributes:
-        text: all of it; of a chat the texts of its messages, one after another.
-        messages: of a chat, as OpenAI's API takes them; none: the text is the user's only one.
-        max_tokens: that its client asked for; None: it did not say.
+        text: the prompt; of a chat the texts of its messages, concatenated.
+        messages: messages of a chat in OpenAI's format; empty: the text is the only user message.
+        max_tokens: the limit that its client requested; None: not given.
     """
 
     id: str
@@ -34,27 +34,27 @@ class Prompt:
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """What is sent."""
+        """Return the messages to send."""
         return list(self.messages) or [{"role": "user", "content": self.text}]
 
 
 def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
-    """All prompts of the files, or of the .jsonl and .jsonl.gz files of the folders, named.
+    """Read all prompts of the files, or of the .jsonl and .jsonl.gz files of the folders.
 
     A line is {"id", "domain", "prompt"}, the body of an OpenAI request, with `messages` or `prompt`, or a
     line of OpenAI's batch files, {"custom_id", "body"}.
 
     Raises:
-        BadInput: a file is missing or a line is not a record; nothing is skipped in silence.
+        BadInput: a file is missing or a line is not a record; no line is skipped silently.
     """
     prompts = [prompt for path in paths for file in _files(path) for prompt in _read(file)]
     if not prompts:
-        raise BadInput("the workload holds no prompt")
+        raise BadInput("the workload has no prompt")
     return prompts
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """A file that read_prompts reads, whole or not at all."""
+    """Write a file that read_prompts reads, atomically."""
     records = (
         {"id": p.id, "domain": p.domain}
         | ({"messages": p.messages} if p.messages else {"prompt": p.text})
@@ -65,9 +65,9 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
 
 
 def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
-    """`count` prompts, as evenly over the domains as they allow, in random order.
+    """Return `count` prompts in random order, as evenly over the domains as possible.
 
-    Rare domains are used up first, and the rest is shared among the others.
+    Rare domains are used up first; the rest is shared among the others.
     """
     rng = random.Random(seed)
     by_domain: dict[str, list[Prompt]] = {}
@@ -86,10 +86,10 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES))
         if not found:
-            raise BadInput(f"{path} holds no .jsonl or .jsonl.gz file")
+            raise BadInput(f"{path} has no .jsonl or .jsonl.gz file")
         return found
     if not path.is_file():
-        raise BadInput(f"{path} is not there")
+        raise BadInput(f"{path} does not exist")
     return [path]
 
 
@@ -120,10 +120,10 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
 
 
 def _texts(role: str, content: Any) -> list[str]:
-    """Those of a message; an assistant's may have none, beside its calls of tools."""
+    """Return the texts of a message; an assistant's may have none beside its tool calls."""
     if content is None and role == "assistant":
         return []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     if others := sorted({str(part["type"]) for part in parts} - {"text"}):
-        raise ValueError(f"a message holds {', '.join(others)}: only text can be sent")
+        raise ValueError(f"a message has {', '.join(others)}: only text can be sent")
     return [str(part["text"]) for part in parts]

@@ -1,11 +1,11 @@
-"""Run prompts through engines and write down which experts they use: a CalibrationTrace.
+"""Run prompts through engines and record which experts they use: a CalibrationTrace.
 
     python -m offline.calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ \\
         --out trace.safetensors
 
-A pool of Ray actors, one engine each, with the engine settings of the deployment's decode
-workers. Runs in a Ray job (`ray job submit`) or by itself. Finished prompts are kept beside the
-output, so that an interrupted run goes on where it stopped.
+It uses a pool of Ray actors, one engine each, with the engine settings of the deployment's decode workers,
+in a Ray job (`ray job submit`) or alone. Finished prompts are kept beside the output, so that an interrupted
+run resumes.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from tools.cli import BadInput, run
 from tools.journal import Journal
 from tools.progress import progress_bar
 
-_FIRST_PORT = 25600  # NIXL side channels; a range each, for the ranks of tensor parallelism
-_BATCH = 16  # prompts an actor runs together; also what a resumed run repeats at most, an actor
+_FIRST_PORT = 25600  # NIXL side channels; one range each, for the ranks of tensor parallelism
+_BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, an actor
 
 
 class EngineActor:
-    """One engine that reports the experts of each prompt's prefill and decode."""
+    """An engine that reports the experts of each prompt's prefill and decode."""
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
         self._tracer = ENGINES.tracer(kwargs, port)
 
     def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
-        """See trace_texts."""
+        """Do the work of trace_texts."""
         return trace_texts(self._tracer, prompts, sampling, chat)
 
 
 def trace_texts(
     tracer: Tracer, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
-    """One record a prompt; a prompt that is too long for the context is cut at its end."""
+    """Return one record a prompt; prompts that exceed the context are cut at their end."""
     room = tracer.max_model_len - sampling.max_tokens
     tokens = [prompt_tokens(tracer.tokenizer, p.text, chat)[:room] for p in prompts]
     return trace_tokens(tracer, prompts, tokens, [sampling] * len(tokens))
@@ -64,7 +64,7 @@ def trace_texts(
 def trace_tokens(
     tracer: Tracer, prompts: Sequence[Prompt], tokens: Sequence[list[int]], sampling: Sequence[Sampling]
 ) -> list[dict[str, Any]]:
-    """One record a prompt, given as token ids."""
+    """Return one record a prompt, given as token ids."""
     return [
         {"id": prompt.id, "domain": prompt.domain, **traced}
         for prompt, traced in zip(prompts, tracer.trace(tokens, sampling), strict=True)
@@ -72,7 +72,7 @@ def trace_tokens(
 
 
 def prompt_tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """The prompt's token ids, in the chat template if there is one and `chat` asks for it."""
+    """Return the prompt's token ids, in the chat template if there is one and `chat` is set."""
     if chat and tokenizer.chat_template:
         message = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -81,10 +81,10 @@ def prompt_tokens(tokenizer: Any, text: str, chat: bool) -> list[int]:
 
 
 def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, str], dict[str, float]]:
-    """Model id, engine arguments, environment and resources of a deployment's decode workers.
+    """Return model id, engine arguments, environment and resources of a deployment's decode workers.
 
     Raises:
-        BadInput: the file is not a deployment of ours.
+        BadInput: the file is not a deployment of eldr-serve.
     """
     try:
         document = yaml.safe_load(deployment.read_text())
@@ -104,7 +104,7 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
 def build_trace(
     model_id: str, records: list[dict[str, Any]], top_k: int, routes: bool, vocabulary: Mapping[str, int]
 ) -> CalibrationTrace:
-    """A CalibrationTrace of the records, in their order.
+    """Build a CalibrationTrace of the records, in their order.
 
     Args:
         vocabulary: of the tokenizer that made the token ids.
@@ -129,7 +129,7 @@ def build_trace(
     )
     if trace.top_k != top_k:
         raise BadInput(
-            f"engines counted {trace.top_k} experts a token, the model's configuration says {top_k}"
+            f"engines counted {trace.top_k} experts a token, the model's configuration has {top_k}"
         )
     if not routes:
         return trace
@@ -151,20 +151,20 @@ def _sample_of(record: dict[str, Any]) -> ExpertSample:
 
 def calibrate(
     deployment: Annotated[
-        Path, typer.Option(help="Deployment YAML; its decode_config says model and engine.")
+        Path, typer.Option(help="Deployment YAML; its decode_config sets model and engine.")
     ],
     prompts: Annotated[
         list[Path], typer.Option(help="JSONL (or .gz) file or folder of prompts; repeatable.")
     ],
     out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (safetensors).")],
-    actors: Annotated[int, typer.Option(min=1, help="Engines at once.")] = 1,
-    limit: Annotated[int, typer.Option(min=2, help="Prompts at most, evenly over the domains.")] = 1000,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Output tokens a prompt, at most.")] = 64,
+    actors: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
+    limit: Annotated[int, typer.Option(min=2, help="Maximum prompts, evenly over the domains.")] = 1000,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum output tokens of a prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.8,
     routes: Annotated[bool, typer.Option(help="Keep each decode step's experts, for replay.")] = False,
     chat: Annotated[bool, typer.Option(help="Wrap prompts in the chat template.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
-    dry_run: Annotated[bool, typer.Option(help="Say what would be run, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print what would run, and stop.")] = False,
 ) -> None:
     """Capture prefill and decode expert counts of prompts on a pool of engines."""
     model_id, kwargs, environment, resources = decode_settings(deployment)
@@ -173,7 +173,7 @@ def calibrate(
     if len({p.id for p in chosen}) != len(chosen):
         raise BadInput("two prompts have the same id; ids must be unique over all files")
     if not out.parent.is_dir():
-        raise BadInput(f"the folder {out.parent} is not there")
+        raise BadInput(f"the folder {out.parent} does not exist")
     domains = sorted({p.domain for p in chosen})
     typer.echo(
         f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
@@ -187,7 +187,7 @@ def calibrate(
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
     todo = [p for p in chosen if p.id not in journal.known]
     if len(todo) < len(chosen):
-        typer.echo(f"going on with an interrupted run: {len(chosen) - len(todo)} prompts are done")
+        typer.echo(f"resuming an interrupted run: {len(chosen) - len(todo)} prompts are done")
     if todo:
         sampling = Sampling(max_tokens, temperature, routes=routes)
         _run_pool(todo, kwargs, environment, resources, actors, journal, (sampling, chat))
@@ -238,7 +238,7 @@ def _top_k(model: str) -> int:
     for name in ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts"):
         if getattr(text_config, name, None):
             return int(getattr(text_config, name))
-    raise BadInput(f"the configuration of {model} does not say how many experts a token uses")
+    raise BadInput(f"the configuration of {model} does not set the number of experts a token uses")
 
 
 if __name__ == "__main__":

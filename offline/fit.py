@@ -22,7 +22,7 @@ def fit(
     trace: Annotated[Path, typer.Option(help="CalibrationTrace file, from `eldr calibrate`.")],
     workers: Annotated[int, typer.Option(min=1, help="Decode workers K, one centroid each.")],
     out: Annotated[Path, typer.Option(help="RoutingTable file to write (safetensors).")],
-    report: Annotated[Path | None, typer.Option(help="Write what the fit found (JSON).")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the signature space (PNG or SVG).")] = None,
     transform: Annotated[str, typer.Option(help="count, count-idf, sqrt-count or binary.")] = "count-idf",
     band: Annotated[float, typer.Option(min=0.0, max=2.0, help="Band width, cosine similarity.")] = 0.1,
@@ -31,7 +31,7 @@ def fit(
     """Fit IDF, layer mask and balanced clusters; write the table and a report."""
     for path in filter(None, (out, report, plot)):
         if not path.parent.is_dir():
-            raise BadInput(f"the folder {path.parent} is not there")
+            raise BadInput(f"the folder {path.parent} does not exist")
     loaded = CalibrationTrace.load(trace)
     table, found = fit_table(loaded, workers, transform=transform, band=band, seed=seed)
     if report is not None:

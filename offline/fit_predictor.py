@@ -24,13 +24,13 @@ def fit_predictor(
     rank: Annotated[
         int, typer.Option(min=1, help="Numbers a token id; the file has 4 x rank bytes for each token id.")
     ] = 64,
-    report: Annotated[Path | None, typer.Option(help="Write what the fit found (JSON).")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the folds that choose the penalty.")] = 0,
 ) -> None:
-    """Fit what each token adds to a prompt's experts; says how well it predicts prompts not fitted to."""
+    """Fit what each token adds to a prompt's experts; print how well it predicts held-out prompts."""
     for path in filter(None, (out, report)):
         if not path.parent.is_dir():
-            raise BadInput(f"the folder {path.parent} is not there")
+            raise BadInput(f"the folder {path.parent} does not exist")
     loaded = CalibrationTrace.load(trace)
     with progress_bar() as progress:
         bar = progress.add_task("fitting, fold by fold", total=FOLDS + 1)
@@ -41,8 +41,8 @@ def fit_predictor(
         write_whole(report, json.dumps(found, indent=1) + "\n")
     predictor.save(out)
     typer.echo(
-        f"{found['prompts']} prompts, {found['token_ids_seen']} of {found['vocabulary']} token ids seen; of "
-        f"prompts not fitted to: cosine {found['cosine']:.2f}, gain over the mean {found['gain']:.2f}; "
+        f"{found['prompts']} prompts, {found['token_ids_seen']} of {found['vocabulary']} token ids seen; on "
+        f"held-out prompts: cosine {found['cosine']:.2f}, gain over the mean {found['gain']:.2f}; "
         f"rank {found['rank']}, {found['mib']:.1f} MiB, {found['seconds']:.1f} s; wrote {out}"
     )
 

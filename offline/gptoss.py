@@ -1,6 +1,6 @@
 """Published decode routes of GPT-OSS-20B as a calibration trace.
 
-The records hold decode steps alone. The first ones stand in for the prompt, the next are the decode.
+The records have decode steps only. The first steps stand in for the prompt, the next ones are the decode.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _VALUE[np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", np.uint8)] = np.arange
 
 
 def read_gptoss(path: Path, *, prompt_steps: int = 96, decode_steps: int = 64) -> CalibrationTrace:
-    """The records with at least that many steps in all; JSON lines, plain or gzip.
+    """Read the records that have enough steps from JSON lines, plain or gzip.
 
     Raises:
-        BadInput: the file cannot be read, or a line (named) is no record of routes.
+        BadInput: the file cannot be read, or a line, which the message names, is not a record of routes.
     """
     steps = prompt_steps + decode_steps
     long = [(record, routes[:steps]) for record, routes in read_records(path) if len(routes) >= steps]
     if not long:
-        raise BadInput(f"{path} holds no record of {steps} steps")
+        raise BadInput(f"{path} has no record of {steps} steps")
     records = [record for record, _ in long]
     kept = np.stack([routes for _, routes in long])  # [N, T, L, k]
     return CalibrationTrace(
@@ -42,7 +42,7 @@ def read_gptoss(path: Path, *, prompt_steps: int = 96, decode_steps: int = 64) -
 
 
 def read_records(path: Path) -> list[tuple[dict[str, Any], NDArray[np.uint8]]]:
-    """Each record, and its routes uint8[T, L, k]; JSON lines, plain or gzip.
+    """Read each record and its routes uint8[T, L, k] from JSON lines, plain or gzip.
 
     Raises:
         BadInput: as `read_gptoss`.
@@ -63,7 +63,7 @@ def _record(path: Path, number: int, line: str) -> tuple[dict[str, Any], NDArray
 
 
 def _counts(routes: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """uint32[N, L, E] of routes[N, T, L, k]."""
+    """Return uint32[N, L, E] of routes[N, T, L, k]."""
     counts = np.zeros((len(routes), LAYERS, EXPERTS), np.uint32)
     n, layer = np.ogrid[: len(routes), :LAYERS]
     for step in range(routes.shape[1]):

@@ -1,9 +1,9 @@
-"""Keep the experts of expert-parallel decode engines placed for the prompts that are about to decode.
+"""Keep the experts of expert-parallel decode engines placed for the prompts that will decode next.
 
     ray job submit --no-wait --working-dir . -- python -m offline.live_placement --cost COST --top-k K
 
-DIRECTOR's idea on a service (docs/proactive_placement.md): the forecast is what prefill has counted of the
-newest prompts, which the router keeps.
+This applies DIRECTOR's idea to a service (docs/proactive_placement.md): the forecast is what prefill has
+counted of the newest prompts, which the router keeps.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ Ints = NDArray[np.int64]
 
 
 def live_placement(
-    cost: Annotated[Path, typer.Option(help="LayerCost (JSON) of the ranks, of `eldr bench ep_layer`.")],
+    cost: Annotated[Path, typer.Option(help="LayerCost (JSON) of the ranks, from `eldr bench ep_layer`.")],
     top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses a token.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Time between two looks, s.")] = 30.0,
-    prompts: Annotated[int, typer.Option(min=1, help="Newest prompts that make the forecast.")] = 128,
+    every: Annotated[float, typer.Option(min=0.1, help="Time between two checks, s.")] = 30.0,
+    prompts: Annotated[int, typer.Option(min=1, help="Newest prompts used for the forecast.")] = 128,
     min_gain: Annotated[
         float, typer.Option(min=0, help="Share of the slowest ranks' time that a swap must save.")
     ] = 0.05,
-    url: Annotated[str, typer.Option(help="Of the service.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Of the service.")] = None,
+    url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Its admin key.")] = None,
     application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
     seed: Annotated[int, typer.Option(help="Seed of DIRECTOR's rounding.")] = 0,
 ) -> None:
-    """Move the experts of decode engines where the prompts that are about to decode want them."""
+    """Move the experts of decode engines to where the next prompts need them."""
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
     client, planner = Client(url, admin_key), Planner(LayerCost.load(cost), top_k, prompts, min_gain, seed)
     while True:
         try:
             recent = ray.get(find(actor_name(application)).recent_signatures.remote())
-            if (said := look(planner, client, recent)) is not None:
-                typer.echo(said)
+            if (result := update_placement(planner, client, recent)) is not None:
+                typer.echo(result)
         except ServiceError as error:
-            typer.echo(f"the experts stay: {sentence(error)}")
-        except (RayError, ValueError) as error:  # it is away, or comes again with another deployment
+            typer.echo(f"placement unchanged: {sentence(error)}")
+        except (RayError, ValueError) as error:  # the actor is away, or restarts with another deployment
             typer.echo(f"the router of {application!r} does not answer: {sentence(error)}")
         time.sleep(every)
 
 
-def look(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> str | None:
-    """Swap if it pays; returns what was done, or None."""
+def update_placement(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> str | None:
+    """Swap the placement if it pays; return what was done, or None."""
     status = client.status()
     held: Mapping[str, Mapping[str, Any]] = status.get("ingress", {}).get("experts", {})
     if not held or not recent:
@@ -72,21 +72,21 @@ def look(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> st
     if placed is None:
         return None
     content, described = placed.files(Path("placement.json")).values()
-    took = client.place_experts(content, described, sorted(held))
-    moved = sum(swap["experts"] for swap in took.values())
+    swaps = client.place_experts(content, described, sorted(held))
+    moved = sum(swap["experts"] for swap in swaps.values())
     gain = placed.report["gain"]
-    why = "the first look" if gain is None else f"{gain:.1%} less by the cost"
+    why = "first placement" if gain is None else f"{gain:.1%} less by the cost"
     return f"{why}: {moved} experts moved, placement {placed.id}"
 
 
 class Planner:
-    """DIRECTOR's placement for the newest prompts, if it is worth a swap.
+    """Computes DIRECTOR's placement for the newest prompts, if it is worth a swap.
 
     Args:
-        cost: of a layer on the ranks.
+        cost: cost of a layer on the ranks.
         top_k: experts a token.
-        prompts: how many make the forecast, the newest.
-        min_gain: share of the slowest ranks' time that must be saved.
+        prompts: number of newest prompts in the forecast.
+        min_gain: share of the slowest ranks' time that a swap must save.
         seed: of the rounding.
     """
 
@@ -102,15 +102,15 @@ class Planner:
         *,
         model: str,
     ) -> ExpertPlacement | None:
-        """The placement to swap in, or None.
+        """Return the placement to swap in, or None.
 
         Args:
             recent: unsigned[L,E] each, expert counts of prompts, the newest last.
-            held: what each replica holds, see engine.protocol.Engine.experts; not empty.
+            held: experts that each replica holds, see engine.protocol.Engine.experts; not empty.
             model: id of the model.
 
         Raises:
-            ValueError: replicas of several shapes, which no one placement fits.
+            ValueError: the replicas have different shapes, so that no single placement fits.
         """
         shapes = {(found["ranks"], found["slots"]) for found in held.values()}
         if len(shapes) > 1:
@@ -122,12 +122,12 @@ class Planner:
         work, topology = expected_workload(counts, tokens, 1), Topology(ranks=ranks)
         last = self._last
         if last is not None and any(found["placement"] != last.id for found in held.values()):
-            last = None  # somebody else has moved them, or a replica is new
+            last = None  # another process has moved them, or a replica is new
         start = None if last is None else last.physical_to_logical
         rows = director_placement(
             work, topology=topology, slots=slots // ranks, cost=self._cost, start=start, seed=self._seed
         )[0]
-        gain = None  # of what is there at the first look only its id is known
+        gain = None  # of the first placement only the id is known
         if start is not None:
             rows = aligned(start, rows, ranks, alike=True)
             gain = 1 - self._seconds(work, rows, topology) / self._seconds(work, start, topology)
@@ -139,7 +139,7 @@ class Planner:
         return self._last
 
     def _seconds(self, work: NDArray[np.float64], rows: Ints, topology: Topology) -> float:
-        """Of all layers, by the cost."""
+        """Return the time of all layers according to the cost."""
         hosts = hosts_of(rows, work.shape[1], topology.ranks)
         done = placed_work(work, hosts, topology=topology)
         return float(self._cost.layer_s(done).sum())

@@ -34,22 +34,22 @@ from tools.results import print_table
 
 Ints = NDArray[np.int64]
 Report = dict[str, Any]
-BATCHES = 64  # held-out decode steps that a placement is judged on
+BATCHES = 64  # held-out decode steps that evaluate a placement
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method is given: the routes to fit on, and where experts may go.
+    """The input of a method: the routes to fit to, and where experts may go.
 
     Attributes:
-        routes: [steps, L, k], decode steps of the requests to fit on.
+        routes: [steps, L, k], decode steps of the requests to fit to.
         num_experts: E.
-        slots: P, in all.
+        slots: P, the total number.
         topology: ranks and nodes.
         batch: tokens of a decode step.
         groups: expert groups of the model.
-        cost: of a layer; None: not known.
-        token_bytes: of a token's hidden state.
+        cost: of a layer; None: unknown.
+        token_bytes: bytes of a token's hidden state.
         seed: of clustering and rounding.
     """
 
@@ -65,12 +65,12 @@ class Problem:
 
     @cached_property
     def load(self) -> NDArray[np.float64]:
-        """[L, E] tokens of each expert."""
+        """Return [L, E] tokens of each expert."""
         return expert_load(self.routes, self.num_experts)
 
     @property
     def activation(self) -> NDArray[np.float64]:
-        """[L, E] probability that a step of `batch` tokens activates the expert."""
+        """Return [L, E] the probability that a step of `batch` tokens activates the expert."""
         activation: NDArray[np.float64] = 1 - (1 - self.load / len(self.routes)) ** self.batch
         return activation
 
@@ -85,7 +85,7 @@ def _eplb(problem: Problem) -> tuple[Ints, Report]:
 
 def _activation(problem: Problem) -> tuple[Ints, Report]:
     if problem.slots != problem.num_experts:
-        raise BadInput("method activation places every expert once: leave out --redundant and --slots")
+        raise BadInput("method activation places every expert once: omit --redundant and --slots")
     return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
 
 
@@ -123,40 +123,40 @@ def place(
     method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")],
     ranks: Annotated[int, typer.Option(min=1, help="EP ranks (GPUs) of the engine.")],
     out: Annotated[Path, typer.Option(help="Placement to write (.json), with its sidecar (.meta.json).")],
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that hold the ranks, equally many each.")] = 1,
-    redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one an expert.")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Slots in all; or --redundant.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with an equal number of ranks.")] = 1,
+    redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one for each expert.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Total slots; or --redundant.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Expert groups of the model (eplb).")] = 1,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="A placement a decode worker, from its cluster's decode steps.")
+        int | None, typer.Option(min=1, help="One placement a decode worker, from its cluster's steps.")
     ] = None,
     cluster_of: Annotated[
         Path | None,
-        typer.Option(help="RoutingTable that says whose requests are whose; default: fitted here."),
+        typer.Option(help="RoutingTable that assigns requests to workers; default: fitted here."),
     ] = None,
     export: Annotated[
-        Literal["vllm"] | None, typer.Option(help="Write vLLM's form too (NAME.vllm.jsonl).")
+        Literal["vllm"] | None, typer.Option(help="Also write vLLM's format (NAME.vllm.jsonl).")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, over all ranks.")] = 64,
     cost: Annotated[
-        Path | None, typer.Option(help="LayerCost (JSON, s): report layer times too; director needs it.")
+        Path | None, typer.Option(help="LayerCost (JSON, s): also report layer times; director needs it.")
     ] = None,
     token_bytes: Annotated[
         float, typer.Option(min=1, help="Bytes of a token's hidden state, for --cost.")
     ] = 4096,
     expert_bytes: Annotated[
-        float | None, typer.Option(min=1, help="Bytes of an expert's weights: report memory too.")
+        float | None, typer.Option(min=1, help="Bytes of an expert's weights: also report memory.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the halves, of clustering and of batches.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
 ) -> None:
-    """Fit a placement on half of the requests, report on the other half, and write it."""
+    """Fit a placement to half of the requests, report on the other half, and write it."""
     if method not in METHODS:
         raise BadInput(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     if groups != 1 and method != "eplb":
-        raise BadInput(f"--groups is of method eplb, not of {method}")
+        raise BadInput(f"--groups is an option of method eplb, not of {method}")
     if not out.parent.is_dir():
-        raise BadInput(f"the folder {out.parent} is not there")
+        raise BadInput(f"the folder {out.parent} does not exist")
     topology = _topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
     loaded = observed(routes_of(trace))
@@ -185,7 +185,7 @@ def place(
         found = [
             {"worker": name, "placement": label} | row
             for label, tried in (("linear", _linear(problem)), (method, placed))
-            for row in _judged(problem, tried, batches, expert_bytes)
+            for row in _evaluated(problem, tried, batches, expert_bytes)
         ]
         rows += found
         placement = ExpertPlacement(
@@ -204,7 +204,7 @@ def place(
 
 
 def _linear(problem: Problem) -> Ints:
-    """What engines start with: equal blocks, no replicas (the first experts again, to fill the ranks)."""
+    """Return the engines' initial placement: equal blocks, no replicas (filled up with the first experts)."""
     ranks = problem.topology.ranks
     slots = -(-problem.num_experts // ranks) * ranks
     return np.tile(np.arange(slots) % problem.num_experts, (len(problem.load), 1))
@@ -231,7 +231,7 @@ def _parts(
     out: Path,
     seed: int,
 ) -> list[tuple[str, Path, Ints, Ints]]:
-    """(worker, file, its requests to fit on, its requests to judge by) of each placement to make."""
+    """Return (worker, file, requests to fit to, requests to evaluate on) of each placement."""
     if workers is None and table is None:
         return [("all", out, fit, held_out)]
     if table is None:
@@ -253,13 +253,13 @@ def _parts(
     for worker in range(len(fitted.centroids)):
         mine, others = (part[cluster[part] == worker] for part in (fit, held_out))
         if not len(mine) or not len(others):
-            raise BadInput(f"too few requests are nearest to worker {worker} to fit on and to judge by")
+            raise BadInput(f"too few requests are nearest to worker {worker} to fit to and to evaluate on")
         parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), mine, others))
     return parts
 
 
-def _judged(problem: Problem, placed: Ints, batches: Ints, expert_bytes: float | None) -> list[Report]:
-    """A row for each way to choose replicas."""
+def _evaluated(problem: Problem, placed: Ints, batches: Ints, expert_bytes: float | None) -> list[Report]:
+    """Return a row for each rule that chooses replicas."""
     topology = problem.topology
     hosts = hosts_of(placed, problem.num_experts, topology.ranks)
     memory: Report = {}
@@ -274,7 +274,7 @@ def _judged(problem: Problem, placed: Ints, batches: Ints, expert_bytes: float |
 
 
 def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
-    """How a replica can be chosen; one rule where there is nothing to choose."""
+    """Return the rules that can choose a replica; one rule if there is no choice."""
     if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
         return [("-", serve_even)]
     local = local_rule(problem.load, hosts, problem.topology, seed=problem.seed)

@@ -1,6 +1,6 @@
-"""From a calibration trace to a signature predictor: ridge regression from prompts' tokens to their experts.
+"""Fit a signature predictor to a calibration trace: ridge regression from prompts' tokens to experts.
 
-A prompt is the share that each token id has of its tokens; what is fitted is how its expert frequencies
+A prompt is represented by the share of each token id; the fit predicts how its expert frequencies
 deviate from the mean. With N prompts, far fewer than V tokens, the regression is solved in its dual form,
 [N, N], and only the r directions in which its predictions vary most are kept.
 """
@@ -18,17 +18,17 @@ from scipy.sparse import csr_array
 from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.signature_predictor import SignaturePredictor
 
-PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, as shares of the kernel's mean diagonal
+PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, relative to the kernel's mean diagonal
 FOLDS = 5
-# A prompt's noise when it is learnt online, likewise. Of 1e-4 to 3 it was best, or near, on all traces, also
-# where the fit's own penalty was far below: the diagonal alone takes prompts for more telling than they are.
+# Noise of a prompt in online learning, relative like PENALTIES. Of 1e-4 to 3 it was best, or nearly, on all
+# traces, even where the fit's own penalty was far below: the diagonal alone overrates prompts.
 _NOISE = 0.3
-_RARE = 1e-4  # share of a token below which it weighs no more
+_RARE = 1e-4  # share of a token below which its weight is constant
 Floats = NDArray[np.float64]
 
 
 def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:
-    """float64[N, V]: the share that each token id has of each prompt's tokens."""
+    """Return float64[N, V], the share of each token id in each prompt."""
     lengths = np.array([len(prompt) for prompt in prompts])
     rows = np.repeat(np.arange(len(prompts)), lengths)
     shares = np.repeat(1 / np.maximum(lengths, 1), lengths)
@@ -37,14 +37,14 @@ def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:
 
 
 def expert_frequencies(trace: CalibrationTrace) -> Floats:
-    """float64[N, L*E]: which share of a prompt's tokens each expert got; each layer adds up to top_k."""
+    """Return float64[N, L*E], the share of a prompt's tokens that each expert got; a layer's sum is top_k."""
     counts = trace.prefill_counts.reshape(len(trace.ids), -1)
     frequencies: Floats = counts / np.maximum(trace.prompt_tokens, 1)[:, None]
     return frequencies
 
 
 def token_weights(shares: csr_array) -> Floats:
-    """float64[V]: the inverse root of each token's mean share (chi-square distance): rare ones tell more."""
+    """Return float64[V], the inverse root of each token's mean share (chi-square distance)."""
     weights: Floats = (np.asarray(shares.mean(axis=0)) + _RARE) ** -0.5
     return weights
 
@@ -59,13 +59,13 @@ def fit_signature_predictor(
     """Fit to the prefill counts of a trace with token ids; the penalty is chosen on held-out prompts.
 
     Args:
-        rank: directions kept, at most; fewer where there are fewer prompts.
-        seed: of the folds.
-        done: called FOLDS + 1 times.
+        rank: maximum number of directions kept; fewer if there are fewer prompts.
+        seed: seed of the folds.
+        done: callback, called FOLDS + 1 times.
 
     Returns:
-        The predictor, and a JSON-able report: prompts, rank, penalty, token ids that were seen, MiB, seconds,
-        and the `agreement` of prompts that a fit had not seen with its predictions at full rank.
+        The predictor, and a JSON-able report: prompts, rank, penalty, token ids seen, MiB, seconds,
+        and the `agreement` of held-out prompts with their predictions at full rank.
 
     Raises:
         ValueError: the trace has no token ids, or too few prompts.
@@ -83,7 +83,7 @@ def fit_signature_predictor(
     (dual,) = dual_ridge(kernel, y - mean, [chosen["penalty"]])
     directions = _directions(kernel @ dual, rank)
     tokens = (features.T @ (dual @ directions.T)) * weights[:, None]
-    # The ridge as a Bayesian regression, without the covariances between tokens.
+    # The ridge as a Bayesian regression, without covariances between tokens.
     noise = _NOISE * kernel.trace() / len(kernel)
     seen = np.asarray((shares * shares).sum(axis=0))
     variance = 1 / (noise / weights**2 + seen)
@@ -112,7 +112,7 @@ def fit_signature_predictor(
 
 
 def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]:
-    """How near predictions [N, *] come to the truth, beside the mean in their place.
+    """Return how close predictions [N, *] are to the truth, compared with the mean.
 
     Returns:
         `cosine` of the deviations from the mean, averaged over prompts, and `gain`, 1 - squared error / that
@@ -130,12 +130,12 @@ def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]
 def choose_penalty(
     kernel: Floats, y: Floats, seed: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The penalty with the largest gain on prompts that a fit had not seen, and their `agreement`.
+    """Return the penalty with the largest gain on held-out prompts, and their `agreement`.
 
     Args:
         kernel: float64[N, N] of the prompts' features.
-        y: float64[N, *], what is fitted.
-        done: called FOLDS times.
+        y: float64[N, *], the targets.
+        done: callback, called FOLDS times.
     """
     predicted = np.zeros((len(PENALTIES), *y.shape))
     means = np.zeros_like(y)
@@ -154,7 +154,7 @@ def choose_penalty(
 
 
 def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -> list[Floats]:
-    """float64[N, *] for each penalty: a prompt's kernel with the N ones, times this, is its prediction."""
+    """Return float64[N, *] for each penalty; a prediction is the prompt's kernel row times it."""
     values, vectors = np.linalg.eigh(kernel)
     along = vectors.T @ y
     scale = max(float(np.trace(kernel)) / len(kernel), 1e-300)
@@ -162,7 +162,7 @@ def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -
 
 
 def _directions(fitted: Floats, rank: int) -> Floats:
-    """float64[r, L*E], orthonormal: those in which the rows vary most about zero, without empty ones."""
+    """Return float64[r, L*E], orthonormal directions in which the rows vary most about zero."""
     values, vectors = np.linalg.eigh(fitted @ fitted.T)
     kept = np.argsort(-values)[:rank]
     kept = kept[values[kept] > 1e-12 * max(values.max(), 1e-300)]

@@ -3,7 +3,7 @@
     eldr refit                                               # to recent traffic, by the signature pool
     python -m offline.refit --trace trace.safetensors --swap # to a calibration trace
 
-In a Ray job the service is found on the Ray cluster, otherwise at --url. With --trace but without --swap the
+A Ray job finds the service on the Ray cluster; otherwise it is at --url. With --trace but without --swap the
 table is only written. The router swaps a table atomically; requests in flight keep their workers.
 """
 
@@ -34,9 +34,9 @@ def refit(
         Path | None, typer.Option(help="CalibrationTrace file; none: the service's recent traffic.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Decode workers; default: those that live now. With --trace.")
+        int | None, typer.Option(min=1, help="Decode workers; default: those live now. With --trace.")
     ] = None,
-    swap: Annotated[bool, typer.Option(help="With --trace: make the new table the live one.")] = False,
+    swap: Annotated[bool, typer.Option(help="With --trace: swap in the new table.")] = False,
     out: Annotated[Path | None, typer.Option(help="With --trace: also write the table to this file.")] = None,
     application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
     band: Annotated[
@@ -44,17 +44,17 @@ def refit(
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="With --trace: seed of the clustering.")] = 0,
     url: Annotated[
-        str | None, typer.Option(help=f"Without --trace: where the ingress listens, else {_URL}.")
+        str | None, typer.Option(help=f"Without --trace: URL of the ingress; default {_URL}.")
     ] = None,
     admin_key: Annotated[
         str | None,
         typer.Option(envvar="ELDR_ADMIN_KEY", help="The service's admin key.", show_default=False),
     ] = None,
 ) -> None:
-    """Fit for the present decode replicas and hot-swap the table."""
+    """Fit a table for the present decode replicas and hot-swap it."""
     if trace is None:
         if out is not None or workers is not None:
-            raise BadInput("--out and --workers go with --trace: the service fits for its own replicas")
+            raise BadInput("--out and --workers require --trace: the service fits for its own replicas")
         made = _of_recent_traffic(application, url, admin_key)
         typer.echo(
             f"table version {made['version']} is live: {made['samples']} recent requests, "
@@ -64,7 +64,7 @@ def refit(
     if not swap and out is None:
         raise BadInput("nothing to do: give --swap, --out or both")
     if workers is None and not swap:
-        raise BadInput("give --workers, or --swap to fit for the replicas that live now")
+        raise BadInput("give --workers, or --swap to fit for the live replicas")
     _of_trace(CalibrationTrace.load(trace), workers, swap, out, application, band, seed)
 
 
@@ -96,8 +96,8 @@ def _of_trace(
     table, report = fit_table(trace, workers, band=band, seed=seed)
     typer.echo(
         f"fitted {workers} clusters of sizes {report['cluster_sizes']} from {len(trace.ids)} requests "
-        f"in {time.perf_counter() - start:.1f} s; prefill foretells decode "
-        f"with rho {report['rho']:.3f} (1: in full)"
+        f"in {time.perf_counter() - start:.1f} s; prefill predicts decode "
+        f"with rho {report['rho']:.3f} (1: perfectly)"
     )
     if out is not None:
         table.save(out)

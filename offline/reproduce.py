@@ -1,4 +1,4 @@
-"""`python -m offline.reproduce`: the command of `studies.reproduce`, where it has always been."""
+"""The command of `studies.reproduce` under its old name: `python -m offline.reproduce`."""
 
 from __future__ import annotations
 

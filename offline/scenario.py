@@ -1,4 +1,4 @@
-"""What `offline.simulate` is given: a cluster, a workload and policies, from YAML."""
+"""The input of `offline.simulate`: a cluster, a workload and policies, from YAML."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Part(BaseModel):
 
 
 class Poisson(_Part):
-    """Arrivals with exponential gaps, all of equal length."""
+    """Arrivals with exponential gaps and equal lengths."""
 
     kind: Literal["poisson"]
     rate_per_s: float = Field(gt=0, description="requests/s, over the whole cluster")
-    requests: int = Field(ge=1, description="requests in all")
+    requests: int = Field(ge=1, description="total requests")
     prompt_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of each prompt; None: of the request whose experts it has"
+        default=None, ge=1, description="tokens of each prompt; None: as the request whose experts it has"
     )
     output_tokens: int = Field(default=64, ge=1, description="tokens of each answer")
 
@@ -44,14 +44,14 @@ class Trace(_Part):
     kind: Literal["trace"]
     path: Path = Field(description=".csv, .jsonl, or either with .gz")
     speed: float = Field(default=1.0, gt=0, description="how much faster than recorded")
-    limit: int | None = Field(default=None, ge=1, description="first requests alone; None: all")
-    repeat: int = Field(default=1, ge=1, description="the trace so many times at once, each shifted in time")
-    min_output_tokens: int = Field(default=1, ge=1, description="requests with shorter answers are left out")
+    limit: int | None = Field(default=None, ge=1, description="only the first requests; None: all")
+    repeat: int = Field(default=1, ge=1, description="copies of the trace at once, each shifted in time")
+    min_output_tokens: int = Field(default=1, ge=1, description="omit requests with shorter answers")
     share_prefixes: bool = Field(default=True, description="prompts share the trace's prefix blocks")
 
 
 class Routes(_Part):
-    """Which experts requests use, as observed."""
+    """The experts that requests use, as observed."""
 
     kind: Literal["trace", "gpt-oss"] = Field(
         description="a CalibrationTrace with routes, or GPT-OSS-20B records"
@@ -60,9 +60,9 @@ class Routes(_Part):
     sampled: bool = Field(
         default=False, description="draw steps from probabilities, rather than replay routes"
     )
-    domains: tuple[str, ...] = Field(default=(), description="these alone; empty: all")
+    domains: tuple[str, ...] = Field(default=(), description="only these; empty: all")
     fit_share: float = Field(
-        default=0.4, gt=0, lt=1, description="share that tables are fitted on; the rest runs"
+        default=0.4, gt=0, lt=1, description="share that tables are fitted to; the rest is simulated"
     )
 
 
@@ -71,7 +71,7 @@ class PolicyChoice(_Part):
 
     name: str = Field(description="a name, or my_package.module:MyPolicy")
     parameters: dict[str, Any] = Field(default_factory=dict)
-    label: str | None = Field(default=None, description="in tables; None: the name")
+    label: str | None = Field(default=None, description="name in tables; None: the policy's name")
 
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
@@ -84,7 +84,7 @@ class PolicyChoice(_Part):
 
 
 class Scenario(_Part):
-    """Everything that a simulation reads; each policy and seed is one run."""
+    """All input of a simulation; each policy and seed is one run."""
 
     cluster: Cluster
     arrivals: Annotated[Poisson | Trace, Field(discriminator="kind")]
@@ -95,13 +95,13 @@ class Scenario(_Part):
 
 
 class Work:
-    """A scenario's requests and experts of one seed."""
+    """A scenario's requests and experts for one seed."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.experts: Experts | None = None
         self.table: RoutingTable | None = None
-        self.fitted_on = np.zeros(0, np.int64)  # observed requests behind the table; none of them runs
+        self.fitted_on = np.zeros(0, np.int64)  # observed requests behind the table, not simulated
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
             trace = observed(scenario.experts)
@@ -132,7 +132,7 @@ class Work:
         self.requests = self._requests(scenario.arrivals, kinds)
 
     def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
-        """A fresh policy with the scenario's table and cost."""
+        """Return a new policy with the scenario's table and cost."""
         policy = make_policy(choice.name, **choice.parameters).with_table(self.table)
         policy.update_cost_model(cluster.decode.cost)
         return policy
@@ -148,7 +148,7 @@ class Work:
         elif self.experts is not None:
             prompt = self.experts.count_tokens[kind]
         else:
-            raise BadInput("arrivals.prompt_tokens is missing: without experts nothing else says it")
+            raise BadInput("arrivals.prompt_tokens is missing; without experts there is no other source")
         return Requests(times, prompt, np.full(n, arrivals.output_tokens), kind)
 
     def _replayed(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
@@ -160,7 +160,7 @@ class Work:
         span = records[-1].due_s or 1.0
         rows = []
         for copy in range(arrivals.repeat):
-            # Each copy begins somewhere else in the recording and wraps around.
+            # Each copy begins at another point of the recording and wraps around.
             shift = copy * span / arrivals.repeat
             rows += [((r.due_s + shift) % span if copy else r.due_s, copy, r) for r in records]
         rows.sort(key=lambda row: row[0])
@@ -189,10 +189,10 @@ class Work:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """A scenario from a YAML file; paths in it are relative to the file.
+    """Read a scenario from a YAML file; paths in it are relative to the file.
 
     Raises:
-        BadInput: no such file, or a field (named) that is wrong.
+        BadInput: no such file, or an invalid field, which the message names.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -201,19 +201,19 @@ def read_scenario(path: Path) -> Scenario:
                 content[part]["path"] = path.parent / content[part]["path"]
         return Scenario.model_validate(content)
     except yaml.YAMLError as error:
-        raise BadInput(f"{path} is no YAML ({error})") from error
+        raise BadInput(f"{path} is not YAML ({error})") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInput(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:
-    """A calibration trace, or GPT-OSS-20B's records, by the file's name."""
+    """Return a calibration trace, or GPT-OSS-20B's records, by the file's name."""
     return Routes(kind="trace" if path.suffix == ".safetensors" else "gpt-oss", path=path, domains=domains)
 
 
 def observed(routes: Routes) -> CalibrationTrace:
-    """The file's requests, with routes; read once."""
+    """Return the file's requests with routes; the file is read once."""
     return _read_routes(routes.kind, routes.path)
 
 

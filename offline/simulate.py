@@ -1,4 +1,4 @@
-"""Simulate a deployment under policies, or fit what its decode steps cost.
+"""Simulate a deployment under policies, or fit the cost of its decode steps.
 
 python -m offline.simulate --config scenario.yaml --out result.json
 python -m offline.simulate --calibrate-from steps.jsonl --out cost.json
@@ -30,22 +30,22 @@ def simulate(
     out: Annotated[Path, typer.Option(help="JSON to write: rows of a result, or a step cost.")],
     config: Annotated[Path | None, typer.Option(help="Scenario (YAML): cluster, workload, policies.")] = None,
     cost: Annotated[
-        Path | None, typer.Option(help="Step cost (JSON, by --calibrate-from) instead of the scenario's.")
+        Path | None, typer.Option(help="Step cost (JSON, from --calibrate-from), replaces the scenario's.")
     ] = None,
     calibrate_from: Annotated[
         str | None,
         typer.Option(help="Fit a step cost: JSON lines of steps, or the URL of a running service."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, help="Runs at once; above 1 they are tasks of a Ray cluster.")
+        int, typer.Option(min=1, help="Parallel runs; above 1 they are tasks of a Ray cluster.")
     ] = 1,
-    dry_run: Annotated[bool, typer.Option(help="Check everything and say what would run.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check everything and print what would run.")] = False,
 ) -> None:
-    """One run a policy and seed; prints a table and writes JSON."""
+    """Run each policy and seed; print a table and write JSON."""
     if (config is None) == (calibrate_from is None):
         raise BadInput("give either --config or --calibrate-from")
     if not out.parent.is_dir():
-        raise BadInput(f"the folder {out.parent} is not there")
+        raise BadInput(f"the folder {out.parent} does not exist")
     if calibrate_from is not None:
         _calibrate(calibrate_from, out)
         return
@@ -66,7 +66,7 @@ def simulate(
 
 
 def simulated(scenario: Scenario, total: int, processes: int) -> list[dict[str, Any]]:
-    """A row a policy and seed, seed by seed; the progress bar counts to `total` requests."""
+    """Return a row for each policy and seed, seed by seed; show progress to `total` requests."""
     with progress_bar() as progress:
         bar = progress.add_task("simulating", total=total)
         if processes == 1:
@@ -87,7 +87,7 @@ def one_run(
     work: Work | None = None,
     on_finished: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Any]:
-    """The row of one policy and seed; `work` is the seed's, where it is at hand."""
+    """Return the row of one policy and seed; `work` is the seed's, if already made."""
     work = work or Work(scenario, seed)
     started = time.perf_counter()
     outcome = run_simulation(
@@ -109,7 +109,7 @@ def one_run(
 
 
 def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
-    """The scenario with another step cost."""
+    """Return the scenario with another step cost."""
     decode = scenario.cluster.decode.model_copy(update={"cost": fitted.cost})
     cluster: Cluster = scenario.cluster.model_copy(update={"decode": decode})
     return scenario.model_copy(update={"cluster": cluster})

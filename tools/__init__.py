@@ -1,1 +1,1 @@
-"""What commands, load generation and benchmarks share; `eldr_serve` never imports it."""
+"""Shared by commands, load generation and benchmarks; `eldr_serve` never imports it."""

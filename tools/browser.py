@@ -1,4 +1,4 @@
-"""Headless Chromium, driven by the protocol of its developer tools."""
+"""Headless Chromium, driven by its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 30.0
 
 
 def chromium() -> str:
-    """Its path; FileNotFoundError, with what to install, if there is none."""
+    """Return the path of Chromium; raise FileNotFoundError, with what to install, if there is none."""
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         raise FileNotFoundError(
@@ -32,8 +32,8 @@ class Page:
     """One page of a running browser.
 
     Attributes:
-        errors: what its scripts and its console complained of.
-        requested: addresses that it has asked for.
+        errors: errors of its scripts and its console.
+        requested: addresses that it has requested.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -49,7 +49,7 @@ class Page:
         await self._call("Page.navigate", url=url)
 
     async def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
+        """Return the value of a JavaScript expression, awaited if it is a promise."""
         found = await self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
         )
@@ -58,13 +58,13 @@ class Page:
         return found["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Wait until a JavaScript expression holds; TimeoutError if it does not within 30 s."""
+        """Wait until a JavaScript expression is true; raise TimeoutError after 30 s."""
         async with asyncio.timeout(_TIMEOUT_S):
             while not await self.evaluate(f"Boolean({condition})"):
                 await asyncio.sleep(0.05)
 
     async def choose_file(self, selector: str, file: Path) -> None:
-        """As if the user had chosen it in a file input."""
+        """Choose a file in a file input, as the user would."""
         root = (await self._call("DOM.getDocument"))["root"]["nodeId"]
         node = await self._call("DOM.querySelector", nodeId=root, selector=selector)
         await self._call(
@@ -72,7 +72,7 @@ class Page:
         )
 
     async def look(self, *, width: int, dark: bool = False) -> None:
-        """Be so many pixels wide, in this colour scheme."""
+        """Set the width, px, and the colour scheme."""
         await self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
             mobile=width < 600,
@@ -81,7 +81,7 @@ class Page:
         await self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self) -> bytes:
-        """The whole page, PNG."""
+        """Return the whole page as PNG."""
         found = await self._call("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         return base64.b64decode(found["data"])
 
@@ -90,27 +90,27 @@ class Page:
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(_TIMEOUT_S):
             while True:
-                told = await self._socket.receive_json()
-                if told.get("id") == number:
-                    if "error" in told:
-                        raise RuntimeError(f"{method}: {told['error']['message']}")
-                    found: dict[str, Any] = told["result"]
+                message = await self._socket.receive_json()
+                if message.get("id") == number:
+                    if "error" in message:
+                        raise RuntimeError(f"{method}: {message['error']['message']}")
+                    found: dict[str, Any] = message["result"]
                     return found
-                self._hear(told)
+                self._record(message)
 
-    def _hear(self, told: dict[str, Any]) -> None:
-        said = told.get("params", {})
-        if told.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(str(said["exceptionDetails"]))
-        elif told.get("method") == "Log.entryAdded" and said["entry"]["level"] == "error":
-            self.errors.append(said["entry"]["text"])
-        elif told.get("method") == "Network.requestWillBeSent":
-            self.requested.append(said["request"]["url"])
+    def _record(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
+        elif message.get("method") == "Network.requestWillBeSent":
+            self.requested.append(params["request"]["url"])
 
 
 @asynccontextmanager
 async def browser(scratch: Path) -> AsyncIterator[Page]:
-    """A page of a browser that ends with the block; `scratch` is a folder for its profile."""
+    """Start a browser, yield its page, and end it; `scratch` is a folder for its profile."""
     profile = scratch / "profile"
     process = await asyncio.create_subprocess_exec(
         chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
@@ -130,9 +130,9 @@ async def browser(scratch: Path) -> AsyncIterator[Page]:
         await process.wait()
 
 
-async def _port(told: Path) -> int:
-    """At which its tools listen, once it has said so."""
+async def _port(message: Path) -> int:
+    """Wait for the file with the port of the DevTools and return the port."""
     async with asyncio.timeout(_TIMEOUT_S):
-        while not (told.exists() and "\n" in told.read_text()):
+        while not (message.exists() and "\n" in message.read_text()):
             await asyncio.sleep(0.05)
-    return int(told.read_text().split()[0])
+    return int(message.read_text().split()[0])

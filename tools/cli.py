@@ -1,4 +1,4 @@
-"""How the commands of this package say no: exit status 2 and one sentence on standard error."""
+"""Error handling of this package's commands: exit status 2 and one sentence on standard error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import typer
 
 
-class BadInput(ValueError):  # noqa: N818 - it is the user's, not ours
-    """What the user gave cannot be used; one sentence."""
+class BadInput(ValueError):  # noqa: N818 - the user's error, not the program's
+    """Unusable user input; the message is one sentence."""
 
 
 def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with ValueError (ArtifactError, PolicyError, ...) and OSError as exit status 2."""
+    """Wrap a command so that ValueError (ArtifactError, PolicyError, ...) and OSError exit with status 2."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def app_of(*commands: Callable[..., None]) -> typer.Typer:
-    """The command with its options and its `--help`; of several, the one that the first argument names."""
+    """Return an app with the command's options and `--help`; the first argument selects one of several."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     for command in commands:
         app.command(command.__name__)(bad_input_exits(command))

@@ -1,7 +1,7 @@
-"""Whether manifests are what a custom resource's definition says: `python -m tools.crd CRD.yaml MANIFEST...`.
+"""Check manifests against a custom resource's definition: `python -m tools.crd CRD.yaml MANIFEST...`.
 
-As `kubectl apply --validate=strict` does, a field that the schema does not know is refused.
-Rules in CEL (`x-kubernetes-validations`) are not looked at.
+Like `kubectl apply --validate=strict`, it refuses fields that the schema does not have. It does not check
+rules in CEL (`x-kubernetes-validations`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _KEPT = ("additionalProperties", "x-kubernetes-preserve-unknown-fields")
 
 
 def faults(definition: dict[str, Any], manifest: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a manifest, one line each, with where.
+    """Yield what is wrong with a manifest, one line each, with its location.
 
     Args:
         definition: the CustomResourceDefinition.
-        manifest: of one of its versions.
+        manifest: a resource in one of its versions.
     """
     spec = definition["spec"]
     schemas = {
@@ -41,7 +41,7 @@ def faults(definition: dict[str, Any], manifest: dict[str, Any]) -> Iterator[str
 
 
 def _strict(schema: Any) -> Any:
-    """The schema, in which an object has no fields but those that it names."""
+    """Return the schema with additional fields forbidden in its objects."""
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -56,10 +56,10 @@ def crd(
     definition: Annotated[Path, typer.Argument(help="CustomResourceDefinition, YAML.")],
     manifests: Annotated[list[Path], typer.Argument(help="Manifests, YAML.")],
 ) -> None:
-    """Check manifests by a custom resource's definition; exit status 1 if one is wrong."""
+    """Check manifests against a custom resource's definition; exit status 1 if one is wrong."""
     known = _read(definition)
     if known.get("kind") != "CustomResourceDefinition":
-        raise BadInput(f"{definition} is no CustomResourceDefinition")
+        raise BadInput(f"{definition} is not a CustomResourceDefinition")
     wrong = 0
     for path in manifests:
         found = list(faults(known, _read(path)))
@@ -75,9 +75,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise BadInput(f"{path} is no YAML: {error}") from error
+        raise BadInput(f"{path} is not YAML: {error}") from error
     if not isinstance(found, dict):
-        raise BadInput(f"{path} holds no manifest")
+        raise BadInput(f"{path} has no manifest")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a long run has measured so far, so that it can be stopped and go on."""
+"""The measurements of a long run, stored so that it can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SETTINGS = "settings"  # key of the first line
 
 
 class Journal:
-    """A file of JSON lines: the settings of a run, then what it measured, a line each, by its key.
+    """A file of JSON lines: the settings of a run, then its measurements, a line each, by key.
 
     Args:
         settings: everything that the measurements depend on; any path in them is kept as text.
 
     Raises:
-        BadInput: the file holds measurements of another run, or is no journal.
+        BadInput: the file has measurements of another run, or is not a journal.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -29,29 +29,29 @@ class Journal:
         wanted = json.loads(json.dumps(settings, default=str))
         found, self._known = _read(path) if path.exists() else ({}, {})
         if self._known and (other := [k for k in {**found, **wanted} if found.get(k) != wanted.get(k)]):
-            raise BadInput(f"{path} holds a run with another {', '.join(other)}: give the same, or remove it")
+            raise BadInput(f"{path} has a run with another {', '.join(other)}: give the same, or remove it")
         self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:
-        """What a journal holds, whatever its settings.
+        """Return the entries of a journal with any settings.
 
         Raises:
-            BadInput: it is not there, or no journal.
+            BadInput: the file does not exist or is not a journal.
         """
         return _read(path)[1]
 
     @property
     def known(self) -> Mapping[str, Any]:
-        """What was put, by its key, in the order of the first puts."""
+        """Return all entries by key, in the order of the first puts."""
         return self._known
 
     def get(self, key: str) -> Any:
-        """What was put under the key last, None if nothing was."""
+        """Return the key's last value, None if it has none."""
         return self._known.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keep the value; it is on the disk when this returns."""
+        """Store the value; it is on disk when this returns."""
         self._known[key] = value
         if self._first_line:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,19 +64,19 @@ class Journal:
         self._first_line = ""
 
     def remove(self) -> None:
-        """The run has ended and said what it found."""
+        """Remove the file after the run has published its results."""
         self._path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings and entries; a line that the end of its run cut off is measured again."""
+    """Return settings and entries; a line that was cut off is dropped, so it is measured again."""
     try:
         found = [_parsed(line) for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from error
     entries: dict[str, Any] = dict(entry for entry in found if isinstance(entry, list) and len(entry) == 2)
     if next(iter(entries), None) != _SETTINGS:
-        raise BadInput(f"{path} is no journal of this version: remove it or name another place")
+        raise BadInput(f"{path} is not a journal of this version: remove it or name another place")
     return entries.pop(_SETTINGS), entries
 
 

@@ -12,10 +12,10 @@ from tools.cli import BadInput
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line) of a file, which is gzip if its name ends in .gz.
+    """Yield (number from 1, line) of a file, which is gzip if its name ends in .gz.
 
     Raises:
-        BadInput: it cannot be read.
+        BadInput: the file cannot be read.
     """
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:

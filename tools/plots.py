@@ -36,19 +36,19 @@ def policy_colour(policy: str) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure whole, in the format that the name says (PNG, SVG, PDF)."""
+    """Write the figure atomically, in the format of the path's suffix (PNG, SVG, PDF)."""
     write_whole(path, rendered(figure, path.suffix.lstrip(".") or "png"))
 
 
 def rendered(figure: Figure, kind: str = "png") -> bytes:
-    """The figure in that format (png, svg, pdf)."""
+    """Return the figure in that format (png, svg, pdf)."""
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=90)
     return content.getvalue()
 
 
 def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each workload (and number of workers, where there are several)."""
+    """Return the rows of each workload (and number of workers, if there are several)."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         name = ", ".join(
@@ -61,7 +61,7 @@ def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
 
 
 def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
-    """Axes and rows of each panel, so many inches each; at the end the figure is saved."""
+    """Yield axes and rows of each panel of that size, inches; save the figure at the end."""
     groups = _panels(rows)
     columns = min(3, len(groups))
     lines_ = -(-len(groups) // columns)
@@ -74,7 +74,7 @@ def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[t
 
 
 def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
-    """Horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
+    """Plot horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
     longest = max(map(len, _panels(rows).values()))
     for axes, members in _by_panel(rows, path, 5, 1 + 0.3 * longest):
         values = [row[value] for row in members]
@@ -91,7 +91,7 @@ def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str,
 def lines(
     rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
 ) -> None:
-    """Curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
+    """Plot curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
     for axes, members in _by_panel(rows, path, 5, 3.4):
         for value in values:
             for kind in dict.fromkeys(row[by] for row in members) if by else [None]:
@@ -141,7 +141,7 @@ def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
 
 
 def signature_space(trace: CalibrationTrace, table: RoutingTable) -> Figure:
-    """Signatures on their first two principal components by domain, with the centroids (Fig. 9)."""
+    """Plot signatures on their first two principal components by domain, with the centroids (Fig. 9)."""
     points = table.spec.encode(trace.prefill_counts)
     mean = points.mean(axis=0)
     axes_ = np.linalg.svd(points - mean, full_matrices=False)[2][:2]

@@ -1,4 +1,4 @@
-"""The progress bar of long work: what is done, how much of how many, and the time left."""
+"""The progress bar of long work: description, completed of total, and the time left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar() -> Progress:
-    """To be entered; tasks need a description and a total."""
+    """Return a context manager; its tasks need a description and a total."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     )

@@ -1,4 +1,4 @@
-"""Prometheus text, as vLLM, Ray and our own metrics give it."""
+"""Prometheus text of vLLM, Ray and our own metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def total(text: str, name: str) -> float:
-    """Sum of all samples of that name (with its suffix, as `_sum`), whatever their labels."""
+    """Return the sum of all samples of that name (with its suffix, as `_sum`) over all labels."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)

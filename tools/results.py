@@ -1,4 +1,4 @@
-"""What every benchmark and simulation writes beside its figures, and how it prints them."""
+"""Write and print results of benchmarks and simulations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def environment() -> dict[str, Any]:
-    """{"commit", "machine", "versions"} of this run."""
+    """Return {"commit", "machine", "versions"} of this run."""
     return {"commit": _commit(), "machine": _machine(), "versions": _versions()}
 
 
@@ -36,7 +36,7 @@ def publish(
     notes: str,
     out: Path | None = None,
 ) -> Path:
-    """Print the rows as a table and write them as JSON; returns the file's path."""
+    """Print the rows as a table and write them as JSON; return the file's path."""
     print_table(name, rows)
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def publish(
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a committed result."""
+    """Return the rows of a committed result."""
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return rows
 
@@ -53,11 +53,11 @@ def read_rows(name: str) -> list[dict[str, Any]]:
 def print_table(
     title: str, rows: list[dict[str, Any]], *, columns: Sequence[str] = (), lines: bool = False
 ) -> None:
-    """The rows on the terminal, as wide as they are; a column that a row lacks is empty there.
+    """Print the rows in full width; a column that a row lacks is empty there.
 
     Args:
-        columns: these alone, in this order; none: all that a row has.
-        lines: a line between rows, whose cells may have several.
+        columns: only these, in this order; empty: all columns of the rows.
+        lines: draw a line between rows, whose cells may have several lines.
     """
     table = Table(title=title, show_lines=lines)
     columns = list(columns or dict.fromkeys(column for row in rows for column in row))
@@ -66,7 +66,7 @@ def print_table(
     cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
     for line in cells:
         table.add_row(*map(escape, line))
-    # Rows are wide, and a terminal's 80 columns would cut them short.
+    # A terminal's 80 columns would truncate wide rows.
     needed = 1 + sum(
         3 + max(len(part) for text in column for part in text.splitlines() or [""])
         for column in zip(columns, *cells, strict=True)
@@ -75,7 +75,7 @@ def print_table(
 
 
 def cell(value: Any, form: str = ".4g") -> str:
-    """A figure as a person reads it, floats in this format; a dash where there is none."""
+    """Format a value for people, floats in this format; None is a dash."""
     if value is None:
         return "–"  # noqa: RUF001
     return format(value, form) if isinstance(value, float) else str(value)
@@ -84,7 +84,7 @@ def cell(value: Any, form: str = ".4g") -> str:
 def write_result(
     path: Path, name: str, rows: list[dict[str, Any]], *, inputs: dict[str, Any], seed: int, notes: str
 ) -> None:
-    """Write rows with what they came from, whole or not at all."""
+    """Write rows with their environment and inputs, atomically."""
     result = {"name": name, **environment(), "seed": seed, "inputs": inputs, "rows": rows, "notes": notes}
     write_whole(path, json.dumps(result, indent=1) + "\n")
 
@@ -92,7 +92,7 @@ def write_result(
 def time_calls(
     call: Callable[[int], object], *, calls: int, warm_up: int = 50, settle: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Seconds of each of `calls` calls, after a warm-up; `settle` waits for what a call began."""
+    """Return seconds of each of `calls` calls after a warm-up; `settle` waits for what a call began."""
     seconds = []
     for number in [*range(warm_up), *range(calls)]:
         settle()
@@ -104,13 +104,13 @@ def time_calls(
 
 
 def p50_p99_us(seconds: Sequence[float]) -> dict[str, float]:
-    """{"p50_us", "p99_us"} of times in s."""
+    """Return {"p50_us", "p99_us"} of times in s."""
     p50, p99 = np.percentile(seconds, [50, 99])
     return {"p50_us": 1e6 * p50, "p99_us": 1e6 * p99}
 
 
 def _commit(folder: Path = Path(__file__).parents[1]) -> str:
-    """Of the checkout; with a + where files differ from it, other than results and pages."""
+    """Return the commit of the checkout; with a + if files other than results and pages differ."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]

@@ -1,4 +1,4 @@
-"""Screenshots of a running service's live page and of a report, for the docs.
+"""Take screenshots of a running service's live page and of a report, for the docs.
 
 python -m tools.screenshots --help
 """
@@ -17,15 +17,15 @@ from tools.browser import browser
 from tools.cli import run
 from tools.small_png import small_png
 
-_REPORT_PX = 1500  # of its height: answers, figures and the first plots
+_REPORT_PX = 1500  # height: answers, figures and the first plots
 VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}
 
 
 def screenshots(
-    out: Annotated[Path, typer.Option(help="folder for the PNGs")],
-    url: Annotated[str, typer.Option(help="of the service")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="if it has one")] = None,
-    report: Annotated[Path | None, typer.Option(help="report.html of `eldr compare`, too")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
+    url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Its admin key.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also a report.html of `eldr compare`.")] = None,
 ) -> None:
     """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""
     pictures = asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key))
@@ -37,7 +37,7 @@ def screenshots(
 
 
 async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
-    """Each view of VIEWS, PNG."""
+    """Return each view of VIEWS as PNG."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         async with browser(Path(scratch)) as page:
             await page.open(url)
@@ -55,7 +55,7 @@ async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
 
 
 async def of_report(report: Path) -> bytes:
-    """The page of a comparison from its top, PNG; FileNotFoundError if there is none."""
+    """Return the top of a comparison's page as PNG; FileNotFoundError if there is none."""
     address = report.resolve(strict=True).as_uri()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         async with browser(Path(scratch)) as page:

@@ -1,4 +1,4 @@
-"""Pictures for the docs, small."""
+"""Small pictures for the docs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import io
 
 from PIL import Image
 
-_COLOURS = 128  # of a palette: a page or a plot has few
+_COLOURS = 128  # of the palette; a page or a plot has few
 
 
 def small_png(png: bytes, most_px: int | None = None) -> bytes:
-    """The picture with a palette, a third as large; its upper `most_px` lines alone if that is given."""
+    """Return the picture with a palette, a third as large; cropped to its upper `most_px` lines if given."""
     content = io.BytesIO()
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     if most_px is not None:

@@ -11,12 +11,12 @@ from typing import Any
 
 
 class StreamError(RuntimeError):
-    """The server said in the stream, or by its shape, that the request failed."""
+    """The request failed, according to an event or the end of the stream."""
 
 
 @dataclass
 class StreamTiming:
-    """Times of one streamed answer, in s from the sending of the request."""
+    """Times of one streamed answer, in s since the request was sent."""
 
     token_times_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -26,12 +26,12 @@ class StreamTiming:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token."""
+        """Return the time to the first token."""
         return self.token_times_s[0] if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None below two tokens."""
+        """Return the time per output token after the first; None below two tokens."""
         if len(self.token_times_s) < 2:
             return None
         tokens = self.completion_tokens or len(self.token_times_s)
@@ -39,19 +39,19 @@ class StreamTiming:
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between tokens; 0 between tokens that came together in one chunk."""
+        """Return the gaps between tokens; 0 between tokens of one chunk."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
     @property
     def end_s(self) -> float | None:
-        """Time to the last token."""
+        """Return the time to the last token."""
         return self.token_times_s[-1] if self.token_times_s else None
 
     def take(self, raw: bytes | str, now_s: Callable[[], float]) -> bool:
-        """Read one line of the body; whether the stream has ended with it.
+        """Read one line of the body; return whether the stream has ended.
 
         Args:
-            now_s: time since the sending, asked for once an event.
+            now_s: returns the time since the request was sent; called once an event.
 
         Raises:
             StreamError: an error event, or one that is not JSON.
@@ -80,7 +80,7 @@ class StreamTiming:
             piece = choice.get("text") or delta.get("content")
             self.text += piece or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            # A token may be half a character, and then carries no text; a role alone is no token.
+            # A token may be half a character and have no text; a role alone is not a token.
             if piece or choice.get("text") is not None or (delta and "role" not in delta):
                 self.token_times_s.append(now_s)
 
@@ -88,7 +88,7 @@ class StreamTiming:
 def read_stream(
     lines: Iterable[bytes | str], start_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> StreamTiming:
-    """Follow a stream to its end.
+    """Read a stream to its end and return its times.
 
     Args:
         lines: lines of the response body, as they arrive.
@@ -104,7 +104,7 @@ def read_stream(
 
 
 async def read_stream_async(lines: AsyncIterable[bytes], start_s: float) -> StreamTiming:
-    """The same of lines that come asynchronously; `start_s` by time.perf_counter."""
+    """Read an asynchronous stream as read_stream does; `start_s` by time.perf_counter."""
     timing = StreamTiming()
     async for line in lines:
         if timing.take(line, lambda: time.perf_counter() - start_s):

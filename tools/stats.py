@@ -1,8 +1,8 @@
-"""Figures of a set of requests: quantiles, goodput, and how sure they are (bootstrap).
+"""Statistics of requests: quantiles, goodput, and their bootstrap intervals.
 
-Sets that met the same arrivals are resampled together, so that what both met by chance cancels in
-their difference. With few rounds of measurement requests are resampled; with many the rounds are,
-which also holds what differs from round to round but not from request to request.
+Sets with the same arrivals are resampled together, so that common chance effects cancel in their
+difference. With few rounds of measurement requests are resampled; with many the rounds are, which also
+includes differences between rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scipy.stats import bootstrap, t
 
 CONFIDENCE = 0.95
 DRAWS = 2000
-ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little of how rounds differ
+ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little about differences between rounds
 
 Floats = NDArray[np.float64]
 
@@ -32,13 +32,13 @@ class Interval(NamedTuple):
 
 
 class Slo(NamedTuple):
-    """What a request must keep to be good: both times, in ms."""
+    """Latency objectives of a good request, ms."""
 
     ttft_ms: float
     tpot_ms: float
 
     def met(self, record: dict[str, Any]) -> bool:
-        """A request that failed, or has no first token, is not good; one token has no TPOT to miss."""
+        """Return whether a request is good: no error, a first token, and both times within the objectives."""
         ttft_s, tpot_s = record.get("ttft_s"), record.get("tpot_s")
         if "error" in record or ttft_s is None:
             return False
@@ -46,7 +46,7 @@ class Slo(NamedTuple):
 
 
 def median_ci(values: Sequence[float]) -> Interval:
-    """Median of independent values and its bootstrap confidence interval; NaN without values."""
+    """Return the median of independent values and its bootstrap confidence interval; NaN without values."""
     if len(values) < 2:
         return Interval(*[float(values[0]) if len(values) else math.nan] * 3)
     return _bootstrap(float(np.median(values)), (values,), np.median, seed=0)
@@ -55,7 +55,7 @@ def median_ci(values: Sequence[float]) -> Interval:
 def paired_change_percent(
     values: Floats, base: Floats, statistic: Callable[..., Any], *, seed: int = 0
 ) -> Interval:
-    """Change of a statistic of values against a base, %; values and base of a unit are drawn together.
+    """Return the change of a statistic against a base, %; values and base of a unit are drawn together.
 
     Args:
         statistic: statistic(array, axis=...), as np.mean.
@@ -92,7 +92,7 @@ def _bootstrap(value: float, samples: Sequence[Any], statistic: Callable[..., An
 
 
 def interval(value: float, draws: Floats) -> Interval:
-    """A value with the percentile interval of its bootstrap draws."""
+    """Return a value with the percentile interval of its bootstrap draws."""
     known = draws[np.isfinite(draws)]
     if not len(known):
         return Interval(float(value), math.nan, math.nan)
@@ -101,7 +101,7 @@ def interval(value: float, draws: Floats) -> Interval:
 
 
 def relative_percent(value: float, base: float, draws: Floats, base_draws: Floats) -> Interval:
-    """Difference to a base in % of it; draws of both by the same resamples."""
+    """Return the difference to a base in %; the draws of both use the same resamples."""
     with np.errstate(divide="ignore", invalid="ignore"):
         changes = 100 * (draws / base_draws - 1)
         change = 100 * (np.float64(value) / np.float64(base) - 1)
@@ -111,12 +111,12 @@ def relative_percent(value: float, base: float, draws: Floats, base_draws: Float
 def resampled_counts(
     rounds: NDArray[np.int_], *, draws: int = DRAWS, seed: int = 0, whole_rounds: bool | None = None
 ) -> NDArray[np.int32]:
-    """[draws, units]: how often each unit (an arrival) is in each bootstrap resample.
+    """Return [draws, units], how often each unit (an arrival) is in each bootstrap resample.
 
     Args:
         rounds: the round of each unit.
         whole_rounds: resample rounds with all their units; else units within their round.
-            None: rounds where there are ROUNDS_TO_RESAMPLE or more.
+            None: rounds if there are ROUNDS_TO_RESAMPLE or more.
     """
     rng = np.random.default_rng(seed)
     names, owner = np.unique(rounds, return_inverse=True)
@@ -140,11 +140,11 @@ class Sample:
     units: NDArray[np.int_]
 
     def quantile(self, q: float) -> float:
-        """NaN without values."""
+        """Return a quantile of the values; NaN without values."""
         return float(np.quantile(self.values, q)) if len(self.values) else float("nan")
 
     def resampled(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:
-        """[draws, quantiles] of the resamples, by linear interpolation as in np.quantile."""
+        """Return [draws, quantiles] of the resamples, by linear interpolation as in np.quantile."""
         order = np.argsort(self.values, kind="stable")
         values, units = self.values[order], self.units[order]
         found = np.full((len(counts), len(quantiles)), np.nan)

@@ -1,1 +1,1 @@
-"""Faults on purpose: the serving code on virtual time, and the whole application under kill -9."""
+"""Fault injection: the serving code on virtual time, and the whole application under SIGKILL and SIGSTOP."""

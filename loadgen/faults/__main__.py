@@ -1,8 +1,8 @@
-"""Break the service on purpose, and look whether anything was lost.
+"""Inject faults into the service and check that nothing was lost.
 
-python -m loadgen.faults simulate --seeds 5000       the serving code on virtual time
-python -m loadgen.faults simulate --seed 17          one run again, with all that happened in it
-python -m loadgen.faults mutate                      faults in the code, which the runs must find
+python -m loadgen.faults simulate --seeds 5000       run the serving code on virtual time
+python -m loadgen.faults simulate --seed 17          repeat one run and print all its events
+python -m loadgen.faults mutate                      change the serving code; the runs must detect it
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def simulate(
     *,
     seeds: Annotated[int, typer.Option(help="runs, one a seed", min=1)] = 1000,
     first: Annotated[int, typer.Option(help="the first seed")] = 0,
-    seed: Annotated[int | None, typer.Option(help="this run alone, told in full")] = None,
+    seed: Annotated[int | None, typer.Option(help="run only this seed, and print all its events")] = None,
     processes: _Processes = _CORES,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file of the counts, which these runs are added to.")
+        Path | None, typer.Option(help="JSON file of the counts; these runs are added to it.")
     ] = None,
 ) -> None:
     """Run the serving code on virtual time under seeded faults; status 1 if anything was wrong."""
@@ -46,14 +46,14 @@ def simulate(
         failed = _simulate_all(range(first, first + seeds), processes, out)
     else:
         one = run_seed(seed)
-        _tell(one)
+        _print_run(one)
         failed = len(one.violations)
     if failed:
         raise typer.Exit(1)
 
 
-def _tell(one: Run) -> None:
-    """All of a run."""
+def _print_run(one: Run) -> None:
+    """Print the events, outcomes and violations of a run."""
     console = Console(highlight=False, soft_wrap=True)
     for event in one.happened:
         console.print(event, markup=False)
@@ -68,13 +68,13 @@ def _tell(one: Run) -> None:
 
 
 def _run(seed: int) -> tuple[int, Counter[str], int, list[str]]:
-    """What is counted of a run; it may go from process to process."""
+    """Run a seed and return its counts, which can be pickled."""
     one = run_seed(seed)
     return seed, one.kinds, len(one.happened), one.violations
 
 
 def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
-    """How many seeds fail."""
+    """Run all seeds and return how many fail."""
     console = Console(highlight=False, soft_wrap=True)
     kinds, faults, failed = Counter[str](), 0, 0
     with multiprocessing.get_context("fork").Pool(processes) as pool, progress_bar() as bar:
@@ -92,33 +92,33 @@ def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
     console.print(f"{len(seeds)} seeds, {failed} with a violation")
     if out is not None:
         row = {"first_seed": seeds.start, "seeds": len(seeds), "violated": failed, "faults": faults}
-        row["commit"] = environment()["commit"]  # later runs may be of another
+        row["commit"] = environment()["commit"]  # later runs may be of another commit
         _add(out, "faults_simulated", row | {"kinds": dict(sorted(kinds.items()))}, "first_seed", _SIMULATED)
     return failed
 
 
 _SIMULATED = (
-    "a row for each run of the command, of the code of its commit; kinds: how many requests ended how, as "
-    "their clients saw it"
+    "a row for each run of the command, with the commit of its code; kinds: number of requests by outcome, "
+    "as their clients saw it"
 )
 _MUTATED = (
-    "each mutation with the first seed that fails with it and not without it, and the beginning of what was "
-    "wrong; null: none of those that were tried"
+    "each mutation with the first seed that fails with it and passes without it, and the beginning of the "
+    "violation; null: no seed that was tried detects it"
 )
-_TOLD = 300  # characters of what was wrong
+_MAX_CHARS = 300  # characters of a recorded violation
 
 
 def _add(
-    out: Path, name: str, row: dict[str, Any], key: str, notes: str, *, there: Container[str] | None = None
+    out: Path, name: str, row: dict[str, Any], key: str, notes: str, *, existing: Container[str] | None = None
 ) -> None:
-    """Put the row into the file, in place of an older one of the same key.
+    """Add the row to the file; it replaces a row with the same key.
 
     Args:
-        there: rows of other keys are dropped, for there is no such thing any more.
+        existing: keys that still exist; rows with other keys are removed.
     """
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
-    if there is not None:
-        rows = [known for known in rows if known[key] in there]
+    if existing is not None:
+        rows = [known for known in rows if known[key] in existing]
     rows = sorted([*(known for known in rows if known[key] != row[key]), row], key=lambda known: known[key])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_result(out, name, rows, inputs={}, seed=0, notes=notes)
@@ -126,25 +126,23 @@ def _add(
 
 def mutate(
     *,
-    only: Annotated[str, typer.Option(help="mutations whose name has this in it")] = "",
-    seeds: Annotated[int, typer.Option(help="runs until a mutation counts as not found", min=1)] = 400,
+    only: Annotated[str, typer.Option(help="run only mutations whose name contains this text")] = "",
+    seeds: Annotated[int, typer.Option(help="runs before a mutation counts as not found", min=1)] = 400,
     processes: _Processes = _CORES,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file of what was found, which these are added to.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the results; these are added to it.")] = None,
 ) -> None:
-    """Change the serving code as it is imported, fault by fault; status 1 if the runs miss one."""
+    """Change the serving code at import, one fault at a time; status 1 if the runs miss one."""
     chosen = [mutation for mutation in MUTATIONS if only in mutation.name]
     if not chosen:
-        raise BadInput(f"no mutation's name has {only!r} in it")
+        raise BadInput(f"no mutation's name contains {only!r}")
     console, missed = Console(highlight=False, soft_wrap=True), []
     for found in search(chosen, seeds, processes):
         by = "NOT FOUND" if found.seed is None else f"seed {found.seed}: {found.violation[:100]}"
         console.print(f"{found.mutation}: {by}", markup=False)
         if out is not None:
-            row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation[:_TOLD]}
+            row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation[:_MAX_CHARS]}
             row["commit"] = environment()["commit"]
-            _add(out, "faults_mutated", row, "mutation", _MUTATED, there={m.name for m in MUTATIONS})
+            _add(out, "faults_mutated", row, "mutation", _MUTATED, existing={m.name for m in MUTATIONS})
         if found.seed is None:
             missed.append(found.mutation)
     console.print(f"{len(chosen)} mutations of the serving code, {len(missed)} not found")
@@ -157,22 +155,22 @@ def chaos(
     seconds: Annotated[float, typer.Option(help="Length of the load, s.", min=10)] = 600.0,
     every: Annotated[float, typer.Option(help="Time from one fault to the next, s.", min=1)] = 20.0,
     in_flight: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 10,
-    faults: Annotated[str, typer.Option(help="Kinds, with commas; all by default.")] = ",".join(FAULTS),
+    faults: Annotated[str, typer.Option(help="Kinds, separated by commas; default: all.")] = ",".join(FAULTS),
     deployment: Annotated[
-        Path, typer.Option(help="Deployment YAML, whose engines run on this machine.")
+        Path, typer.Option(help="Deployment YAML; its engines run on this machine.")
     ] = Path("deployments/cpu_demo.yaml"),
     prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts.")] = Path(
         "demo_model/prompts"
     ),
-    blocks: Annotated[int, typer.Option(help="KV blocks of an engine, few, so that they are reused.")] = 64,
-    port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8300,
-    seed: Annotated[int, typer.Option(help="Of faults, clients and prompts.")] = 0,
+    blocks: Annotated[int, typer.Option(help="KV blocks of an engine; few, so that they are reused.")] = 64,
+    port: Annotated[int, typer.Option(help="HTTP port; Serve's proxy gets the next one.")] = 8300,
+    seed: Annotated[int, typer.Option(help="Seed of faults, clients and prompts.")] = 0,
     out: Annotated[
         Path,
-        typer.Option(help="JSON file of the figures; beside it, .jsonl, what happens, which runs add to."),
+        typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it."),
     ] = Path("out/faults.json"),
 ) -> None:
-    """Kill and stop the application's processes in turn; status 1 if a client or a text came to harm."""
+    """Kill and stop the application's processes in turn; status 1 if a request fails or a text is wrong."""
     chosen = faults.split(",")
     if unknown := set(chosen) - set(FAULTS):
         raise BadInput(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")

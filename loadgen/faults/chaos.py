@@ -1,7 +1,7 @@
-"""The whole application under load, with its processes killed and stopped, one after the other.
+"""Kill and stop processes of the whole application under load, one after the other.
 
-Clients stream, ask for whole answers and leave, so many at a time (traffic.py). What happens is written down
-as it does (record.py).
+A constant number of clients stream, ask for whole answers and disconnect (traffic.py). Events are recorded as
+they occur (record.py).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from loadgen.faults.traffic import Load, Sent, bodies, references
 from loadgen.remains import remains_of
 
 STOP_S, GCS_S = 5.0, 8.0
-SETTLE_S = 35.0  # until nothing may be left: KV blocks of a request that was cut off are held for 30 s
-_RECOVERY_S = 240.0  # an engine starts for a minute and more where cores are few
+SETTLE_S = 35.0  # KV blocks of a disconnected request are held for up to 30 s
+_RECOVERY_S = 240.0  # an engine takes over a minute to start on few cores
 _PROMPTS = 16
 _INGRESSES = 2
-_LOOKS = 40  # for each ingress to answer one, which the kernel chooses
-_WARM_S, _LOOK_PERIOD_S = 20.0, 5.0  # of load until processes are warm, and between looks at their loops
+_STATUS_TRIES = 40  # status requests until every ingress has answered; the kernel chooses which one answers
+_WARM_S, _SAMPLE_PERIOD_S = 20.0, 5.0  # until processes are warm; between samples of their event loops
 _RUNNING = ("ray_vllm_num_requests_running", "ray_vllm_num_requests_waiting")
-_STREAMS, _STREAM_TOKENS = 4, 400  # that are held while leases are compared
+_STREAMS, _STREAM_TOKENS = 4, 400  # streams that run while leases are compared
 _KEY = "chaos"
 POLICIES = ("round-robin", "balance-band", "locality-band", "marginal-cost")
 KILLED = ("prefill", "decode", "router", "ingress", "proxy", "controller")
@@ -54,19 +54,19 @@ FAULTS = (
     *(f"stop {role}" for role in STOPPED),
     "stop gcs", "swap table", "change policy", "redeploy",
 )  # fmt: skip
-# Whose processes a fault takes away, beside its own role's: they are spared until all is well again.
-_CONCERNS = {"redeploy": ("prefill", "decode", "ingress")}
-_CUT = ("not connected", "connection lost", "cut")  # how a request ends whose server has died
-_BEHIND_S = 3.0  # until Serve's proxy has told its client that the ingress has died
+# Further roles whose processes a fault removes. No fault is injected into them until the service recovers.
+_FURTHER_ROLES = {"redeploy": ("prefill", "decode", "ingress")}
+_DISCONNECTED = ("not connected", "connection lost", "cut")  # outcomes of a request whose server has died
+_PROXY_LAG_S = 3.0  # until Serve's proxy has reported to its client that the ingress died
 
 
 @dataclass
-class Happened:
-    """A fault, and how long after it all was well again, s; None if that took too long.
+class InjectedFault:
+    """An injected fault and the time until the service recovered, s; None if that took too long.
 
     Attributes:
-        held: ports of clients whose connections the killed process held.
-        done_s: when it was dead; what was connected since at_s may have been in its hands too.
+        held: client ports of the connections that the killed process held.
+        done_s: time of its death; it may also have accepted connections between at_s and this time.
     """
 
     fault: str
@@ -78,27 +78,27 @@ class Happened:
 
 @dataclass
 class Run:
-    """What comes of it all; times are of time.monotonic()."""
+    """State of a chaos run; times are of time.monotonic()."""
 
     record: Record
-    faults: list[Happened] = field(default_factory=list)
+    faults: list[InjectedFault] = field(default_factory=list)
     sent: int = 0
     counters: Counter[str] = field(default_factory=Counter)
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     @property
     def stops(self) -> Counter[str]:
-        """How often a process of each role was stopped."""
+        """Return how often a process of each role was stopped."""
         return Counter(h.fault.split()[-1] for h in self.faults if h.fault.startswith("stop"))
 
     def ended(self, sent: Sent) -> None:
-        """A request has."""
+        """Record a request that has ended."""
         self.sent += 1
         before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
         self.record.add(
             "sent",
             fault=before[-1].fault if before else None,
-            kind=attributed(sent, before) or sent.kind,
+            kind=explained_by_fault(sent, before) or sent.kind,
             detail=sent.detail[:300],
             stream=sent.stream,
             by_proxy=sent.by_proxy,
@@ -107,27 +107,27 @@ class Run:
             gap_s=round(sent.gap_s, 3),
         )
 
-    def over(self, happened: Happened) -> None:
-        """All is well again, or it has taken too long."""
+    def over(self, happened: InjectedFault) -> None:
+        """Record the recovery from a fault, or that it took too long."""
         seconds = happened.recovery_s
         self.record.add("fault", fault=happened.fault, recovery_s=seconds and round(seconds, 2))
 
 
-def attributed(sent: Sent, faults: list[Happened]) -> str | None:
-    """Which of record.APART a failed request is, of whose server the life ended with a fault; else None."""
+def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
+    """Return the kind of record.APART that explains a failed request by a fault; None if no fault does."""
     kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
     for happened in reversed(kills):
         under_way = sent.began_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
-        # Nobody looks at the clock while a process is killed, so it may have connected earlier than it says.
+        # During a kill the client does not read its clock: it may have connected earlier than recorded.
         between = sent.began_s <= happened.done_s and happened.at_s <= sent.connected_s
         its_own = sent.port in happened.held or (
             between and sent.by_proxy == (happened.fault == "kill proxy")
         )
-        if under_way and sent.kind in _CUT and its_own:
+        if under_way and sent.kind in _DISCONNECTED and its_own:
             return "own_connection"
         behind = sent.by_proxy and happened.fault == "kill ingress"
-        failed = sent.kind in _CUT or sent.kind == "http 500"
-        if behind and failed and under_way and sent.ended_s <= happened.at_s + _BEHIND_S:
+        failed = sent.kind in _DISCONNECTED or sent.kind == "http 500"
+        if behind and failed and under_way and sent.ended_s <= happened.at_s + _PROXY_LAG_S:
             return "behind_proxy"
         away_s = happened.recovery_s or _RECOVERY_S
         if (
@@ -140,17 +140,17 @@ def attributed(sent: Sent, faults: list[Happened]) -> str | None:
     return None
 
 
-def concerned(fault: str) -> tuple[str, ...]:
-    """Roles that a fault takes a process of, or may; for an operation its own name as well."""
-    return (fault.split()[-1], *_CONCERNS.get(fault, ()))
+def affected_roles(fault: str) -> tuple[str, ...]:
+    """Return the roles whose processes a fault may remove, and the name of an operation."""
+    return (fault.split()[-1], *_FURTHER_ROLES.get(fault, ()))
 
 
 class Operator:
-    """Who lets faults happen, and watches how the application gets over them.
+    """Injects faults and watches how the application recovers.
 
     Args:
-        arguments: of the application, for a new deployment of it.
-        tell: told of each fault and recovery.
+        arguments: arguments of the application, used to redeploy it.
+        log: called with a line about each fault and recovery.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class Operator:
         arguments: dict[str, Any],
         run: Run,
         rng: random.Random,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._tell = tell
+        self._log = log
         self._service = service
         self._proxy_url = proxy_url
         self._arguments = arguments
@@ -170,17 +170,17 @@ class Operator:
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
         self._run = run
         self._rng = rng
-        self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # whom a fault concerns
+        self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # roles of each fault
         self._shape: tuple[int, int] = (1, 1)
         self._epoch, self._seen = "", Counter[str]()
 
     async def begin(self) -> None:
-        """Wait until the application is whole for the first time."""
-        while not await asyncio.to_thread(self._whole):
+        """Wait until the application is complete for the first time."""
+        while not await asyncio.to_thread(self._is_complete):
             await asyncio.sleep(0.5)
 
     async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
-        """A fault every so often, each kind in turn; none that concerns a role which has not got over one."""
+        """Inject a fault every `every_s`, each kind in turn, but none into a role that still recovers."""
         self._shape = await asyncio.to_thread(self._signature_shape)
         due: list[str] = []
         counting = asyncio.create_task(self._count())
@@ -188,25 +188,25 @@ class Operator:
             if not due:
                 due = self._rng.sample(faults, len(faults))
             busy = {role for roles in self._recovering.values() for role in roles}
-            role_free = [fault for fault in due if busy.isdisjoint(concerned(fault))]
+            role_free = [fault for fault in due if busy.isdisjoint(affected_roles(fault))]
             if role_free:
                 due.remove(role_free[0])
-                await self._happen(role_free[0])
+                await self._inject(role_free[0])
             await asyncio.sleep(every_s)
         await asyncio.gather(*self._recovering)
         await asyncio.sleep(1.5)
         counting.cancel()
 
-    async def _happen(self, fault: str) -> None:
-        happened = Happened(fault, time.monotonic())
+    async def _inject(self, fault: str) -> None:
+        happened = InjectedFault(fault, time.monotonic())
         self._run.faults.append(happened)
-        self._tell(fault)
+        self._log(fault)
         verb, _, what = fault.partition(" ")
         before = {process.pid for process in processes.of(what)} if what in processes.ROLES else set()
         there = processes.of(what) if verb in ("kill", "stop") else []
         if verb in ("kill", "stop") and not there:
-            self._tell(f"{fault}: there is no such process")
-            self._run.counters[f"nobody to {fault}"] += 1
+            self._log(f"{fault}: there is no such process")
+            self._run.counters[f"no process to {fault}"] += 1
             self._run.faults.remove(happened)
             return
         if verb == "kill":
@@ -218,12 +218,12 @@ class Operator:
             seconds = GCS_S if what == "gcs" else STOP_S
             asyncio.get_running_loop().call_later(seconds, processes.go_on, victim)
         else:
-            await self._tolerantly(_OPERATIONS[fault])
+            await self._try_operation(_OPERATIONS[fault])
         task = asyncio.create_task(self._recover(happened, len(before)))
-        self._recovering[task] = concerned(fault)
+        self._recovering[task] = affected_roles(fault)
         task.add_done_callback(self._recovering.pop)
 
-    async def _tolerantly(self, operation: Callable[[Operator], None]) -> None:
+    async def _try_operation(self, operation: Callable[[Operator], None]) -> None:
         try:
             await asyncio.to_thread(operation, self)
         except (ServiceError, RayError, RayServeException, ConnectionError, TimeoutError) as error:
@@ -252,22 +252,22 @@ class Operator:
         fields = json.loads((Path(source) / "config.json").read_text())
         return fields["num_hidden_layers"], fields["num_local_experts"]
 
-    async def _recover(self, happened: Happened, number: int) -> None:
-        """Wait until as many processes are there as before, and the service is whole."""
+    async def _recover(self, happened: InjectedFault, number: int) -> None:
+        """Wait until there are as many processes as before and the service is complete."""
         role = happened.fault.split()[-1]
         while time.monotonic() - happened.at_s < _RECOVERY_S:
             await asyncio.sleep(0.25)
             if role in processes.ROLES and len(processes.of(role)) < number:
                 continue
-            if await asyncio.to_thread(self._whole):
+            if await asyncio.to_thread(self._is_complete):
                 happened.recovery_s = time.monotonic() - happened.at_s
-                self._tell(f"{happened.fault}: all is well after {happened.recovery_s:.1f} s")
+                self._log(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
                 self._run.over(happened)
                 return
         self._run.over(happened)
-        self._tell(f"{happened.fault}: not got over within {_RECOVERY_S:g} s")
+        self._log(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
 
-    def _whole(self) -> bool:
+    def _is_complete(self) -> bool:
         try:
             status = Client(self._service.url, _KEY, timeout_s=3.0).status()
             by_proxy = httpx.get(f"{self._proxy_url}/v1/models", timeout=3.0).status_code
@@ -281,7 +281,7 @@ class Operator:
             return False
 
     async def _count(self) -> None:
-        """Sum up the router's counters, which begin anew with each actor."""
+        """Sum up the router's counters, which each new actor restarts at 0."""
         while True:
             await asyncio.sleep(1.0)
             try:
@@ -315,15 +315,15 @@ async def drive(
     every_s: float,
     in_flight: int,
     seed: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """The load and the faults; then what is left behind after some time."""
+    """Run the load and the faults, then record what the service still holds."""
     rng, run = random.Random(seed), Run(record)
-    operator = Operator(service, proxy_url, arguments, run, rng, tell)
+    operator = Operator(service, proxy_url, arguments, run, rng, log)
     await operator.begin()
-    tell("greedy answers without faults")
+    log("greedy answers without faults")
     prompts = await references(service.url, asked)
-    tell("load")
+    log("load")
     load = Load((service.url, proxy_url), prompts, run.ended, rng)
     until_s = time.monotonic() + seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(in_flight)]
@@ -331,12 +331,12 @@ async def drive(
     await operator.work(faults, every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
-    tell(f"{run.sent} requests; what is left")
+    log(f"{run.sent} requests; what is left")
     settled_s, left = await asyncio.to_thread(_settle, service.url)
     left += await asyncio.to_thread(_still_running, service.url)
     await asyncio.to_thread(_take, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
-    tell("whether the router's leases are the union of its clients'")
+    log("compare the router's leases with those of its clients")
     left += await _union(service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"]))
     held = run.steadiness.rows(run.stops)
     record.add(
@@ -346,12 +346,12 @@ async def drive(
 
 
 async def _watch(steadiness: Steadiness) -> None:
-    """Look at processes and their event loops now and then, until cancelled."""
+    """Sample processes and their event loops periodically, until cancelled."""
     await asyncio.sleep(_WARM_S)
     await asyncio.to_thread(steadiness.begin)
     while True:
         await asyncio.to_thread(_take, steadiness)
-        await asyncio.sleep(_LOOK_PERIOD_S)
+        await asyncio.sleep(_SAMPLE_PERIOD_S)
 
 
 def _take(steadiness: Steadiness) -> None:
@@ -360,9 +360,9 @@ def _take(steadiness: Steadiness) -> None:
 
 
 def _ingresses(url: str) -> list[dict[str, Any]]:
-    """The status as each ingress of the port tells it, so far as they can be met."""
+    """Return the status of each ingress on the port that answered."""
     found: dict[str, dict[str, Any]] = {}
-    for _ in range(_LOOKS):
+    for _ in range(_STATUS_TRIES):
         with contextlib.suppress(ServiceError):
             status = Client(url, _KEY, timeout_s=5.0).status()
             found[status["answered_by"]] = status
@@ -372,13 +372,13 @@ def _ingresses(url: str) -> list[dict[str, Any]]:
 
 
 def _settle(url: str) -> tuple[float, list[str]]:
-    """How long it took until nothing was left, and what still is after SETTLE_S."""
+    """Return the time until nothing was left, s, and what is still left after SETTLE_S."""
     since = time.monotonic()
     while True:
-        told = _ingresses(url)
-        held = list(dict.fromkeys(what for status in told for what in remains_of(status)))
-        if len(told) < _INGRESSES:
-            held.append(f"{len(told)} of {_INGRESSES} ingresses answer")
+        reported = _ingresses(url)
+        held = list(dict.fromkeys(what for status in reported for what in remains_of(status)))
+        if len(reported) < _INGRESSES:
+            held.append(f"{len(reported)} of {_INGRESSES} ingresses answer")
         took_s = time.monotonic() - since
         if not held or took_s > SETTLE_S:
             return took_s, held
@@ -386,7 +386,7 @@ def _settle(url: str) -> tuple[float, list[str]]:
 
 
 async def _union(url: str, model: str) -> list[str]:
-    """Whether the router holds a lease for each stream of each ingress, and no other, while some run."""
+    """Check that the router holds exactly one lease for each stream of the ingresses; return what differs."""
     body = {
         "model": model, "prompt": "Once upon a time", "max_tokens": _STREAM_TOKENS, "stream": True,
         "ignore_eos": True,
@@ -405,9 +405,9 @@ async def _union(url: str, model: str) -> list[str]:
     try:
         async with asyncio.timeout(30):
             while not all(task.done() for task in streams):
-                told = await asyncio.to_thread(_ingresses, url)
-                own = sum(status["ingress"]["leases"] for status in told)
-                router = [status.get("leases", -1) for status in told]
+                reported = await asyncio.to_thread(_ingresses, url)
+                own = sum(status["ingress"]["leases"] for status in reported)
+                router = [status.get("leases", -1) for status in reported]
                 if own == _STREAMS and router == [own] * _INGRESSES:
                     return []
                 seen = f"the router holds {router} leases, its ingresses {own}"
@@ -422,7 +422,7 @@ async def _union(url: str, model: str) -> list[str]:
 
 
 def _still_running(url: str) -> list[str]:
-    """What `_running` finds; an engine that has just started has a while to tell its metrics."""
+    """Return what `_running` finds; wait, since a new engine takes a while to report its metrics."""
     until = time.monotonic() + SETTLE_S
     while (wrong := _running(url)) and time.monotonic() < until:
         time.sleep(1.0)
@@ -430,28 +430,28 @@ def _still_running(url: str) -> list[str]:
 
 
 def _running(url: str) -> list[str]:
-    """Live engines that run requests or have some waiting, as vLLM's metrics say."""
+    """Return live engines with running or waiting requests according to vLLM's metrics."""
     status = Client(url, _KEY).status()
     if "workers" not in status:
-        return ["the router is away, so nobody says which engines live"]
+        return ["the router is away, so the live engines are unknown"]
     live = {worker["replica"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
-    told, others, wrong = set(), Counter[str](), []
+    reported, others, wrong = set(), Counter[str](), []
     for family in text_string_to_metric_families(_metrics()):
         for sample in family.samples:
             replica = sample.labels.get("ReplicaId", "")
             others[replica] += sample.name not in _RUNNING
             if sample.name in _RUNNING and replica in live:
-                told.add(replica)
+                reported.add(replica)
                 if sample.value:
                     wrong.append(f"{replica}: {sample.name} is {sample.value:g}")
     return wrong + [
-        f"{replica} does not tell what it runs, but {others[replica]} other samples"
-        for replica in sorted(live - told)
+        f"{replica} does not report running requests, but {others[replica]} other samples"
+        for replica in sorted(live - reported)
     ]
 
 
 def _metrics() -> str:
-    """All that Ray's node exports."""
+    """Return all metrics that Ray's node exports."""
     import ray
 
     port = ray.nodes()[0]["MetricsExportPort"]
@@ -471,16 +471,16 @@ def run_chaos(
     port: int,
     seed: int,
 ) -> None:
-    """Start the application on a cluster of its own, drive it, and stop it.
+    """Start the application on its own cluster, drive it and stop it.
 
     Args:
-        record: what happens is added there.
+        record: gets the events of the run.
         blocks: KV blocks of each engine.
 
     Raises:
-        BadInput: it does not start.
+        BadInput: the application does not start.
     """
-    # Ray's own niceness of 15 would leave engines what other work of the machine leaves over.
+    # Ray's default niceness of 15 would let other work on the machine slow the engines down.
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "RAY_worker_niceness": "0"}
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
@@ -491,16 +491,16 @@ def run_chaos(
     asked = bodies(prompts, model, _PROMPTS, seed)
     console, began_s = Console(stderr=True, highlight=False), time.monotonic()
 
-    def tell(what: str) -> None:
+    def log(what: str) -> None:
         console.print(f"{time.monotonic() - began_s:6.1f} s: {what}", markup=False, soft_wrap=True)
 
     application.check_port(port)
     try:
-        service, _ = application.start(arguments, port, _KEY, dashboard=False, tell=tell)
+        service, _ = application.start(arguments, port, _KEY, dashboard=False, tell=log)
         record.add("run", seed=seed, seconds=seconds, every_s=every_s, in_flight=in_flight, faults=faults)
         load = drive(
             service, f"http://127.0.0.1:{port + 1}", arguments, asked, record,
-            faults=faults, seconds=seconds, every_s=every_s, in_flight=in_flight, seed=seed, tell=tell,
+            faults=faults, seconds=seconds, every_s=every_s, in_flight=in_flight, seed=seed, log=log,
         )  # fmt: skip
         asyncio.run(load)
     finally:

@@ -1,4 +1,4 @@
-"""HTTP clients on virtual time: they talk to an ingress's real ASGI application."""
+"""HTTP clients on virtual time that call an ingress's real ASGI application."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from loadgen.faults.fake_engines import MODEL, TOKEN_HEADER, continuation, text_
 from loadgen.faults.virtual_time import Process, current
 from loadgen.faults.world import TENANTS, World
 
-_WINDOW_BYTES = 600  # that a server may have written and its client has not read
+_WINDOW_BYTES = 600  # bytes that a server may write before its client reads
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request, and how its client behaves.
+    """A request and the behaviour of its client.
 
     Args:
-        leaves_s: after how long the client closes the connection; None: it stays.
-        reads_s: how long it waits between two reads.
+        leaves_s: time until the client closes the connection; None: never.
+        reads_s: pause between two reads.
         token_s: time of one decode step.
-        tenant: whose key it sends, where keys are asked for.
+        tenant: tenant whose key is sent, where keys are required.
     """
 
     at_s: float
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def body(self) -> bytes:
-        """JSON."""
+        """Return the body as JSON."""
         body = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream, "temperature": 0.0}
         if self.n > 1:
             body["n"] = self.n
@@ -56,18 +56,18 @@ class Plan:
 
     @property
     def reference(self) -> str:
-        """What an undisturbed engine answers."""
+        """Return the answer of an undisturbed engine."""
         return "".join(map(text_of, islice(continuation(tokens_of(self.prompt)), self.max_tokens)))
 
 
 @dataclass
 class Outcome:
-    """What a client saw.
+    """The result of a request, as the client saw it.
 
     Attributes:
         kind: "ok", "left", "http STATUS", "engine lost" (an error in the stream), "connection lost",
             "never ended", or "malformed".
-        first_s: when its first byte came.
+        first_s: time of the first byte.
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Connection:
-    """One request over HTTP, between a client and an ingress process."""
+    """One HTTP request between a client and an ingress process."""
 
     world: World
     ingress: Process
@@ -92,9 +92,9 @@ class Connection:
     arrived: deque[dict[str, Any]] = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False  # by the client
-    _clear_at: float = 0.0
+    _last_arrival_s: float = 0.0
     _unread: int = 0
-    _given: bool = False
+    _body_sent: bool = False
     _over: bool = False
 
     def __post_init__(self) -> None:
@@ -114,12 +114,12 @@ class Connection:
         try:
             await _application(self.ingress)(self.scope, self._receive, self._send)
         except Exception as error:
-            self._tell({"type": "failed", "error": repr(error)})
-        self._tell({"type": "closed"})
+            self._deliver({"type": "failed", "error": repr(error)})
+        self._deliver({"type": "closed"})
 
     async def _receive(self) -> dict[str, Any]:
-        if not self._given:
-            self._given = True
+        if not self._body_sent:
+            self._body_sent = True
             return {"type": "http.request", "body": self.body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
@@ -129,12 +129,12 @@ class Connection:
             self._room.clear()
             await self._room.wait()
         self._unread += len(message.get("body", b""))
-        self._tell(dict(message))
+        self._deliver(dict(message))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _deliver(self, message: dict[str, Any]) -> None:
         loop = self.world.loop
-        self._clear_at = max(self._clear_at, loop.time() + self.world.network.latency_s())
-        loop.call_at(self._clear_at, self._arrive, message, context=self._client.context.copy())
+        self._last_arrival_s = max(self._last_arrival_s, loop.time() + self.world.network.latency_s())
+        loop.call_at(self._last_arrival_s, self._arrive, message, context=self._client.context.copy())
 
     def _read(self, size: int) -> None:
         self._unread -= size
@@ -153,7 +153,7 @@ class Connection:
             self.news.set()
 
     def _watch(self) -> None:
-        """The kernel closes a dead ingress's connections."""
+        """Close the connection if the ingress is dead, as the kernel does."""
         if self.closed or self._over:
             return
         if self.ingress.alive:
@@ -162,7 +162,7 @@ class Connection:
             self._arrive({"type": "closed"})
 
     async def message(self) -> dict[str, Any]:
-        """The next from the ingress."""
+        """Return the next message from the ingress."""
         while not self.arrived:
             self.news.clear()
             await self.news.wait()
@@ -174,7 +174,7 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """The client goes."""
+        """Close the connection from the client's side."""
         if not self.closed:
             self.closed = True
             if self.ingress.alive:
@@ -186,7 +186,7 @@ def _application(process: Process) -> Any:
 
 
 def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
-    """Of ASGI."""
+    """Return an ASGI scope."""
     return {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
@@ -196,7 +196,7 @@ def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
 
 
 async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
-    """Send the request and read its answer to its end."""
+    """Send the request and read the whole answer."""
     path = "/v1/chat/completions" if plan.chat else "/v1/completions"
     headers = {
         "content-type": "application/json",
@@ -225,7 +225,7 @@ async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
 
     reading = asyncio.create_task(read())
     try:
-        await asyncio.wait([reading], timeout=_PATIENCE_S if plan.leaves_s is None else plan.leaves_s)
+        await asyncio.wait([reading], timeout=_TIMEOUT_S if plan.leaves_s is None else plan.leaves_s)
         if not reading.done():
             outcome.kind = "never ended" if plan.leaves_s is None else "left"
         elif reading.exception() is not None:
@@ -234,14 +234,14 @@ async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
         reading.cancel()
         connection.close()
     outcome.seconds = world.loop.time() - began
-    _understand(outcome, status, bytes(body))
+    _classify(outcome, status, bytes(body))
     return outcome
 
 
-_PATIENCE_S = 90.0
+_TIMEOUT_S = 90.0
 
 
-def _understand(outcome: Outcome, status: int, body: bytes) -> None:
+def _classify(outcome: Outcome, status: int, body: bytes) -> None:
     plan = outcome.plan
     try:
         if status == 200 and plan.stream:

@@ -1,9 +1,9 @@
-"""Prefill and decode engines without a model, that know who owns each KV block.
+"""Prefill and decode engines without a model that track the owner of each KV block.
 
-The "model" is greedy: the next token is a checksum of all tokens that the engine has in its KV cache. So one
-wrong block changes every token after it. A prefill engine's block belongs to a prompt until the decode
-engine has read it, it is released, or its lease ends; from then on it holds another prompt. A decode engine
-reads whatever is there and keeps it in its prefix cache.
+The "model" is greedy: the next token is a checksum of all tokens in the engine's KV cache, so one wrong block
+changes every later token. A block of a prefill engine belongs to a prompt until the decode engine has read
+it, it is released, or its lease ends; then it holds another prompt. A decode engine reads whatever the block
+holds and keeps it in its prefix cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loadgen.faults.virtual_time import Process
 
 MODEL = "m"
 BLOCK_TOKENS = 4
-TOKEN_HEADER = "x-token-s"  # of a client's request: time of one decode step, s
+TOKEN_HEADER = "x-token-s"  # header of a client's request: time of one decode step, s
 LAYERS, EXPERTS = 2, 8
 VOCABULARY = 9973
 _ANOTHER_PROMPT = (-1,) * BLOCK_TOKENS
@@ -40,7 +40,7 @@ _ANOTHER_PROMPT = (-1,) * BLOCK_TOKENS
 
 
 def tokens_of(text: str) -> list[int]:
-    """A word each; numbers are as `text_of` writes them."""
+    """Return one token for each word; numbers are parsed as `text_of` writes them."""
     return [int(word) if word.isdigit() else zlib.crc32(word.encode()) % VOCABULARY for word in text.split()]
 
 
@@ -49,7 +49,7 @@ def text_of(token: int) -> str:
 
 
 def continuation(tokens: Sequence[int], seed: int = 0) -> Iterator[int]:
-    """Greedy tokens after these, without an end."""
+    """Yield the greedy continuation of the tokens, without end."""
     state = seed
     for token in tokens:
         state = zlib.crc32(token.to_bytes(4, "big", signed=True), state)
@@ -59,7 +59,7 @@ def continuation(tokens: Sequence[int], seed: int = 0) -> Iterator[int]:
 
 
 def prompt_of(fields: dict[str, Any]) -> list[int]:
-    """The prompt's tokens, of a chat or a completion."""
+    """Return the prompt tokens of a chat or a completion."""
     if "messages" in fields:
         return [token for message in fields["messages"] for token in tokens_of(message["content"])]
     prompt = fields["prompt"]
@@ -67,7 +67,7 @@ def prompt_of(fields: dict[str, Any]) -> list[int]:
 
 
 def signature_of(prompt: Sequence[int]) -> str:
-    """A prompt's expert counts, packed."""
+    """Return a prompt's expert counts, packed."""
     counts = np.zeros((LAYERS, EXPERTS), np.uint32)
     counts[:, prompt[0] % EXPERTS] = len(prompt)
     return pack_counts(counts)
@@ -77,7 +77,7 @@ def signature_of(prompt: Sequence[int]) -> str:
 
 
 class Blocks:
-    """KV blocks of one engine, handed out first come, first served."""
+    """The KV blocks of one engine, allocated first come, first served."""
 
     def __init__(self, number: int) -> None:
         self.content: list[tuple[int, ...]] = [_ANOTHER_PROMPT] * number
@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def usage(self) -> float:
-        """Share in use, 0 to 1."""
+        """Return the share of blocks in use, 0 to 1."""
         return self.in_use / len(self.content)
 
     @property
@@ -94,7 +94,7 @@ class Blocks:
         return len(self.content) - len(self._free)
 
     async def take(self, tokens: int) -> list[int]:
-        """Blocks for so many tokens, as soon as there are."""
+        """Wait for enough free blocks for `tokens` tokens, and allocate them."""
         number = -(-tokens // BLOCK_TOKENS)
         if number > len(self.content):
             raise Refused("the prompt is longer than the KV cache", status=400)
@@ -109,7 +109,7 @@ class Blocks:
             raise
 
     def give_back(self, blocks: list[int]) -> None:
-        """They are free, and at once another prompt's."""
+        """Free the blocks; their content is overwritten at once."""
         for block in blocks:
             self.content[block] = _ANOTHER_PROMPT
         self._free.extend(blocks)
@@ -130,17 +130,17 @@ def _cut(tokens: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class BlockEngine(InProcess):
-    """What both have of eldr_serve.engine.protocol.Engine.
+    """The common part of both engines; implements eldr_serve.engine.protocol.Engine.
 
     Args:
-        process: in which it runs.
-        blocks: KV blocks that it has.
-        time_s: draws how long a piece of work takes that takes so long in the mean, s.
+        process: the process it runs in.
+        blocks: number of KV blocks.
+        time_s: draws the duration of a piece of work from its mean, s.
 
     Attributes:
-        running: requests that it works for.
-        sick: it fails whatever a client asks of it.
-        failed: calls that it has failed so.
+        running: requests in work.
+        sick: if true, every client call fails.
+        failed: calls that failed because the engine was sick.
     """
 
     def __init__(self, process: Process, blocks: int, time_s: Callable[[float], float]) -> None:
@@ -153,13 +153,13 @@ class BlockEngine(InProcess):
         self._steps: list[tuple[int, int, int, float]] = []  # requests, KV tokens, experts, s
 
     def fail_if_sick(self, request: EngineRequest) -> None:
-        """Warm-ups too, which do not count."""
+        """Raise RuntimeError if the engine is sick; warm-up calls fail too, but are not counted."""
         if self.sick:
             self.failed += not request.id.startswith("warm-")
             raise RuntimeError("the engine is sick")
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
-        """The prompt's tokens, whatever is asked."""
+        """Send the prompt's tokens, whatever the request."""
         send(json.dumps({"tokens": prompt_of(json.loads(request.body))}).encode(), 0)
 
     async def shape(self) -> tuple[int, int]:
@@ -196,11 +196,11 @@ class BlockEngine(InProcess):
 
 
 class PrefillEngine(BlockEngine):
-    """Its finished prompts' blocks are held until they were read, are abandoned, or their lease ends.
+    """Holds the blocks of a finished prompt until they are read or abandoned, or their lease ends.
 
     Attributes:
-        held: blocks of finished prompts, by the engine's name for them.
-        expired: leases that have run out: nobody read these blocks, nor released them.
+        held: blocks of finished prompts, by the engine's id of the prompt.
+        expired: leases that ended although nobody had read or released the blocks.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class PrefillEngine(BlockEngine):
         return Prefilled(np.asarray(prompt, np.uint32), {SIGNATURE: signature_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
-        """The lease begins anew."""
+        """Renew the lease."""
         if engine_id in self.held:
             if engine_id in self._leases:
                 self._leases[engine_id].cancel()
@@ -257,7 +257,7 @@ class PrefillEngine(BlockEngine):
         self.free(engine_id)
 
     def free(self, engine_id: str) -> None:
-        """Nobody reads the prompt any more; calling it again does nothing."""
+        """Free the blocks of a prompt; do nothing if they are free already."""
         blocks = self.held.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
@@ -270,7 +270,7 @@ class PrefillEngine(BlockEngine):
 
 
 class DecodeEngine(BlockEngine):
-    """Reads the prompt's blocks out of a prefill engine's memory, or computes them, then generates.
+    """Reads the prompt's blocks from a prefill engine's memory, or computes them, then generates.
 
     Args:
         peers: all engines, by name.
@@ -288,7 +288,7 @@ class DecodeEngine(BlockEngine):
         super().__init__(process, blocks, time_s)
         self._peers = peers
         self._heartbeat_s = lease_s / 3
-        self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to and with a block -> block
+        self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to the end of a block -> block
         self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # signatures, by request
 
     async def signature(self, request_id: str) -> tuple[int, str]:
@@ -328,7 +328,7 @@ class DecodeEngine(BlockEngine):
         return _cut(prompt)
 
     async def _prolong(self, where: dict[str, Any]) -> None:
-        """A prompt that waits for its turn here keeps its blocks there."""
+        """Renew the lease of the prompt's blocks while the request waits here."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             owner = self._peers.get(where["engine"])
@@ -336,7 +336,7 @@ class DecodeEngine(BlockEngine):
                 owner.process.soon(owner.prolong, where["prompt"], after_s=self.time_s(0.002))
 
     async def _pulled(self, where: dict[str, Any]) -> list[tuple[int, ...]]:
-        # A transfer that has begun ends; of a request that was cancelled meanwhile nothing is kept.
+        # Let a transfer that has begun finish; its result is dropped if the request was cancelled.
         return await asyncio.shield(asyncio.create_task(self._pull(where)))
 
     async def _pull(self, where: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -350,7 +350,7 @@ class DecodeEngine(BlockEngine):
         return [owner.blocks.content[block] for block in where["blocks"]]
 
     def _with_cached(self, prompt: list[int], read: list[tuple[int, ...]]) -> list[int]:
-        """The tokens that the engine then sees; full blocks are kept, and those that were kept count."""
+        """Return the tokens that the engine sees: it caches full blocks and uses cached ones."""
         context: list[int] = []
         for number, block in enumerate(read):
             prefix = tuple(prompt[: (number + 1) * BLOCK_TOKENS])
@@ -367,7 +367,7 @@ class DecodeEngine(BlockEngine):
         fields: dict[str, Any],
         send: Send,
     ) -> None:
-        """Go on after the context, which ends with what was generated before."""
+        """Continue after the context, which ends with the tokens generated so far."""
         step_s = float(request.headers.get(TOKEN_HEADER, 0.02))
         prompt, most = context[: len(context) - len(generated)], fields["max_tokens"]
         writer, whole = Writer(request, fields), not fields.get("stream")
@@ -380,7 +380,7 @@ class DecodeEngine(BlockEngine):
                 part = writer.whole(prompt, generated) if last else b""
             else:
                 part = writer.event(token, first=first, last=last)
-            several = fields.get("n", 1) > 1  # then nobody can go on
+            several = fields.get("n", 1) > 1  # several answers cannot be resumed
             if part or not several:
                 send(part, 1, b"" if several else np.asarray([token], np.uint32).tobytes())
         if not whole:
@@ -393,7 +393,7 @@ def _tokens(ids: bytes) -> list[int]:
 
 
 class Writer:
-    """Writes answers as vLLM's server does."""
+    """Writes answers in the format of vLLM's server."""
 
     def __init__(self, request: EngineRequest, fields: dict[str, Any]) -> None:
         self._chat = request.method == "chat"
@@ -408,7 +408,7 @@ class Writer:
         }
 
     def event(self, token: int, *, first: bool, last: bool) -> bytes:
-        """One token of a stream; a chat begins with its role."""
+        """Return the event of one token; the first event of a chat has its role."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
         if self._chat:
             choice["delta"] = {"content": text_of(token)}
@@ -422,13 +422,13 @@ class Writer:
         return b"".join(map(self._line, events))
 
     def end(self, prompt: list[int], generated: list[int]) -> bytes:
-        """What comes after the last token."""
+        """Return the events after the last token."""
         options = self._fields.get("stream_options") or {}
         usage = {"choices": [], "usage": _usage(prompt, generated)}
         return (self._line(usage) if options.get("include_usage") else b"") + b"data: [DONE]\n\n"
 
     def whole(self, prompt: list[int], generated: list[int]) -> bytes:
-        """A response."""
+        """Return a whole response."""
         text = "".join(map(text_of, generated))
         said: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}

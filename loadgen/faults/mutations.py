@@ -1,6 +1,6 @@
-"""Faults written into the serving code itself, each of which some seed must find.
+"""Seeded runs must detect each of these faults in the serving code.
 
-A mutation replaces one piece of a module's text as it is imported; no file changes.
+A mutation replaces one piece of a module's source at import; no file changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which must stand in the module just once, becomes `new`."""
+    """A replacement of `old`, which must occur exactly once in the module, by `new`."""
 
     name: str
     module: str
@@ -248,7 +248,7 @@ class _Loader(SourceFileLoader):
         source = self.get_source(fullname) or ""
         found = source.count(self.mutation.old)
         if found != 1:
-            raise ValueError(f"mutation {self.mutation.name!r}: its text stands {found} times in {fullname}")
+            raise ValueError(f"mutation {self.mutation.name!r}: its text occurs {found} times in {fullname}")
         return compile(source.replace(self.mutation.old, self.mutation.new), self.path, "exec")
 
 
@@ -269,7 +269,7 @@ class _Finder(MetaPathFinder):
 
 @dataclass(frozen=True)
 class Found:
-    """The first seed under which the mutation was found, and by what; None if by none."""
+    """The first seed that detected the mutation, and its violation; None if no seed did."""
 
     mutation: str
     seed: int | None
@@ -277,9 +277,9 @@ class Found:
 
 
 def find(mutation: Mutation, seeds: int) -> Found:
-    """Run seeds until one fails with the mutation and not without it.
+    """Run seeds until one fails with the mutation and passes without it.
 
-    For a process of its own: the serving code is imported twice.
+    Run this in its own process, since it imports the serving code twice.
     """
     right = _imported()
     sys.meta_path.insert(0, _Finder(mutation))
@@ -292,7 +292,7 @@ def find(mutation: Mutation, seeds: int) -> Found:
 
 
 def _run(modules: dict[str, ModuleType], seed: int) -> list[str]:
-    """The violations of a seed; pickle finds classes by the names of these modules."""
+    """Return the violations of a seed; pickle finds classes by the names of these modules."""
     sys.modules.update(modules)
     violations: list[str] = modules[_SIMULATE].run_seed(seed).violations
     return violations
@@ -310,40 +310,40 @@ def _serving() -> dict[str, ModuleType]:
 
 
 def _imported() -> dict[str, ModuleType]:
-    """`simulate` and all the serving code, imported anew."""
+    """Import `simulate` and all the serving code again."""
     for name in _serving():
         del sys.modules[name]
     importlib.import_module(_SIMULATE)
     return _serving()
 
 
-def _find(mutation: Mutation, seeds: int, told: Connection) -> None:
-    told.send(find(mutation, seeds))
+def _find(mutation: Mutation, seeds: int, sender: Connection) -> None:
+    sender.send(find(mutation, seeds))
 
 
 def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Found]:
-    """All of them, a process each.
+    """Search each mutation in its own process, and yield the results.
 
-    None is started while the caller has what was yielded: a pool's threads would, and its process would
-    inherit the pipes of whatever program the caller starts, which then waits for their end.
+    Start no process while the caller handles a result. A pool's threads would, and these processes would
+    inherit the pipes of a program that the caller starts, which then waits until they end.
     """
-    _imported()  # here once for all that serving imports
+    _imported()  # once here, for all modules that the serving code imports
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(mutations))
     running: dict[Connection, tuple[Mutation, BaseProcess]] = {}
     while waiting or running:
         while waiting and len(running) < processes:
             mutation = waiting.pop()
-            hears, told = context.Pipe(duplex=False)
-            process = context.Process(target=_find, args=(mutation, seeds, told))
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_find, args=(mutation, seeds, sender))
             process.start()
-            told.close()
-            running[hears] = mutation, process
+            sender.close()
+            running[receiver] = mutation, process
         ready = wait(list(running))
-        for hears in [one for one in running if one in ready]:
-            mutation, ended = running.pop(hears)
+        for receiver in [one for one in running if one in ready]:
+            mutation, ended = running.pop(receiver)
             try:
-                found: Found = hears.recv()
+                found: Found = receiver.recv()
             except EOFError:
                 raise RuntimeError(f"the process of mutation {mutation.name!r} has failed") from None
             ended.join()

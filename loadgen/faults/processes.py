@@ -1,4 +1,4 @@
-"""The processes of an application that this process has started, to be killed and stopped."""
+"""Find, kill and stop the processes of an application that this process has started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-# What Ray calls them; a stop of `gcs` stops Ray's store of who and where.
+# Ray's process titles; `gcs` is Ray's metadata store.
 _TITLES = {
     "prefill": "ray::ServeReplica:eldr:Prefill",
     "decode": "ray::ServeReplica:eldr:Decode",
@@ -19,22 +19,22 @@ _TITLES = {
     "gcs": "gcs_server",
 }
 ROLES = tuple(_TITLES)
-_DYING_S = 5.0  # that a large process may take to end
-_WAITING = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of one that no process has taken: to be taken
+_MAX_EXIT_S = 5.0  # maximum time until a large process has ended
+_UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of connections not yet accepted
 
 
 def of(role: str) -> list[psutil.Process]:
-    """Those of the application `eldr` that live, oldest first."""
+    """Return the live processes of a role of the application `eldr`, oldest first."""
     return named(_TITLES[role])
 
 
 def named(name: str) -> list[psutil.Process]:
-    """Those whose command has it in it; children of this process alone, so nobody else's."""
+    """Return live processes whose command contains `name`; only children of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
-            if name in title and lives(process):
+            if name in title and is_alive(process):
                 found.append((process.create_time(), process.pid, process))
         except psutil.NoSuchProcess:
             continue
@@ -42,25 +42,25 @@ def named(name: str) -> list[psutil.Process]:
 
 
 def kill(process: psutil.Process) -> set[int]:
-    """As kill -9; returns the ports of those whose connections it held, or would have taken next.
+    """Kill the process and return the client ports of connections that it held or could still accept.
 
-    Only once it is dead: until then its socket goes on taking connections, which die with it.
+    Return after its death: until then its socket accepts connections, which die with it.
     """
-    stop(process)  # so that it takes no more of them meanwhile
+    stop(process)  # so that it accepts no more connections meanwhile
     held = set()
     for connection in psutil.net_connections("tcp"):
         taken = connection.pid == process.pid
-        if connection.raddr and (taken or (connection.pid is None and connection.status in _WAITING)):
+        if connection.raddr and (taken or (connection.pid is None and connection.status in _UNACCEPTED)):
             held.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
-    until = time.monotonic() + _DYING_S
-    while lives(process) and time.monotonic() < until:
+    until = time.monotonic() + _MAX_EXIT_S
+    while is_alive(process) and time.monotonic() < until:
         time.sleep(0.001)
     return held
 
 
-def lives(process: psutil.Process) -> bool:
-    """Whether it has not ended, be it that nobody has asked how."""
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether the process has not ended; a zombie has ended."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -68,18 +68,18 @@ def lives(process: psutil.Process) -> bool:
 
 
 def stop(process: psutil.Process) -> None:
-    """As SIGSTOP."""
+    """Send SIGSTOP."""
     os.kill(process.pid, signal.SIGSTOP)
 
 
 def go_on(process: psutil.Process) -> None:
-    """As SIGCONT."""
+    """Send SIGCONT."""
     if process.is_running():
         os.kill(process.pid, signal.SIGCONT)
 
 
 def resources(role: str) -> list[tuple[int, float, int]]:
-    """(pid, MiB of memory, descriptors) of each."""
+    """Return (pid, MiB of memory, file descriptors) of each process of a role."""
     found = []
     for process in of(role):
         try:

@@ -1,4 +1,4 @@
-"""What has happened in runs of the chaos command: written as it happens, a line each, and added up."""
+"""The events of chaos runs: a file of JSON lines, written as they occur, and their sums."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 
-HANG_S = 15.0  # a request that hears nothing for so long hangs
+HANG_S = 15.0  # a request without a byte for this long hangs
 NOTES = (
-    "requests are counted with the fault before their end. own_connection: those whose connection the killed "
-    "proxy or ingress held itself, as the kernel says of the client's port when it is killed; behind_proxy: "
-    "those through Serve's proxy that the killed ingress had; nobody_listened: those refused by the port of "
-    "Serve's one proxy while it is away. gap: between two chunks of a stream; recovery: until as many "
-    "processes as before are there, all pairs of engines are warm and the proxy answers; processes: growth "
-    "from 20 s of load to the end of a run, of the process that grew most; stalls: event loops that stood "
-    "still for 0.5 s, also because their process was stopped"
+    "requests are counted with the last fault before their end. own_connection: the killed proxy or ingress "
+    "itself held their connection, found by the client's port at the kill; behind_proxy: requests through "
+    "Serve's proxy that the killed ingress had; nobody_listened: requests refused by the port of Serve's "
+    "only proxy while it is away. gap: between two chunks of a stream; recovery: until there are as many "
+    "processes as before, all pairs of engines are warm and the proxy answers; processes: growth from 20 s "
+    "of load to the end of a run, of the process that grew most; stalls: event loops that were blocked for "
+    "0.5 s, also because their process was stopped"
 )
 APART = ("own_connection", "behind_proxy", "nobody_listened")
 
 
 class Record:
-    """A file of JSON lines that grows: `run`, `sent`, `fault` and `end`, one key a line.
+    """An append-only file of JSON lines of kind `run`, `sent`, `fault` or `end`, one key a line.
 
     Args:
-        path: what is there already is kept; None: nothing is written.
+        path: the file, whose lines are kept; None: nothing is written.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -40,19 +40,19 @@ class Record:
             self._file = path.open("a")
 
     def add(self, kind: str, /, **fields: Any) -> None:
-        """Another line."""
+        """Append a line."""
         self.lines.append({kind: fields})
         if self._file is not None:
             self._file.write(json.dumps({kind: fields}) + "\n")
             self._file.flush()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """All of a kind."""
+        """Return all lines of a kind."""
         return [line[kind] for line in self.lines if kind in line]
 
 
 def rows(record: Record) -> list[dict[str, Any]]:
-    """A row for each kind of fault, with the requests that ended between it and the next; and one for all."""
+    """Return a row for each kind of fault, with the requests that ended before the next one, and a total."""
     sent, faults, ends = record.of("sent"), record.of("fault"), record.of("end")
     kinds = dict.fromkeys(fault["fault"] for fault in faults)
     found = [_row("before any", [], [one for one in sent if one["fault"] is None])]
@@ -100,7 +100,7 @@ def _row(fault: str, happened: list[dict[str, Any]], sent: list[dict[str, Any]])
 
 
 def _processes(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each role: sums of what is counted, the most of what is measured."""
+    """Return a row for each role: sums of counters and maxima of measurements."""
     by_role: dict[str, dict[str, Any]] = {}
     for row in found:
         known = by_role.get(row["process"])
@@ -116,13 +116,13 @@ def _processes(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def wrong(record: Record) -> list[str]:
-    """What no run may show: one sentence each."""
+    """Return what no run may show, one sentence each."""
     total, found = rows(record)[-1], []
     for name in ("wrong_text", "failed", "silent_over_15_s", "not_recovered"):
         if total[name]:
             found.append(f"{name}: {total[name]} {total['failures'] if name == 'failed' else ''}".rstrip())
     if total["runs"] != total["runs_to_the_end"]:
-        found.append(f"{total['runs'] - total['runs_to_the_end']} runs broke off")
+        found.append(f"{total['runs'] - total['runs_to_the_end']} runs did not finish")
     found += [f"left behind: {what}" for what in total["left_behind"]]
     found += [f"not steady: {what}" for end in record.of("end") for what in end["unsteady"]]
     return found

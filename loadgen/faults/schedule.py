@@ -1,4 +1,4 @@
-"""What a seed makes happen: requests, and faults at moments and at steps of a process."""
+"""The requests and faults of a seed; faults occur at a time or at a step of a process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from loadgen.faults.clients import Plan
 from loadgen.faults.virtual_time import Process
 from loadgen.faults.world import POLICIES, ROLES, TENANTS, World, table
 
-DURATION_S = 6.0  # within which requests come and faults happen
+DURATION_S = 6.0  # requests and faults begin within this time
 DRAIN = "drain"
-_STEPS = 600  # of a process, within which a fault at a step falls
+_STEPS = 600  # maximum steps of a process before a fault
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault.
 
     Attributes:
-        steps: it happens when its process has done so many steps after `at_s`; 0: at `at_s`.
-        choice: 0 to 1, decides among what there is.
-        seconds: how long it lasts, of those that last.
+        steps: number of steps of its process after `at_s` at which it occurs; 0: at `at_s`.
+        choice: 0 to 1, selects among the possible targets or values.
+        seconds: duration, of faults that have one.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Fault:
 
 
 def plans(rng: random.Random) -> list[Plan]:
-    """Requests of one run, some of which share a prefix, leave early or read slowly."""
+    """Draw the requests of one run; some share a prefix, disconnect early or read slowly."""
     shared = [_words(rng, 8) for _ in range(2)]
     made = []
     for _ in range(rng.randint(6, 16)):
@@ -68,7 +68,7 @@ def _words(rng: random.Random, number: int) -> str:
 
 
 def faults(rng: random.Random) -> list[Fault]:
-    """None to eight, in some runs of one role alone, in a few all of them drains."""
+    """Draw zero to eight faults; in some runs of one role only, in a few only drains."""
     made = []
     roles = rng.choice([ROLES, ROLES, ROLES, ("router",), ("decode",), ("ingress",), ("prefill",)])
     kinds = [DRAIN] if rng.random() < 0.05 else list(_KINDS)
@@ -90,7 +90,7 @@ def faults(rng: random.Random) -> list[Fault]:
 
 
 def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
-    """Have it happen."""
+    """Schedule the fault."""
 
     def due() -> None:
         live = world.live[fault.role]
@@ -151,7 +151,7 @@ def _swap(world: World, process: Process, fault: Fault) -> None:
 
 
 def _configure(world: World, process: Process, fault: Fault) -> None:
-    """A new deployment of other options: the actor begins anew, and no connection is lost."""
+    """Redeploy with other options: the actor resets its state, and no connection is lost."""
     settings = world.settings.model_copy(update={"seed": int(1000 * fault.choice)})
     process.soon(lambda: world.loop.create_task(process.servable_object.configure(settings)))
 

@@ -1,4 +1,4 @@
-"""Runs of the serving code on virtual time, each decided by its seed, and what must be so in all of them."""
+"""Seeded runs of the serving code on virtual time, and the properties that must hold in all of them."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from loadgen.faults.world import (
     virtual,
 )
 
-ALLOWED = ("ok", "left", "http 503", "http 429")  # what a client may see whatever happens
-LOST_AFTER = 2  # faults, before which no stream may be lost: an answer goes on elsewhere once
-_LONG, _LONG_S = 100, 2.0  # tokens of the streams that run while leases are compared, and s a token
-_STILL_S = 2.0  # that the router stands still, longer than clients wait for it
-_RESTORES_S = 1.6  # after that began: clients have told it what they hold, and do not know yet that it heard
-_OF_SICK = 12  # requests while an engine is sick
-_FEW = 6  # places of an ingress, so few that a crowd takes them all
-_TOLD_S = 3.0  # until ingresses have told each other what tenants have taken
+ALLOWED = ("ok", "left", "http 503", "http 429")  # outcomes that a client may always see
+LOST_AFTER = 2  # faults; with fewer no stream may be lost, since an answer is resumed once
+_LONG, _LONG_S = 100, 2.0  # tokens and seconds a token of the streams that run while leases are compared
+_STOP_S = 2.0  # duration of the router's stop, longer than clients wait for it
+_RESTORE_S = 1.6  # time after the stop at which clients have sent their leases but got no reply
+_SICK_REQUESTS = 12  # requests while an engine is sick
+_LOW_LIMIT = 6  # in-flight limit of an ingress, so low that the crowd reaches it
+_EXCHANGE_S = 3.0  # until ingresses have exchanged the tenants' use
 _SETTLE_S = LEASE_S + CLIENT_TIMEOUT_S + 6.0
 
 
 @dataclass
 class Run:
-    """What came of a seed."""
+    """The results of a seed."""
 
     seed: int
     outcomes: list[Outcome] = field(default_factory=list)
@@ -57,20 +57,20 @@ class Run:
 
     @property
     def kinds(self) -> Counter[str]:
-        """How many requests ended how."""
+        """Return the number of requests by outcome."""
         return Counter(outcome.kind for outcome in self.outcomes)
 
 
 def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] | None = None) -> Run:
-    """One run; the same seed is the same run.
+    """Run one seed; the same seed gives the same run.
 
     Args:
-        asked: these requests, in place of those that the seed draws.
-        wrong: these faults, likewise.
+        asked: requests to send instead of those that the seed draws.
+        wrong: faults to inject instead of those that the seed draws.
     """
     logging.disable(logging.CRITICAL)
     gc.freeze()
-    gc.disable()  # so that nothing is finalized at another moment than in the run before
+    gc.disable()  # so that objects are finalized at the same moments in each run
     try:
         rng = random.Random(seed)
         loop = VirtualLoop(random.Random(rng.random()))  # type: ignore[abstract]
@@ -88,7 +88,7 @@ def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] |
             try:
                 loop.run(main())
             except Livelock as error:
-                run.violations.append(f"it does not end: {error}")
+                run.violations.append(f"the run does not end: {error}")
         run.violations += loop.errors
         run.virtual_s, run.trace = loop.time(), loop.trace
         return run
@@ -112,15 +112,15 @@ class _Simulation:
         self._begin_long(2)
         self.run.outcomes = list(await asyncio.gather(*clients))
         for outcome in self.run.outcomes:
-            self._judge(outcome)
+            self._check_outcome(outcome)
         await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
-        await self._until(self._all_back, 30, "processes that were started anew are not back")
+        await self._until(self._all_back, 30, "processes that were restarted are not back")
         await self._clients_place()
         await self._compare_leases()
         await self._until(self._nothing_left, _SETTLE_S, "left behind")
         before = self._tasks()
         self._check_drains()
-        await self._one_more()
+        await self._check_answered()
         await self._prefill_is_sick()
         await self._an_engine_reads_late()
         await self._one_engine_is_sick()
@@ -139,7 +139,7 @@ class _Simulation:
         return await ask(self.world, plan, there[int(self.rng.random() * len(there))])
 
     async def _until(self, wrong: Callable[[], list[str]], seconds: float, what: str) -> None:
-        """Wait until nothing is wrong any more; a violation if that takes longer."""
+        """Wait until `wrong` returns nothing; record a violation if that takes too long."""
         until = self.world.loop.time() + seconds
         while found := wrong():
             if self.world.loop.time() > until:
@@ -149,7 +149,7 @@ class _Simulation:
 
     # -- what must be so ---------------------------------------------------------------------------
 
-    def _judge(self, outcome: Outcome) -> None:
+    def _check_outcome(self, outcome: Outcome) -> None:
         plan, say = outcome.plan, self.run.violations.append
         what = f"{'stream' if plan.stream else 'answer'} of {plan.prompt!r}"
         allowed = outcome.kind in ALLOWED
@@ -198,22 +198,22 @@ class _Simulation:
         return router.servable_object._state
 
     async def _clients_place(self) -> None:
-        """The router stands still: clients lease by own load, also while they restore what they hold.
+        """Stop the router: clients lease by own load, also while they restore their leases.
 
         Their streams run while leases are compared.
         """
         world, loop = self.world, self.world.loop
         router = world.router()
         assert router is not None
-        world.stop(router, _STILL_S)
-        for number, wait_s in enumerate((_RESTORES_S, _STILL_S - _RESTORES_S)):
+        world.stop(router, _STOP_S)
+        for number, wait_s in enumerate((_RESTORE_S, _STOP_S - _RESTORE_S)):
             for process in world.live["ingress"]:
                 plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
                 self._long.append(loop.create_task(ask(world, plan, process)))
             await asyncio.sleep(wait_s)
 
     async def _compare_leases(self) -> None:
-        """While long streams run, router and clients agree on who holds what."""
+        """Check that router and clients agree on all leases while long streams run."""
         self._begin_long(0)
         await asyncio.sleep(0.7)
         await self._until(self._disagreements, CLIENT_TIMEOUT_S + 8.0, "leases")
@@ -221,7 +221,7 @@ class _Simulation:
             task.cancel()
 
     def _begin_long(self, during: int) -> None:
-        """Streams that run until they are cancelled: so many begin among the faults; or one now, if none."""
+        """Begin streams that run until cancelled: `during` among the faults, or one now if it is 0."""
         for number in range(during or 1):
             at_s = self.rng.uniform(0.8, DURATION_S) if during else 0.0
             plan = Plan(
@@ -230,16 +230,16 @@ class _Simulation:
             self._long.append(self.world.loop.create_task(self._client(plan)))
 
     def _disagreements(self) -> list[str]:
-        told = {name: placement.replica for name, placement in self._state().placer.running.items()}
+        in_router = {name: placement.replica for name, placement in self._state().placer.running.items()}
         held: dict[str, str] = {}
         for process in self.world.live["ingress"]:
             placements = process.servable_object._client.placements
             held |= {n: p.replica for n, p in placements.items() if p.state is State.LEASED}
-        if told == held and held:
+        if in_router == held and held:
             return []
-        if all(task.done() for task in self._long):  # refused: what was lost still fills prefill engines
+        if all(task.done() for task in self._long):  # lost requests still fill prefill engines
             self._begin_long(0)
-        return [f"the router has {told}, its clients have {held}"]
+        return [f"the router has {in_router}, its clients have {held}"]
 
     def _nothing_left(self) -> list[str]:
         found = []
@@ -258,9 +258,9 @@ class _Simulation:
             zero(f"{process} placements", dict(one._client.placements))
             zero(f"{process} answers awaited", one._client._answers)
             zero(f"{process} unsent", one._client._unsent)
-            zero(f"{process} releases to tell", one._client._released)
-            zero(f"{process} progress to tell", one._client._progress)
-            zero(f"{process} ended streams to tell", len(one._client._finished))
+            zero(f"{process} releases to report", one._client._released)
+            zero(f"{process} progress to report", one._client._progress)
+            zero(f"{process} ended streams to report", len(one._client._finished))
             zero(f"{process} own load", len(one._client._own._ledger))
             zero(f"{process} background", len(one._path._background))
             zero(f"{process} prompts that wait for prefill", one._path.prefill.queues.outstanding)
@@ -289,7 +289,7 @@ class _Simulation:
         return {process: len(process.pending) for process in live}
 
     def _more_tasks(self, before: dict[Process, int]) -> list[str]:
-        """A process at rest has no more tasks than when it was at rest before."""
+        """Return the processes that have more tasks than when they were idle before."""
         return [
             f"{process} tasks: {number}, before {before[process]}"
             for process, number in self._tasks().items()
@@ -297,7 +297,7 @@ class _Simulation:
         ]
 
     def _check_engines(self) -> None:
-        """No engine has kept wrong blocks; and while all could be reached, no lease has run out."""
+        """Check that no engine caches wrong blocks, and no lease expired while all could be reached."""
         say = self.run.violations.append
         for name, engine in self.world.engines.items():
             if isinstance(engine, PrefillEngine):
@@ -309,14 +309,14 @@ class _Simulation:
                         say(f"{name} keeps {block} as the end of {prefix}")
 
     def _check_drains(self) -> None:
-        """Engines that leave end their streams first."""
+        """Check that draining engines complete their streams."""
         counters = self._state().counters
         only_drains = self.run.faults and all(fault.kind == DRAIN for fault in self.run.faults)
         if only_drains and (counters["resumed"] or counters["streams_lost"]):
-            self.run.violations.append(f"engines have left in mid-stream: {dict(counters)}")
+            self.run.violations.append(f"draining engines have lost streams: {dict(counters)}")
 
-    async def _one_more(self) -> None:
-        """A request after it all is answered."""
+    async def _check_answered(self) -> None:
+        """Check that a request after all faults is answered."""
         for process in self.world.live["ingress"]:
             plan = Plan(0.0, "completions", "1 2 3 4 5 6", 3, stream=False)
             await self._answered(plan, process, "a request after the faults")
@@ -328,7 +328,7 @@ class _Simulation:
         return outcome
 
     async def _prefill_is_sick(self) -> None:
-        """No prefill engine takes anything any more: a stream whose decode engine is lost goes on whole."""
+        """Check that a stream that loses its decode engine is resumed although all prefill engines fail."""
         world, process = self.world, self.world.live["ingress"][0]
         sick = [world.engines[name] for name in world.known["prefill"]]
         if not sick or len(world.known["decode"]) < 2:
@@ -353,7 +353,7 @@ class _Simulation:
         await self._until(self._all_back, CALL_S, "engines whose connections were cut are not back")
 
     async def _an_engine_reads_late(self) -> None:
-        """A client leaves while its request waits for room in a decode engine, which hears of it late."""
+        """Disconnect a client whose request waits for decode blocks; the engine gets the cancel late."""
         world, process = self.world, self.world.live["ingress"][0]
         if world.whole:
             return
@@ -374,14 +374,14 @@ class _Simulation:
         await asyncio.sleep(1.0)
 
     async def _one_engine_is_sick(self) -> None:
-        """One that fails whatever comes is soon left alone, and costs nobody an answer."""
+        """Check that a failing engine soon gets no more calls, and that no answer is lost."""
         process, names = self.world.live["ingress"][0], list(self.world.known["decode"])
         one = process.servable_object
         if len(names) < 2 or one._path._health._outliers._records:
             return
         sick = self.world.engines[names[0]]
         sick.sick = True
-        for number in range(_OF_SICK):
+        for number in range(_SICK_REQUESTS):
             plan = Plan(0.0, "completions", f"{number} 2 3 4 5 6", 2, stream=bool(number % 2), token_s=0.005)
             await self._answered(plan, process, "a request while an engine is sick")
         sick.sick = False
@@ -389,13 +389,13 @@ class _Simulation:
             self.run.violations.append(f"{sick.name} is sick and got {sick.failed} calls")
 
     async def _shares_are_fair(self) -> None:
-        """A tenant that has nothing comes before what waits of one that has all places."""
+        """Check that an idle tenant's request is admitted before those of a tenant that fills the limit."""
         process = self.world.live["ingress"][0]
         places = process.servable_object.gate.options.max_in_flight
-        if places > _FEW:
+        if places > _LOW_LIMIT:
             return
         loop = self.world.loop
-        # Nobody waits behind these places too: a policy with a decode queue lets some go before others.
+        # A policy with a decode queue would let some requests overtake others.
         self._state().set_policy("round-robin", {})
 
         def plan(number: int, tenant: str) -> Plan:
@@ -409,21 +409,21 @@ class _Simulation:
         before = sum(outcome.kind == "ok" and outcome.first_s < one.first_s for outcome in outcomes)
         if one.kind != "ok" or before > 2 * places:
             self.run.violations.append(
-                f"a tenant that has nothing: {one.kind} {one.detail} after {before} of another's requests"
+                f"an idle tenant: {one.kind} {one.detail} after {before} of another's requests"
             )
 
     async def _limits_are_shared(self) -> None:
-        """What a tenant has used up at one ingress it has used up at the others."""
+        """Check that ingresses share what a tenant has used of its limit."""
         first, *others = self.world.live["ingress"]
         plan = Plan(0.0, "completions", "1 2", 1, stream=False, tenant=LIMITED)
         kinds = [(await ask(self.world, plan, first)).kind for _ in range(LIMIT + 1)]
-        await asyncio.sleep(_TOLD_S)
+        await asyncio.sleep(_EXCHANGE_S)
         kinds += [(await ask(self.world, plan, process)).kind for process in others]
         if kinds != LIMIT * ["ok"] + (1 + len(others)) * ["http 429"]:
             self.run.violations.append(f"a tenant with a limit of {LIMIT}: {kinds}")
 
     async def _stop_ingresses(self) -> None:
-        """No task is left in an ingress that has stopped."""
+        """Check that no task is left in an ingress that has stopped."""
         there = list(self.world.live["ingress"])
         for process in there:
             process.run(self.world.loop.create_task, process.servable_object.stop())

@@ -1,4 +1,4 @@
-"""Whether processes of an application hold still: memory, descriptors and tasks, and no event loop stands."""
+"""Check for growth of memory, descriptors and tasks of an application, and for blocked event loops."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from loadgen.faults import processes
 
 WATCHED = ("ingress", "router", "prefill", "decode")
-LOOPS = ("ingress", "router")  # whose event loop may never stand still; an engine's may while it compiles
-MORE_MIB, MORE_SHARE = 64.0, 0.25  # of memory that a process may take after warm-up, both together
+LOOPS = ("ingress", "router")  # roles whose event loop may never be blocked; an engine's is while it compiles
+MORE_MIB, MORE_SHARE = 64.0, 0.25  # allowed growth of a process after warm-up; a violation exceeds both
 MORE_DESCRIPTORS = 64
 MORE_TASKS = 64
 _SAMPLE = re.compile(r"^ray_eldr_loop_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
@@ -20,17 +20,17 @@ Worker = tuple[str, str]  # role, Ray's id of the process
 
 
 def samples(metrics: str) -> Iterator[tuple[str, Worker, float]]:
-    """(metric, whose, value) of each process's event loop, from Ray's metrics port."""
+    """Yield (metric, worker, value) of each process's event loop, from Ray's metrics port."""
     for name, labels, value in _SAMPLE.findall(metrics):
         tags = dict(_LABEL.findall(labels))
         yield name, (tags.get("role", ""), tags.get("WorkerId", "")), float(value)
 
 
 class Steadiness:
-    """What is seen of the processes of each role.
+    """Measurements of the processes of each role.
 
     Args:
-        resources: (pid, MiB of memory, descriptors) of each live process of a role.
+        resources: returns (pid, MiB of memory, file descriptors) of each live process of a role.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Steadiness:
         self._last: dict[str, dict[int, tuple[float, int]]] = {}
         self._stalls: dict[Worker, float] = {}
         self._longest_s: dict[Worker, float] = {}
-        self._tasks: dict[Worker, tuple[float, float]] = {}  # when it was first seen, and last
+        self._tasks: dict[Worker, tuple[float, float]] = {}  # first and last value
 
     def begin(self) -> None:
-        """All is warm: what is held now is what it takes."""
+        """Record what the processes hold after warm-up."""
         self._warm = self._look()
 
     def take(self, metrics: str) -> None:
-        """What processes say of their event loops."""
+        """Record what processes report of their event loops."""
         for name, worker, value in samples(metrics):
             if name == "stalls_total":
                 self._stalls[worker] = value
@@ -58,17 +58,17 @@ class Steadiness:
                 self._tasks[worker] = (self._tasks.get(worker, (value,))[0], value)
 
     def end(self) -> None:
-        """All is at rest again."""
+        """Record what the processes hold when they are idle again."""
         self._last = self._look()
 
     def _look(self) -> dict[str, dict[int, tuple[float, int]]]:
         return {role: {pid: held for pid, *held in self._resources(role)} for role in WATCHED}  # type: ignore[misc]
 
     def rows(self, stops: Mapping[str, int]) -> list[dict[str, Any]]:
-        """A row for each role; growth is that of the process that grew most, of those that lived through it.
+        """Return a row for each role; growth is that of the process that grew most, among those still alive.
 
         Args:
-            stops: how often a process of each role was stopped, which its event loop cannot but notice.
+            stops: number of stops by role; each blocks an event loop.
         """
         return [self._row(role, stops.get(role, 0)) for role in WATCHED]
 
@@ -95,7 +95,7 @@ class Steadiness:
 
 
 def wrong(rows: list[dict[str, Any]]) -> list[str]:
-    """What of these rows is not steady."""
+    """Return a sentence for each limit that a row exceeds."""
     found = []
     for row in rows:
         role = row["process"]
@@ -107,6 +107,6 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{role}: {row['tasks_growth']} tasks more than after warm-up")
         if role in LOOPS and row["stalls"] > row["stops"]:
             found.append(
-                f"{role}: its event loop stood still {row['stalls']} times, stopped {row['stops']} times"
+                f"{role}: its event loop was blocked {row['stalls']} times, stopped {row['stops']} times"
             )
     return found

@@ -1,6 +1,6 @@
-"""Clients of the whole application: what they ask, what they hear, and whether it is right.
+"""Clients of the whole application that check each answer.
 
-Each answer is compared with what the same request gave before the first fault: text, tokens of
+They compare it with the answer to the same request before the first fault: text, tokens of
 log-probabilities, finish reason, usage and id.
 """
 
@@ -22,17 +22,17 @@ PATIENCE_S = 90.0
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
 _LENGTHS = (8, 24, 64, 128)  # tokens of an answer
-_KINDS = ("plain", "chat", "plain", "logprobs", "plain", "chat", "stop", "plain")  # of prompts, in turn
+_KINDS = ("plain", "chat", "plain", "logprobs", "plain", "chat", "stop", "plain")  # kinds of prompts, in turn
 
 
 @dataclass
-class Said:
-    """What an answer holds.
+class Answer:
+    """The content of an answer.
 
     Attributes:
-        tokens: those of its log-probabilities.
+        tokens: tokens of its log-probabilities.
         usage: tokens of the prompt and of the answer.
-        error: the message of an error in a stream.
+        error: message of an error in a stream.
     """
 
     text: str = ""
@@ -44,7 +44,7 @@ class Said:
     error: str = ""
 
     def take(self, fields: dict[str, Any]) -> None:
-        """A chunk, or a whole answer."""
+        """Add a chunk, or a whole answer."""
         if "error" in fields:
             self.error = fields["error"]["message"]
             return
@@ -60,11 +60,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's body without `stream`, and its greedy answer."""
+    """A request's path, its body without `stream`, and its greedy answer."""
 
     path: str
     body: dict[str, Any]
-    answer: Said
+    answer: Answer
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Sent:
     Attributes:
         kind: "ok", "left", "wrong text", "engine lost", "http STATUS", "not connected", "connection lost",
             "cut" (an answer without its end), or "never ended".
-        port: the client's, of its connection.
-        silence_s: the longest time without a byte, from its sending on.
+        port: the client's port of the connection.
+        silence_s: the longest time without a byte since it was sent.
         gap_s: the longest time between two chunks of a stream.
     """
 
@@ -92,11 +92,11 @@ class Sent:
 
 
 class Load:
-    """Clients that ask one request after the other.
+    """Clients that each send one request after the other.
 
     Args:
         urls: of the ingress itself and of Serve's proxy.
-        ended: told of each request that has ended.
+        ended: callback for each request that has ended.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Load:
         self._rng = rng
 
     async def client(self, until_s: float) -> None:
-        """One client, until then."""
+        """Run one client until `until_s`."""
         while time.monotonic() < until_s:
             sent = await self._one()
             self._ended(sent)
@@ -131,7 +131,7 @@ class Load:
 
         try:
             async with asyncio.timeout(PATIENCE_S if leaves_s is None else leaves_s):
-                # A connection each: the kernel spreads connections over ingress replicas.
+                # Use one connection a request: the kernel spreads connections over ingress replicas.
                 async with (
                     httpx.AsyncClient(timeout=None) as http,
                     http.stream(
@@ -146,33 +146,33 @@ class Load:
                             sent.gap_s = max(sent.gap_s, now - heard_s)
                         heard_s = now
                         received += chunk
-            judge(sent, answer.status_code, bytes(received), prompt.answer)
+            check_answer(sent, answer.status_code, bytes(received), prompt.answer)
         except TimeoutError:
             sent.kind = "never ended" if leaves_s is None else "left"
             if sent.stream and leaves_s is not None:
-                judge(sent, 200, bytes(received), prompt.answer, whole=False)
+                check_answer(sent, 200, bytes(received), prompt.answer, whole=False)
         except httpx.ConnectError as error:
             sent.kind, sent.detail = "not connected", repr(error)
         except httpx.TransportError as error:
             sent.kind, sent.detail = "connection lost", f"{error!r} after {len(received)} bytes"
             if sent.stream:
-                judge(sent, 200, bytes(received), prompt.answer, whole=False)
+                check_answer(sent, 200, bytes(received), prompt.answer, whole=False)
         sent.ended_s = time.monotonic()
         return sent
 
 
-def judge(sent: Sent, status: int, body: bytes, answer: Said, *, whole: bool = True) -> None:
-    """Set the kind, where the answer itself decides it.
+def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, whole: bool = True) -> None:
+    """Set the kind if the answer decides it.
 
     Args:
-        answer: that of an undisturbed run.
-        whole: the answer has ended by itself; else it is only looked at for wrong text.
+        answer: the answer of an undisturbed run.
+        whole: whether the answer has ended; else it is only checked for wrong text.
     """
     if status != 200:
         sent.kind, sent.detail = f"http {status}", body[:200].decode(errors="replace")
         return
     said = read_events(body) if sent.stream else _whole_answer(body)
-    if (wrong := _wrong(said, answer, ended=whole and said.done and not said.error)) is not None:
+    if (wrong := _difference(said, answer, ended=whole and said.done and not said.error)) is not None:
         sent.kind, sent.detail = "wrong text", wrong
     elif said.error:
         sent.kind, sent.detail = "engine lost", said.error
@@ -180,8 +180,8 @@ def judge(sent: Sent, status: int, body: bytes, answer: Said, *, whole: bool = T
         sent.kind = "ok" if said.done else "cut"
 
 
-def _wrong(said: Said, answer: Said, *, ended: bool) -> str | None:
-    """What is, of an answer or of its beginning."""
+def _difference(said: Answer, answer: Answer, *, ended: bool) -> str | None:
+    """Return what is wrong with an answer or its beginning, or None."""
     if not answer.text.startswith(said.text) or (ended and said.text != answer.text):
         return f"{said.text!r} in place of {answer.text!r}"
     if said.tokens != answer.tokens[: len(said.tokens)] or (ended and said.tokens != answer.tokens):
@@ -193,9 +193,9 @@ def _wrong(said: Said, answer: Said, *, ended: bool) -> str | None:
     return None
 
 
-def read_events(body: bytes) -> Said:
-    """What a stream holds, or the beginning of one."""
-    said = Said()
+def read_events(body: bytes) -> Answer:
+    """Parse a stream, or the beginning of one."""
+    said = Answer()
     for event in body.split(b"\n\n")[:-1]:
         data = event.removeprefix(b"data: ")
         if data == b"[DONE]":
@@ -205,17 +205,17 @@ def read_events(body: bytes) -> Said:
     return said
 
 
-def _whole_answer(body: bytes) -> Said:
-    said = Said(done=True)
+def _whole_answer(body: bytes) -> Answer:
+    said = Answer(done=True)
     try:
         said.take(json.loads(body))
     except ValueError:
-        return Said(text=body.decode(errors="replace"), done=True)
+        return Answer(text=body.decode(errors="replace"), done=True)
     return said
 
 
 def bodies(prompts: list[workload.Prompt], model: str, number: int, seed: int) -> list[tuple[str, Any]]:
-    """(path, body) of so many requests: text and chat, with log-probabilities, and some to be stopped."""
+    """Return (path, body) of `number` requests: text, chat, log-probabilities and stop strings."""
     rng, found = random.Random(seed), []
     for turn, prompt in enumerate(workload.balanced_sample(prompts, number, seed)):
         kind, text = _KINDS[turn % len(_KINDS)], prompt.text[:600]
@@ -226,17 +226,17 @@ def bodies(prompts: list[workload.Prompt], model: str, number: int, seed: int) -
         if kind == "logprobs":
             body["logprobs"] = 2
         if kind == "stop":
-            body |= {"stop": None, "max_tokens": max(_LENGTHS)}  # once the answer is known
+            body |= {"stop": None, "max_tokens": max(_LENGTHS)}  # replaced once the answer is known
         found.append((_CHAT if kind == "chat" else _TEXT, body))
     return found
 
 
 async def references(url: str, asked: list[tuple[str, Any]]) -> list[Prompt]:
-    """What each request's greedy answer is while nothing fails."""
+    """Return the requests with their greedy answers, measured while nothing fails."""
     found = []
     async with httpx.AsyncClient(timeout=120) as http:
 
-        async def ask(path: str, body: dict[str, Any]) -> Said:
+        async def ask(path: str, body: dict[str, Any]) -> Answer:
             answer = await http.post(f"{url}{path}", json=body)
             return _whole_answer(answer.raise_for_status().content)
 
@@ -248,6 +248,6 @@ async def references(url: str, asked: list[tuple[str, Any]]) -> list[Prompt]:
 
 
 def _middle(text: str) -> str:
-    """Some characters out of a text's middle, over the border of a token where there is one."""
+    """Return some characters from the middle of a text; they usually span two tokens."""
     half = len(text) // 2
     return text[half : half + 8] or "\n"

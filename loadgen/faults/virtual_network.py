@@ -1,4 +1,4 @@
-"""Connections between processes of a VirtualLoop, as TCP makes them: in order, late, stalled, lost."""
+"""Connections between processes of a VirtualLoop that behave as TCP: ordered, delayed, stalled, lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEVER_S = 1e6
 
 
 class End(asyncio.Transport):
-    """One end of a connection, in the process that it belongs to."""
+    """One end of a connection, in its process."""
 
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
@@ -22,19 +22,19 @@ class End(asyncio.Transport):
         self.peer: End
         self.protocol: Any = None
         self.open = True
-        self.lost = False  # nothing that is written arrives any more
+        self.lost = False  # whether writes are dropped
         self._network = network
-        self._clear_at = 0.0  # when all that was written has arrived
+        self._last_arrival_s = 0.0  # arrival time of the last write
         self._unread_bytes = 0
 
     def _arrives_at(self) -> float:
         loop = self._network.loop
-        self._clear_at = max(self._clear_at, loop.time() + self._network.latency_s())
-        return self._clear_at
+        self._last_arrival_s = max(self._last_arrival_s, loop.time() + self._network.latency_s())
+        return self._last_arrival_s
 
     def stall(self, seconds: float) -> None:
-        """What is written arrives later."""
-        self._clear_at = max(self._clear_at, self._network.loop.time()) + seconds
+        """Delay everything that is written later."""
+        self._last_arrival_s = max(self._last_arrival_s, self._network.loop.time()) + seconds
 
     def write(self, data: Any) -> None:
         if self.open and not self.lost:
@@ -65,7 +65,7 @@ class End(asyncio.Transport):
         self.abort()
 
     def abort(self) -> None:
-        """This end is told at once; the other later, perhaps without what was on its way."""
+        """Close: this end is informed at once, the other later; data in transit may be lost."""
         if self.open:
             self.open = False
             self.process.soon(self.protocol.connection_lost, None)
@@ -74,19 +74,19 @@ class End(asyncio.Transport):
     def _reset(self) -> None:
         if not self.lost:
             self._network.loop.call_at(
-                self._arrives_at(), self.peer.hear_of_end, context=self.peer.process.context.copy()
+                self._arrives_at(), self.peer.connection_closed, context=self.peer.process.context.copy()
             )
             self.lost = self._network.rng.random() < 0.5
 
-    def hear_of_end(self) -> None:
-        """The other end is gone, or so the network says."""
+    def connection_closed(self) -> None:
+        """Lose the connection because the other end, or the network, has closed it."""
         if self.open:
             self.open = False
             self.protocol.connection_lost(ConnectionResetError("connection reset by peer"))
             self._network.connections.discard_end(self)
 
     def die(self, *, silently: bool) -> None:
-        """Its process was killed; silently: with its machine, so that the other end is told nothing."""
+        """Close after a kill of the process; silently: its machine is lost too, so the peer gets no reset."""
         if self.open:
             self.open = False
             if silently:
@@ -96,14 +96,14 @@ class End(asyncio.Transport):
 
 
 class _Connections(list[End]):
-    """One end of each that is open."""
+    """One end of each open connection."""
 
     def discard_end(self, end: End) -> None:
         self[:] = [found for found in self if found is not end and found.peer is not end]
 
 
 class Network:
-    """Of one loop."""
+    """The network of one loop."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop = loop
@@ -113,11 +113,11 @@ class Network:
         self._ports = 1
 
     def latency_s(self) -> float:
-        """Mostly short."""
+        """Draw a latency, mostly a short one."""
         return self.rng.uniform(0.0001, 0.002) if self.rng.random() < 0.95 else self.rng.uniform(0.002, 0.05)
 
     def listen(self, factory: Callable[[], Any], host: str) -> Any:
-        """What `loop.create_server` returns."""
+        """Do the work of `loop.create_server`."""
         self._ports += 1
         key = (host, self._ports)
         self._listeners[key] = (factory, current())
@@ -126,7 +126,7 @@ class Network:
         )
 
     async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[End, Any]:
-        """What `loop.create_connection` returns."""
+        """Do the work of `loop.create_connection`."""
         await asyncio.sleep(self.latency_s())
         found = self._listeners.get((host, port))
         if found is None:
@@ -138,7 +138,7 @@ class Network:
         mine.peer, other.peer = other, mine
         mine.protocol = factory()
         self.connections.append(mine)
-        # What is written at once arrives after this, in its order.
+        # Data that is written at once arrives after this call, in order.
         self.loop.call_at(mine._arrives_at(), self._accept, other, make, context=server.context.copy())
         mine.protocol.connection_made(mine)
         return mine, mine.protocol
@@ -148,20 +148,20 @@ class Network:
         end.protocol.connection_made(end)
 
     def of(self, process: Process) -> list[End]:
-        """The ends that a process has."""
+        """Return the open ends of a process."""
         ends = [end for mine in self.connections for end in (mine, mine.peer)]
         return [end for end in ends if end.process is process and end.protocol is not None and end.open]
 
     def cut(self, end: End, *, half: bool) -> None:
-        """The connection is lost; half: the other end is not told, and hears nothing more."""
+        """Lose the connection; half: the other end is not informed and receives nothing more."""
         for side in (end, end.peer):
             side.lost = True
-        end.process.soon(end.hear_of_end)
+        end.process.soon(end.connection_closed)
         if not half:
-            end.peer.process.soon(end.peer.hear_of_end, after_s=self.latency_s())
+            end.peer.process.soon(end.peer.connection_closed, after_s=self.latency_s())
 
     def kill(self, process: Process, *, silently: bool = False) -> None:
-        """The process is dead, and so are its connections."""
+        """Close the connections of a dead process."""
         for end in self.of(process):
             end.die(silently=silently)
         if not silently:

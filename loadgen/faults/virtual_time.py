@@ -1,7 +1,8 @@
-"""An event loop on virtual time, in which several processes run that can be killed and stopped.
+"""An event loop on virtual time that runs several processes, which can be killed and stopped.
 
-A process is a context: whatever was begun in it runs in it. Killed, it never runs again, not even a
-`finally`; stopped, what is due waits. Which process runs next is drawn by the seed, so one seed is one run.
+A process is a context that its callbacks and tasks inherit. After a kill nothing of it runs again, not even a
+`finally`; while it is stopped, due callbacks wait. The seed determines which process runs next, so one seed
+gives one run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from eldr_serve.metrics import STALL_S
 
-_MAX_STEPS = 3_000_000  # of one run, which then goes round in a circle
+_MAX_STEPS = 3_000_000  # of one run; more mean a livelock
 
 _process: ContextVar[Process] = ContextVar("process")
 
@@ -33,11 +34,11 @@ class Livelock(RuntimeError):  # noqa: N818
 
 
 class Process:
-    """What is killed, or stopped, as a whole.
+    """A unit that can be killed or stopped.
 
     Attributes:
-        servable_object: what runs in it, named as Ray Serve's context names it.
-        steps: callbacks and steps of tasks that it has run.
+        servable_object: the deployment that runs in it; Ray Serve's context uses the same name.
+        steps: callbacks and task steps that it has run.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, number: int) -> None:
@@ -58,15 +59,15 @@ class Process:
         return self.name
 
     def run(self, begin: Callable[..., Any], *args: Any) -> Any:
-        """Call it as if the process did."""
+        """Call `begin` in the context of this process."""
         return self.context.copy().run(begin, *args)
 
     def soon(self, callback: Callable[..., Any], *args: Any, after_s: float = 0.0) -> asyncio.TimerHandle:
-        """Have the process call it."""
+        """Schedule a callback in this process."""
         return self.loop.call_later(after_s, callback, *args, context=self.context.copy())
 
     def trap(self, after_steps: int, callback: Callable[[], None]) -> None:
-        """Call it when the process has done so many steps more."""
+        """Call `callback` after so many further steps of the process."""
         self._traps[self.steps + max(after_steps, 1)] = callback
 
     def stepped(self) -> None:
@@ -78,23 +79,23 @@ class Process:
 
     @property
     def pending(self) -> list[asyncio.Task[Any]]:
-        """Tasks that have not ended."""
+        """Return the tasks that have not ended."""
         return [task for task in self.tasks if not task.done()]
 
 
 def current() -> Process:
-    """The process that runs now."""
+    """Return the process that is running."""
     return _process.get()
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """See above.
+    """The event loop; see the module.
 
     Attributes:
         network: has `connect(factory, host, port)` and `listen(factory, host)`, see virtual_network.
-        thread_s: how long a call in a thread takes, s.
-        in_thread: one runs now.
-        errors: exceptions that nobody has caught, which asyncio would have logged, and what stood still.
+        thread_s: draws the duration of a call in a thread, s.
+        in_thread: whether such a call is running.
+        errors: uncaught exceptions, which asyncio would have logged, and blocked event loops.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -111,27 +112,27 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.network: Any = None
         self.thread_s: Callable[[], float] = lambda: 0.001
         self.in_thread = False
-        self.trace = 0  # of what ran, in its order: equal for equal runs
+        self.trace = 0  # hash of the sequence of steps: equal for equal runs
 
     def process(self, name: str) -> Process:
-        """A new one."""
+        """Create a process."""
         process = Process(self, name, len(self.processes))
         self.processes.append(process)
         return process
 
     def kill(self, process: Process) -> None:
-        """It never runs again."""
+        """Kill a process; it never runs again."""
         process.alive = False
         process.ready.clear()
         self._runnable.pop(process, None)
 
     def stop_process(self, process: Process) -> None:
-        """As SIGSTOP."""
+        """Stop a process, as SIGSTOP does."""
         process.stopped = True
         self._runnable.pop(process, None)
 
     def go_on(self, process: Process) -> None:
-        """As SIGCONT."""
+        """Continue a process, as SIGCONT does."""
         process.stopped = False
         if process.alive and process.ready:
             self._runnable[process] = None
@@ -221,7 +222,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self._over:
-            self.errors.append(f"nobody caught: {context.get('message')}: {context.get('exception')!r}")
+            self.errors.append(f"uncaught: {context.get('message')}: {context.get('exception')!r}")
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
@@ -229,7 +230,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- running ---------------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """What `main` returns; it runs in a process of its own, and when it ends all is over."""
+        """Run `main` in its own process and return its result; at its end all processes end."""
         process = self.process("harness")
         hooks = sys.get_asyncgen_hooks()
         running = events._get_running_loop()
@@ -241,12 +242,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self._turn()
             return task.result()
         finally:
-            self._bury()
+            self._close_tasks()
             sys.set_asyncgen_hooks(*hooks)
             events._set_running_loop(running)
 
     def _turn(self) -> None:
-        """One turn of the loop of one process that has something to do; the next timers where none has."""
+        """Run one turn of a random process that is ready; advance to the next timers if none is."""
         if not self._runnable:
             self._wait()
             return
@@ -254,14 +255,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         process = runnable[int(self._rng.random() * len(runnable))]
         ready = process.ready
         for _ in range(len(ready)):
-            if not ready or process.stopped:  # killed or stopped by what it did
+            if not ready or process.stopped:  # killed or stopped by its last step
                 break
             handle = ready.popleft()
             if not handle.cancelled():
                 began_s = time.thread_time()
                 handle._run()
                 if time.thread_time() - began_s > STALL_S:
-                    self.errors.append(f"the event loop of {process} stood still in {handle}")
+                    self.errors.append(f"the event loop of {process} was blocked in {handle}")
                 self._steps += 1
                 process.stepped()
         if not ready or process.stopped:
@@ -272,7 +273,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _wait(self) -> None:
         if not self._timers:
-            raise Livelock("everybody waits, and for nothing")
+            raise Livelock("all processes wait, and no timer is left")
         self._now = max(self._now, self._timers[0][0])
         while self._timers and self._timers[0][0] <= self._now:
             _, _, timer, context = heapq.heappop(self._timers)
@@ -296,8 +297,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if process is not None and process.alive and not self._over:
             process.run(self.create_task, generator.aclose())
 
-    def _bury(self) -> None:
-        """End what is left, none of which may do anything any more."""
+    def _close_tasks(self) -> None:
+        """Close all tasks that are left, without letting them do anything."""
         self._over = True
         for process in self.processes:
             for task in process.pending:
@@ -307,4 +308,4 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 with contextlib.suppress(BaseException):
                     process.run(coroutine.close)
         self._timers.clear()
-        gc.collect()  # what is ended by that finds this loop, which does nothing
+        gc.collect()  # objects that this finalizes find a loop that does nothing

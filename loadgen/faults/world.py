@@ -1,8 +1,8 @@
 """The application on virtual time: real ingresses and a real router, each a process, over fake engines.
 
-What is fake: Ray (who starts and finds processes), HTTP's bytes, and the engines. What is real: the HTTP
-application, admission, path, client and link of the router, the actor with its state and placer, fleets,
-warm-up, and both ends of every channel.
+Ray, the transport of HTTP and the engines are fake. The HTTP application, admission, request path, the
+router's client and link, its actor with state and placer, fleets, warm-up, and both ends of every channel are
+real.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ from loadgen.faults.virtual_network import Network
 from loadgen.faults.virtual_time import Process, VirtualLoop, current
 
 ADMIN_KEY = "key"
-LEASE_S = 12.0  # of a prompt's KV blocks
-CLIENT_TIMEOUT_S = 12.0  # until a silent ingress has lost its leases
+LEASE_S = 12.0  # lease of a prompt's KV blocks
+CLIENT_TIMEOUT_S = 12.0  # until the leases of a silent ingress are released
 CALL_S = 10.0
 QUEUE_S = 5.0
-WAIT_S = 2.0  # of a tenant's request for a place
+WAIT_S = 2.0  # maximum wait of a tenant's request for admission
 RETRIES_AT_ONCE = (2, 64)
-# Tenants with a key each, its name; the last one has a limit, and asks for nothing by itself.
+# Each tenant's key is its name. The last one has a request limit and sends nothing by itself.
 TENANTS, LIMITED, LIMIT = ("a", "b"), "limited", 3
-LONG_AWAY_S = 12.0  # that a router is away at times, in which nobody may wait for it
-_MAX_UNREAD_BYTES = 40_000  # of a stream that its client does not read: more than 4 s of tokens
-SLOTS = (1, 2, 64)  # of a decode engine, under a policy with a decode queue: few, so that requests wait
+LONG_AWAY_S = 12.0  # occasional downtime of the router, in which no request may wait for it
+_MAX_UNREAD_BYTES = 40_000  # of an unread stream: more than 4 s of tokens
+SLOTS = (1, 2, 64)  # of a decode engine under a policy with a decode queue; few, so that requests wait
 POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
 ROLES = ("prefill", "decode", "router", "ingress")
 
 
 def table(centroids: int, band: float = 0.1) -> RoutingTable:
-    """Centroid c points at expert c of layer 0."""
+    """Return a table whose centroid c points at expert c of layer 0."""
     spec = SignatureSpec(np.ones((LAYERS, EXPERTS), np.float32), np.arange(LAYERS))
     domains = [f"domain{c}" for c in range(centroids)]
     points = np.eye(centroids, spec.dim, dtype=np.float32)
@@ -84,7 +84,7 @@ def table(centroids: int, band: float = 0.1) -> RoutingTable:
 
 
 def predictor() -> SignaturePredictor:
-    """Knows no token yet."""
+    """Return a predictor that has seen no token."""
     directions = np.zeros((2, LAYERS, EXPERTS), np.float32)
     directions[[0, 1], 0, [0, 1]] = 1
     return SignaturePredictor(
@@ -99,13 +99,13 @@ def predictor() -> SignaturePredictor:
 
 
 def _keys(path: Path) -> Keys:
-    """In place of a file of keys."""
+    """Return the keys; replaces reading a file."""
     limits = {"a": Limits(), "b": Limits(priority=2.0), LIMITED: Limits(requests_per_minute=LIMIT)}
     return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
 
 
 class _Tokens:
-    """The tokenizer, as ingress replicas have it."""
+    """A fake of the ingress replicas' tokenizer."""
 
     NAME = "words"
 
@@ -121,15 +121,15 @@ class _Tokens:
 
 class _Ingress(ingress.EldrIngress):
     def __del__(self) -> None:  # type: ignore[override]
-        """Serve's is asynchronous, and awaited by Serve alone."""
+        """Do nothing: Serve's method is asynchronous, and only Serve awaits it."""
 
 
 class _Remote:
-    """`handle.method.remote()`, in the process that the method belongs to.
+    """A fake of `handle.method.remote()` that runs the method in its process.
 
     Args:
-        find: that process now; None while it is away.
-        call: what is run there.
+        find: returns the process; None while it is away.
+        call: coroutine function to run there.
     """
 
     def __init__(
@@ -164,26 +164,26 @@ class _Remote:
 
 
 class World:
-    """Processes, and who starts them again when they die.
+    """All processes, and the restarts of those that die.
 
     Args:
         rng: draws everything that the seed decides.
 
     Attributes:
-        whole: decode engines prefill too, and there are no others.
+        whole: decode engines prefill too, and there are no prefill engines.
         keyed: clients send their tenant's key.
     """
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop, self.rng = loop, rng
         self.network: Network = loop.network
-        self.engines: dict[str, BlockEngine] = {}  # all that ever were
-        self.servers: dict[str, servers.EngineServer] = {}  # of engines, by name of their process
+        self.engines: dict[str, BlockEngine] = {}  # including dead ones
+        self.servers: dict[str, servers.EngineServer] = {}  # of engines, by process name
         self.live: dict[str, list[Process]] = {role: [] for role in ROLES}
         self.known: dict[str, dict[str, dict[str, Any]]] = {"prefill": {}, "decode": {}}  # to Serve
         self.directories: dict[Process, dict[str, ReplicaDirectory]] = {}
         self.killed: set[Process] = set()
-        self.gcs_until_s = 0.0  # GCS is away until then
+        self.gcs_until_s = 0.0  # end of the outage of GCS
         self.prefill_blocks = rng.choice([12, 24, 48])
         self.decode_blocks = rng.choice([192, 256, 384])
         self._numbers = dict.fromkeys(ROLES, 0)
@@ -201,13 +201,13 @@ class World:
         )
 
     def parameters(self, policy: str) -> dict[str, Any]:
-        """With which this world runs a policy."""
+        """Return the policy's parameters in this world."""
         return {"slots": self._slots} if policy == "balance-band" else {}
 
     # -- starting ----------------------------------------------------------------------------------
 
     async def start(self, *, prefills: int, decodes: int, ingresses: int) -> None:
-        """Start all, and let what runs by itself run."""
+        """Start all processes and the virtual threads."""
         prefills = 0 if self.whole else prefills
         self.wanted = {"router": 1, "prefill": prefills, "decode": decodes, "ingress": ingresses}
         for role, number in self.wanted.items():
@@ -216,11 +216,11 @@ class World:
         self.loop.thread_s = self._thread_s
 
     def _thread_s(self) -> float:
-        """A thread's calls are Ray's, which wait for GCS."""
+        """Draw the time of a call in a thread; such calls are Ray's, and wait for GCS."""
         return max(self.gcs_until_s - self.loop.time(), 0) + self.rng.uniform(0.0001, 0.005)
 
     def start_one(self, role: str) -> None:
-        """One more process of the role."""
+        """Start another process of the role."""
         self._numbers[role] += 1
         process = self.loop.process(f"{role}-{self._numbers[role]}")
         self.live[role].append(process)
@@ -261,7 +261,7 @@ class World:
         process.servable_object = DecodeRouter(self.settings)
 
     def _start_ingress(self, process: Process) -> None:
-        healthy: Any = SimpleNamespace(check_health=_Remote(lambda: process, _nothing))
+        healthy: Any = SimpleNamespace(check_health=_Remote(lambda: process, _healthy))
         process.servable_object = made = _Ingress(
             prefill=None if self.whole else healthy,
             decode=healthy,
@@ -292,42 +292,42 @@ class World:
     # -- what Ray does -----------------------------------------------------------------------------
 
     def directory(self, name: str) -> ReplicaDirectory:
-        """The current process's, by its deployment's name."""
+        """Return the current process's directory of a deployment."""
         role = name.rpartition("/")[2]
         found = ReplicaDirectory()
         found.budget = PrefillBudget(clock=self.loop.time)
         return self.directories[current()].setdefault(role, found)
 
     def router(self) -> Process | None:
-        """The actor's process."""
+        """Return the actor's process, if it lives."""
         return self.live["router"][0] if self.live["router"] else None
 
     def _publish(self, role: str) -> None:
-        """Serve tells every ingress of the replicas."""
+        """Send the replicas to every ingress, as Serve does."""
 
-        def tell(found: ReplicaDirectory) -> None:
-            found.publish(dict(self.known[role]))  # the newest, however late the news is
+        def publish(found: ReplicaDirectory) -> None:
+            found.publish(dict(self.known[role]))  # the newest state at delivery
 
         for process, directories in self.directories.items():
             if role in directories:
                 after_s = max(self.gcs_until_s - self.loop.time(), 0) + self.rng.uniform(0.001, 0.1)
-                process.soon(tell, directories[role], after_s=after_s)
+                process.soon(publish, directories[role], after_s=after_s)
 
     def time_s(self, mean_s: float) -> float:
-        """How long a piece of work takes."""
+        """Draw the time of a piece of work."""
         return mean_s * self.rng.uniform(0.5, 1.5)
 
     # -- faults ------------------------------------------------------------------------------------
 
     def kill(self, process: Process, *, silently: bool = False) -> None:
-        """As kill -9, or as a machine that is lost; somebody starts another after a while."""
+        """Kill the process with SIGKILL, or with its machine; another one starts after a while."""
         if not process.alive:
             return
         role = process.name.partition("-")[0]
         self.killed.add(process)
         self.loop.kill(process)
         self.network.kill(process, silently=silently)
-        self._forget(role, process)
+        self._remove(role, process)
         if process in self.directories:
             del self.directories[process]
         away_s = self.rng.uniform(0.3, 3)
@@ -335,7 +335,7 @@ class World:
             away_s += LONG_AWAY_S
         self.loop.processes[0].soon(self.start_one, role, after_s=away_s)
 
-    def _forget(self, role: str, process: Process) -> None:
+    def _remove(self, role: str, process: Process) -> None:
         if process in self.live[role]:
             self.live[role].remove(process)
         if role in self.known:
@@ -343,18 +343,18 @@ class World:
             self.loop.processes[0].soon(self._publish, role, after_s=self.rng.uniform(0, 1.5))
 
     def stop(self, process: Process, seconds: float) -> None:
-        """As SIGSTOP, and later SIGCONT."""
+        """Send SIGSTOP, and SIGCONT after `seconds`."""
         if process.alive and not process.stopped:
             self.loop.stop_process(process)
             self.loop.processes[0].soon(self.loop.go_on, process, after_s=seconds)
 
     def drain(self, process: Process) -> None:
-        """Serve scales down and up: the engine takes no further call, ends those it has, and goes."""
+        """Drain the engine as Serve does: it takes no further call, completes its calls, and is replaced."""
         role = process.name.partition("-")[0]
         server = self.servers.get(process.name)
         if server is None or not process.alive or process not in self.live[role]:
             return
-        self._forget(role, process)
+        self._remove(role, process)
 
         async def leave() -> None:
             await server.shut_down()
@@ -371,8 +371,8 @@ class World:
         self.network.kill(process)
 
 
-async def _nothing(process: Process) -> None:
-    """It is healthy."""
+async def _healthy(process: Process) -> None:
+    """Report a healthy replica."""
 
 
 async def _router_address(process: Process) -> Any:
@@ -384,7 +384,7 @@ async def _observe_steps(process: Process, *args: Any) -> Any:
 
 
 async def _open_channel(handler: Any, *, limit: int = 10**6, **options: Any) -> tuple[Address, ChannelServer]:
-    """As address.open_channel, without Ray."""
+    """Open a channel as address.open_channel does, but without Ray."""
     host = current().name
     server = ChannelServer("secret", handler, limit=limit, full=RuntimeError, **options)
     return Address(host, await server.start(host), "secret"), server
@@ -392,7 +392,7 @@ async def _open_channel(handler: Any, *, limit: int = 10**6, **options: Any) -> 
 
 @contextmanager
 def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[None]:
-    """Within it the serving code finds this world where it looks for Ray, clocks and chance."""
+    """Replace Ray, clocks and random numbers of the serving code by this world's within the block."""
 
     def connect(name: str, settings: RouterSettings) -> Any:
         in_thread()
@@ -443,7 +443,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
 
 
 class _NoMetrics:
-    """Ray's metrics need Ray."""
+    """Metrics that do nothing, since Ray's need Ray."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None

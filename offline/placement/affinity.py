@@ -1,4 +1,4 @@
-"""What routes say about experts: how much each is used, which are used together (GRACE-MoE, section 4)."""
+"""Statistics of experts in routes: how often each is used, and which together (GRACE-MoE, section 4)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Floats = NDArray[np.float64]
 
 
 def expert_load(routes: ArrayLike, num_experts: int) -> Floats:
-    """float[L, E]: tokens of each expert, of routes [T, L, k]."""
+    """Return float[L, E], the tokens of each expert in routes [T, L, k]."""
     return np.stack([_chosen(layer, num_experts).sum(axis=0) for layer in _layers(routes)])
 
 
 def co_activation(routes: ArrayLike, num_experts: int) -> Floats:
-    """float[L, E, E]: tokens that chose both experts, of routes [T, L, k]; 0 on the diagonal."""
+    """Return float[L, E, E], the tokens that chose both experts in routes [T, L, k]; 0 on the diagonal."""
     affinity = []
     for layer in _layers(routes):
         chosen = _chosen(layer, num_experts)
@@ -25,7 +25,7 @@ def co_activation(routes: ArrayLike, num_experts: int) -> Floats:
 
 
 def _layers(routes: ArrayLike) -> NDArray[np.int64]:
-    """int[L, T, k]."""
+    """Return int[L, T, k]."""
     array = np.asarray(routes)
     if array.ndim != 3 or not array.size:
         raise ValueError(f"routes have shape {array.shape}, not [tokens, layers, k]")
@@ -33,7 +33,7 @@ def _layers(routes: ArrayLike) -> NDArray[np.int64]:
 
 
 def _chosen(experts: NDArray[np.int64], num_experts: int) -> Floats:
-    """float[T, E], 1 where the token chose the expert."""
+    """Return float[T, E], 1 if the token chose the expert."""
     chosen = np.zeros((len(experts), num_experts))
     chosen[np.arange(len(experts))[:, None], experts] = 1
     return chosen

@@ -1,4 +1,4 @@
-"""The order of a new placement's slots, and of its ranks, in which the fewest experts move."""
+"""Order a new placement's slots and ranks so that the fewest experts move."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Ints = NDArray[np.int64]
 
 
 def aligned(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
-    """The new placement with its slots in the order in which the fewest experts move.
+    """Return the new placement with its slots ordered so that the fewest experts move.
 
-    An expert that stays on its rank keeps its slot. With `alike`, ranks that serve any token as cheaply
-    as each other, the new ranks are also renamed: the assignment that keeps most experts where they are.
+    An expert that stays on its rank keeps its slot. With `alike`, if every rank serves any token at the same
+    cost, the new ranks are also exchanged by the assignment that keeps most experts in place.
 
     Returns:
         int[L, P].
 
     Raises:
-        ValueError: placements of different shapes, or slots that do not divide by the ranks.
+        ValueError: the placements differ in shape, or the slots do not divide by the ranks.
     """
     before, after = pair(old, new, ranks)
     if alike:
@@ -31,7 +31,7 @@ def aligned(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) 
 
 
 def _renamed(old: Ints, new: Ints, ranks: int) -> Ints:
-    """The ranks of a layer's new placement, exchanged so that most experts stay where they are."""
+    """Exchange the ranks of a layer's new placement so that most experts stay in place."""
     experts = 1 + int(max(old.max(), new.max()))
     counts = [
         np.stack([np.bincount(row, minlength=experts) for row in side.reshape(ranks, -1)])

@@ -1,7 +1,7 @@
-"""What a MoE layer costs under expert parallelism (EP): one model for placement, routing and simulation.
+"""Cost of a MoE layer under expert parallelism (EP): one model for placement, routing and simulation.
 
 A layer ends when its slowest rank does. A rank pays for each expert replica that it activates (weights to
-read), for each token that it computes, and for each byte that reaches it from other ranks, more from other
+read), for each token that it computes, and for each byte that it receives from other ranks, more from other
 nodes (METRO, section III; GRACE-MoE, section 3; DIRECTOR, section VI).
 """
 
@@ -25,13 +25,13 @@ Seconds = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What a batch makes each rank do in a layer; leading axes (batches, layers) are independent.
+    """Work of a batch on each rank in a layer; leading axes (batches, layers) are independent.
 
     Attributes:
         activated: [..., G] expert replicas that have tokens.
         tokens: [..., G] pairs of a token and an expert, computed on the rank.
-        near_bytes: [..., G] bytes that reach the rank from other ranks of its node.
-        far_bytes: [..., G] the same from other nodes.
+        near_bytes: [..., G] bytes that the rank receives from other ranks of its node.
+        far_bytes: [..., G] bytes that the rank receives from other nodes.
     """
 
     activated: Floats
@@ -41,8 +41,10 @@ class LayerWork:
 
     @classmethod
     def gathered(cls, served: ArrayLike) -> LayerWork:
-        """Of `served` [..., E, G] tokens of each expert on each rank, where all tokens are on all ranks
-        before the layer (all-gather dispatch): what moves does not depend on the choice of replicas."""
+        """Count `served` [..., E, G] tokens of each expert on each rank under all-gather dispatch.
+
+        All tokens are on all ranks before the layer, so traffic does not depend on the choice of replicas.
+        """
         pairs = np.asarray(served, np.float64)
         nothing = np.zeros((*pairs.shape[:-2], pairs.shape[-1]))
         return cls((pairs > 0).sum(axis=-2).astype(np.float64), pairs.sum(axis=-2), nothing, nothing)
@@ -58,17 +60,17 @@ class LayerWork:
         num_experts: int,
         token_bytes: float,
     ) -> LayerWork:
-        """Of a batch in which token t, at home on rank source[t], sends its hidden state to ranks[t, :].
+        """Return the work of a batch in which token t, on rank source[t], sends its state to ranks[t, :].
 
         A token goes once to each rank that serves it, however many of its experts are there (all-to-all
-        dispatch), and comes back as often; bytes here are those of the dispatch alone.
+        dispatch), and comes back as often; only the bytes of the dispatch are counted.
 
         Args:
             experts: int[T, k] of one layer.
             ranks: int[T, k], the rank that serves each.
             source: int[T].
             num_experts: E.
-            token_bytes: of a hidden state.
+            token_bytes: bytes of a hidden state.
         """
         chosen, served = np.asarray(experts), np.asarray(ranks)
         home = np.asarray(source)
@@ -88,7 +90,7 @@ class LayerWork:
 
 
 class LayerFit(BaseModel):
-    """What a cost was fitted to, and how well it predicts layers that the fit has not seen."""
+    """What a cost was fitted to, and how well it predicts held-out layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -99,7 +101,7 @@ class LayerFit(BaseModel):
 
 
 class LayerCost(BaseModel):
-    """Time of a MoE layer under EP, s: the slowest rank's sum."""
+    """Time of a MoE layer under EP, s: the sum of the slowest rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,7 +113,7 @@ class LayerCost(BaseModel):
     fit: LayerFit | None = Field(default=None, description="None: assumed, not measured")
 
     def save(self, path: Path | str) -> None:
-        """Write the file (JSON) whole, or not at all."""
+        """Write the file (JSON) atomically."""
         write_whole(Path(path), self.model_dump_json(indent=1) + "\n")
 
     @classmethod
@@ -119,19 +121,19 @@ class LayerCost(BaseModel):
         """Read a file.
 
         Raises:
-            ValueError: it is no such file; the first field that does not fit is named.
-            OSError: it cannot be read.
+            ValueError: the file is not a layer cost; the first invalid field is named.
+            OSError: the file cannot be read.
         """
         try:
             return cls.model_validate_json(Path(path).read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            raise ValueError(f"{path} is no layer cost: {where}: {first['msg']}") from error
+            raise ValueError(f"{path} is not a layer cost: {where}: {first['msg']}") from error
 
     @classmethod
     def fitted(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:
-        """Of ranks timed alone, without messages: least squares of relative errors, no cost below 0.
+        """Fit ranks timed alone, without messages, by least squares of relative errors; no cost is below 0.
 
         Args:
             activated: [N] expert replicas that had tokens.
@@ -144,7 +146,7 @@ class LayerCost(BaseModel):
         return cls(fixed_s=fixed, per_expert_s=per_expert, per_token_s=per_token)
 
     def rank_s(self, work: LayerWork) -> Floats:
-        """float[..., G], s of each rank without the fixed part."""
+        """Return float[..., G], the time of each rank without the fixed part, s."""
         return (
             self.per_expert_s * work.activated
             + self.per_token_s * work.tokens
@@ -153,6 +155,6 @@ class LayerCost(BaseModel):
         )
 
     def layer_s(self, work: LayerWork) -> Floats:
-        """float[...], s of the layer."""
+        """Return float[...], the time of the layer, s."""
         slowest: Floats = self.fixed_s + self.rank_s(work).max(axis=-1)
         return slowest

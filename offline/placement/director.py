@@ -1,10 +1,10 @@
-"""DIRECTOR's placement: where the experts should be for the batch that is about to run (sections VI, VII).
+"""DIRECTOR's placement: where experts should be for the next batch (sections VI, VII).
 
-Tokens by source rank and expert give each expert a price on each rank (`LayerCost`); the placement makes
-the slowest rank of each layer as fast as can be. The paper's budget bounds the sum over layers, and no
-constraint ties layers together, so the least budget is the sum of the layers' own least-maximum LPs, and
-each is solved directly, without a binary search. Then: replicas, iterative rounding within the LP's polytope
-by a random walk, packing, local search.
+Tokens by source rank and expert give each expert a price on each rank (`LayerCost`); the placement minimises
+the time of each layer's slowest rank. The paper's budget bounds the sum over layers, and no constraint
+couples layers, so the least budget is the sum of the layers' own min-max LPs, and each is solved directly,
+without a binary search. Replicas, iterative rounding within the LP's polytope by a random walk,
+packing and local search follow.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from offline.placement.packing import copies_of, improved, packed, priced, rank_
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_SMALL_LP = 512  # variables: up to here each rank has its own, beyond each node
-_CLOSE = 0.02  # to the bound: no other number of replicas is tried
-_TOLERANCE = 2e-3  # of the bound: no swap is worth more
+_SMALL_LP = 512  # variables: an LP up to this size has a column for each rank, a larger one for each node
+_CLOSE_TO_BOUND = 0.02  # relative distance to the bound below which no other number of replicas is tried
+_TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap
 
 
 @dataclass(frozen=True)
 class DirectorReport:
-    """How good a placement is for the workload that it was made for; [L] each, s, without `fixed_s`.
+    """Quality of a placement for its workload; [L] each, s, without `fixed_s`.
 
     Attributes:
         lp_s: optimum of the LP relaxation (or, with many ranks, of its smaller relaxation by nodes): no
             placement is faster, however finely tokens are shared.
-        bound_s: the same, and that experts which exceed it need whole slots for their replicas.
-        rank_s: what the placement's slowest rank takes.
+        bound_s: the same bound, if experts that exceed it also need whole slots for their replicas.
+        rank_s: time of the placement's slowest rank.
     """
 
     lp_s: Floats
@@ -44,13 +44,13 @@ class DirectorReport:
 
     @property
     def gap(self) -> float:
-        """How far all layers together are above the LP's optimum; 0.01 is 1 %."""
-        return _above(self.rank_s, self.lp_s)
+        """Return how far all layers together are above the LP's optimum; 0.01 is 1 %."""
+        return _relative_excess(self.rank_s, self.lp_s)
 
     @property
     def bound_gap(self) -> float:
-        """The same above `bound_s`."""
-        return _above(self.rank_s, self.bound_s)
+        """Return how far all layers together are above `bound_s`."""
+        return _relative_excess(self.rank_s, self.bound_s)
 
 
 def director_placement(
@@ -64,23 +64,23 @@ def director_placement(
     tolerance: float = _TOLERANCE,
     seed: int = 0,
 ) -> tuple[Ints, DirectorReport]:
-    """The placement for a pending batch; replicas of an expert share its tokens evenly.
+    """Return the placement for a pending batch; replicas of an expert share its tokens evenly.
 
     Args:
-        workload: tokens by source rank and expert, [L, G, E]; or by expert, [L, E], as if each rank had
+        workload: tokens by source rank and expert, [L, G, E]; or by expert, [L, E], if all ranks have
             the same.
-        slots: of each rank, C (the paper's C_max); ranks * slots = P.
-        token_bytes: that a token carries to a rank which serves it.
-        start: int[L, P], a placement to mend by as few swaps as reach the tolerance; None: a new one.
-        tolerance: above the bound, at which a layer is good enough.
-        seed: of the rounding's walk.
+        slots: slots of each rank, C (the paper's C_max); ranks * slots = P.
+        token_bytes: bytes that a token sends to a rank which serves it.
+        start: int[L, P], a placement to improve with as few swaps as reach the tolerance; None: a new one.
+        tolerance: distance to the bound at which a layer is good enough.
+        seed: of the random walk that rounds.
 
     Returns:
-        int[L, P], rank-major, and what it is worth. Slots that no replica needs repeat an expert of
+        int[L, P], rank-major, and its quality. Slots that no replica needs repeat an expert of
         the same rank.
 
     Raises:
-        ValueError: a workload of another shape or not finite, or fewer slots than experts.
+        ValueError: the workload has another shape or is not finite, or there are fewer slots than experts.
     """
     tokens = by_source(workload, topology)
     layers, _, experts = tokens.shape
@@ -94,10 +94,10 @@ def director_placement(
     mean_s = token_s.mean(axis=2)
     begun = np.full((layers, ranks, slots), experts) if start is None else _parsed(start, tokens, slots)
     found, reached = begun.copy(), np.full(layers, np.inf)
-    # Where replicas cost weights to read or a way to another node, fewer may be better: layers that are not
-    # close to the bound with all of them try those that the bound forces, then none.
+    # Replicas cost reads of weights or traffic to another node, so fewer may be better. Layers that are not
+    # close to the bound with all replicas try those that the bound forces, then none.
     for enough_s in (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)):
-        at = np.flatnonzero(reached > bound_s * (1 + _CLOSE))
+        at = np.flatnonzero(reached > bound_s * (1 + _CLOSE_TO_BOUND))
         copies = replicated(mean_s[at], spare, ranks, enough_s[at])
         price = priced(token_s[at], active_s[at], copies)
         if start is None:
@@ -108,7 +108,7 @@ def director_placement(
         tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
         better = worst < reached[at]
         found[at[better]], reached[at[better]] = tried[better], worst[better]
-    empty = (found == experts).all(axis=2)  # ranks that hold nothing: they must, and it takes its share
+    empty = (found == experts).all(axis=2)  # ranks without expert: they must have one, with its share
     if empty.any():
         idlest = mean_s.argmin(axis=1)[:, None]
         found[..., 0] = np.where(empty, idlest, found[..., 0])
@@ -118,7 +118,7 @@ def director_placement(
 
 
 def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:
-    """(slots, the slowest rank's s [L]): swaps, then other replicas, in turn while either helps."""
+    """Return (slots, the slowest rank's s [L]) after swaps and changes of replicas, while either helps."""
     experts = token_s.shape[1]
     open_ = np.arange(len(slots))
     reached = np.full(len(slots), np.inf)
@@ -136,10 +136,10 @@ def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) 
 def placed_work(
     workload: ArrayLike, hosts: NDArray[np.bool_], *, topology: Topology, token_bytes: float = 0.0
 ) -> LayerWork:
-    """What a batch makes each rank do, replicas sharing an expert's tokens of every source evenly.
+    """Return the work of a batch on each rank if replicas share an expert's tokens of every source evenly.
 
     Args:
-        workload: [..., G, E] tokens by source rank and expert, or [..., E], as if each rank had the same.
+        workload: [..., G, E] tokens by source rank and expert, or [..., E], if all ranks have the same.
         hosts: bool[..., E, G], by `hosts_of`.
     """
     tokens = np.asarray(workload, np.float64)
@@ -159,7 +159,7 @@ def placed_work(
 
 
 def by_source(workload: ArrayLike, topology: Topology) -> Floats:
-    """float[L, G, E] of a workload as `director_placement` takes it; ValueError if it is none."""
+    """Return a workload of `director_placement` as float[L, G, E]; raise ValueError if it is invalid."""
     tokens = np.asarray(workload, np.float64)
     if tokens.ndim == 2:
         tokens = np.repeat(tokens[:, None] / topology.ranks, topology.ranks, axis=1)
@@ -174,7 +174,7 @@ def by_source(workload: ArrayLike, topology: Topology) -> Floats:
 
 
 def prices(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> tuple[Floats, Floats]:
-    """token_s[L, E, G], an expert's tokens wholly on the rank, and active_s[L, E], its weights read."""
+    """Return token_s[L, E, G], for all tokens on the rank, and active_s[L, E], for reading the weights."""
     everyone = tokens.sum(axis=1)
     node = np.stack(
         [tokens[:, topology.node_of == n].sum(axis=1) for n in range(topology.nodes)], axis=2
@@ -199,11 +199,11 @@ class _Relaxed:
 
 
 def _relaxed(price: Floats, topology: Topology, slots: int) -> _Relaxed:
-    """The LP (6) of each layer over columns of ranks.
+    """Solve the LP (6) of each layer over columns of ranks.
 
-    All ranks are one column where they are alike. A rank is a column where that is small. Else a node is one:
-    its ranks share the work at the price of the cheapest, so that the optimum still bounds every placement
-    from below.
+    If all ranks are alike, they are one column. In a small LP each rank is a column. Else each node is one:
+    its ranks share the work at the cheapest rank's price, so that the optimum is still a lower bound of every
+    placement.
     """
     ranks = topology.ranks
     if np.allclose(price, price[:, :, :1], rtol=1e-9, atol=0):
@@ -219,7 +219,7 @@ def _relaxed(price: Floats, topology: Topology, slots: int) -> _Relaxed:
 
 
 def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
-    """The LP of one layer: least largest column, s, and x[E, N], the share of each expert.
+    """Solve the LP of one layer; return the largest column's time, s, and x[E, N], the share of each expert.
 
     Args:
         price: [E, N].
@@ -244,16 +244,16 @@ def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
         bounds=(0, None),
         method="highs",
     )
-    if found.x is None:  # not reached: even shares satisfy every constraint
+    if found.x is None:  # unreachable: even shares satisfy every constraint
         raise RuntimeError(f"the placement LP has no solution: {found.message}")
     return float(found.fun) * scale, found.x[:n].reshape(experts, columns)
 
 
 def _slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> Floats:
-    """float[L]: no placement is faster, because replicas are whole.
+    """Return float[L], a lower bound because replicas are whole.
 
-    Experts that must be split need slots: the least time in which they find enough, by bisection. Where
-    no slot is to spare, the rank of the dearest expert has others besides.
+    Experts that must be split need slots: the bound is the least time with enough of them, by bisection.
+    Without spare slots, the rank of the most expensive expert also holds others.
     """
     if ranks * slots == token_s.shape[1]:
         whole = np.sort(token_s + active_s, axis=1)
@@ -271,7 +271,7 @@ def _slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> F
 
 
 def _quota(relaxed: _Relaxed, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """int[n, E, N], replicas by column of ranks, of the layers `at`; None where all ranks are alike."""
+    """Return int[n, E, N], replicas by column of ranks, of the layers `at`; None if all ranks are alike."""
     width = np.bincount(relaxed.column)
     if len(width) == 1 or not len(at):
         return None
@@ -288,21 +288,21 @@ def _quota(relaxed: _Relaxed, at: Ints, copies: Ints, slots: int, seed: int) -> 
 def round_in_polytope(
     replicas: Floats, price: Floats, room: Ints, budget_s: float, rng: np.random.Generator
 ) -> Ints:
-    """Iterative rounding by a random walk (section VI-C): fractional replicas by column become whole.
+    """Round fractional replicas by column iteratively, by a random walk (section VI-C).
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
     column's slots, the budget) until a variable becomes whole or another constraint tight; which of the two
-    ways is drawn so that the expected change is none. Where no direction is left, the budget of the column
+    ways is drawn so that the expected change is none. If no direction is left, the budget of the column
     with the fewest fractional variables is dropped, as in iterative relaxation.
 
     Args:
         replicas: [E, N], whole row sums.
         price: [E, N] of one replica, s.
-        room: [N] slots; a column that is beyond them gets no fuller.
+        room: [N] slots; a column that exceeds them gets no fuller.
         budget_s: of each column.
 
     Returns:
-        int[E, N] with the same row sums; column sums within `room`, or rounded where they were beyond.
+        int[E, N] with the same row sums; column sums within `room`, or rounded if they exceeded it.
     """
     whole = np.floor(replicas + 1e-7)
     part = np.clip(replicas - whole, 0, 1)
@@ -322,10 +322,10 @@ def round_in_polytope(
         rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
         direction = _null_vector(rows, rng)
         if direction is None:
-            if not tight.any():  # a fraction alone in its row: a rounding error
+            if not tight.any():  # a single fraction in its row: a rounding error
                 break
             budgets = np.flatnonzero(tight[columns:])
-            # Experts and slots alone have whole vertices; slots give way last, to rounding errors only.
+            # Experts and slots alone have whole vertices; slots are relaxed last, only by rounding errors.
             row = (
                 columns + min(budgets, key=lambda n: of_column[n, free].sum())
                 if len(budgets)
@@ -346,7 +346,7 @@ def round_in_polytope(
 
 
 def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
-    """A random unit vector that all rows are orthogonal to; None if there is none."""
+    """Return a random unit vector orthogonal to all rows; None if there is none."""
     _, size, basis = np.linalg.svd(rows)
     free = basis[int((size > 1e-9 * max(1.0, size.max(initial=0.0))).sum()) :]
     if not len(free):
@@ -356,7 +356,7 @@ def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
 
 
 def _reach(x: Floats, slack: Floats, limits: Floats, kept: NDArray[np.bool_], step: Floats) -> float:
-    """How far x can go along the step within [0, 1] and the limits that are kept."""
+    """Return how far x can go along the step within [0, 1] and the kept limits."""
     with np.errstate(divide="ignore", invalid="ignore"):
         to_bound = np.where(step > 1e-12, (1 - x) / step, np.where(step < -1e-12, -x / step, np.inf))
         grows = limits @ step
@@ -365,7 +365,7 @@ def _reach(x: Floats, slack: Floats, limits: Floats, kept: NDArray[np.bool_], st
 
 
 def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
-    """int[L, G, C] of a placement; a second replica on a rank leaves its slot empty."""
+    """Return int[L, G, C] of a placement; a second replica on a rank becomes an empty slot."""
     layers, ranks, experts = tokens.shape
     placement = np.asarray(start)
     if placement.shape != (layers, ranks * slots):
@@ -378,7 +378,7 @@ def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
 
 
 def _kept(slots: Ints, copies: Ints, price: Floats) -> Ints:
-    """The slots without replicas beyond `copies`; dearest ranks give theirs up first."""
+    """Remove replicas beyond `copies` from the slots, first on the most expensive ranks."""
     kept = slots.copy()
     experts = copies.shape[1]
     surplus = copies_of(kept, experts) - copies
@@ -391,7 +391,7 @@ def _kept(slots: Ints, copies: Ints, price: Floats) -> Ints:
 
 
 def full_slots(slots: Ints, experts: int) -> Ints:
-    """Empty slots repeat an expert of their rank, one with no other rank if there is one: no token moves.
+    """Fill empty slots with an expert of their rank, if possible one with no other rank, so no token moves.
 
     Every rank of `slots` [L, G, C] holds an expert.
     """
@@ -405,6 +405,6 @@ def full_slots(slots: Ints, experts: int) -> Ints:
     return slots
 
 
-def _above(value: Floats, bound: Floats) -> float:
+def _relative_excess(value: Floats, bound: Floats) -> float:
     total = float(bound.sum())
     return float(value.sum()) / total - 1 if total else 0.0

@@ -12,15 +12,15 @@ Ints = NDArray[np.int64]
 
 
 def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: int, ranks: int) -> Ints:
-    """Token-balanced replication and packing, as EPLB's: hierarchical where groups divide among nodes.
+    """Replicate and pack experts by tokens, as EPLB does: hierarchically if groups divide among nodes.
 
     Groups of experts are packed onto nodes, the busiest experts of a node replicated until its slots
     are full, and the replicas packed onto the node's ranks.
 
     Args:
         load: [L, E] tokens of each expert.
-        num_physical: slots in all, P.
-        groups, nodes, ranks: expert groups, nodes and ranks (GPUs) in all.
+        num_physical: total slots, P.
+        groups, nodes, ranks: total expert groups, nodes and ranks (GPUs).
 
     Returns:
         int[L, P].
@@ -46,7 +46,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
 
 
 def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
-    """ELDR's placement for one decode worker (paper, section 5): no replicas, equal numbers a rank.
+    """Return ELDR's placement for one decode worker (paper, section 5): no replicas, equal numbers a rank.
 
     The next most active expert goes to the rank with the least expected activation that has a slot.
 
@@ -70,7 +70,7 @@ def _activity(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def _packed(weight: NDArray[np.float64], packs: int) -> list[Ints]:
-    """Items of each pack, equally many, heaviest first to the lightest pack with room."""
+    """Return the items of each pack, equally many, heaviest first to the lightest pack with room."""
     room = len(weight) // packs
     chosen: list[list[int]] = [[] for _ in range(packs)]
     total = [0.0] * packs
@@ -82,7 +82,7 @@ def _packed(weight: NDArray[np.float64], packs: int) -> list[Ints]:
 
 
 def _replicated(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
-    """(expert of each slot, replicas of each expert): spare slots go to the highest load a replica."""
+    """Return (expert of each slot, replicas of each expert): spare slots go to the highest load a replica."""
     count = np.ones(len(weight), np.int64)
     experts = list(range(len(weight)))
     for _ in range(slots - len(weight)):

@@ -1,6 +1,6 @@
-"""What a placement makes of observed routes: batches of tokens, served by a rule, as `LayerWork`.
+"""Evaluate a placement on observed routes: batches of tokens, served by a rule, as `LayerWork`.
 
-A batch is one decode step of a data-parallel engine: its tokens are at home on the ranks in equal blocks.
+A batch is one decode step of a data-parallel engine: its tokens are on the ranks in equal blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Rule = Callable[[int, Ints, Ints, Bools], Ints]
 
 
 def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches: int, *, seed: int) -> Ints:
-    """Decode steps of `tokens` requests each: a random step of each of as many random requests.
+    """Draw decode steps of `tokens` requests each: a random step of each of as many random requests.
 
     Args:
-        requests: those of the trace to draw from, with replacement.
+        requests: indices of the trace's requests to draw from, with replacement.
 
     Returns:
         int[batches, tokens, L, k].
 
     Raises:
-        ValueError: the trace holds no routes, or these requests have no decode step.
+        ValueError: the trace has no routes, or these requests have no decode step.
     """
     rng = np.random.default_rng(seed)
     chosen = requests[trace.decode_steps[requests] > 0]
@@ -42,7 +42,7 @@ def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches
 
 
 def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
-    """What vLLM's EPLB does: the tokens of an expert take its replicas in turn."""
+    """Serve as vLLM's EPLB does: the tokens of an expert use its replicas in turn."""
     replicas = hosts.sum(axis=1)
     ordered = np.argsort(~hosts, axis=1, kind="stable")  # hosts first
     turn = np.arange(len(experts))[:, None] % replicas[experts]
@@ -51,7 +51,7 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
 
 
 def metro_rule(hosts: ArrayLike) -> Rule:
-    """METRO's on hosts bool[L, E, G]: all tokens of an expert go to one replica, chosen for each batch."""
+    """Return METRO's rule for hosts bool[L, E, G]: in each batch all tokens of an expert use one replica."""
     plans = [MetroPlan.of(layer) for layer in np.asarray(hosts, bool)]
     return lambda layer, experts, source, held: plans[layer].route(
         np.bincount(experts.reshape(-1), minlength=len(held))
@@ -59,7 +59,7 @@ def metro_rule(hosts: ArrayLike) -> Rule:
 
 
 def served(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:
-    """int[B, T, L, k], the rank that serves each pair of batches [B, T, L, k] by the rule.
+    """Return int[B, T, L, k], the rank that serves each pair of batches [B, T, L, k] by the rule.
 
     Args:
         hosts: bool[L, E, G].
@@ -73,17 +73,17 @@ def served(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> I
 
 
 def home_ranks(tokens: int, topology: Topology) -> Ints:
-    """int[T], the rank of each token of a batch before the layer: equal blocks."""
+    """Return int[T], the rank of each token of a batch before the layer: equal blocks."""
     return np.arange(tokens) * topology.ranks // tokens
 
 
 def work_of(
     batches: Ints, ranks: Ints, topology: Topology, *, num_experts: int, token_bytes: float = 1.0
 ) -> LayerWork:
-    """The work of each batch in each layer, [B, L, G], with the ranks of `served`.
+    """Return the work of each batch in each layer, [B, L, G], with the ranks of `served`.
 
     Args:
-        token_bytes: of a hidden state; 1 counts copies of tokens.
+        token_bytes: bytes of a hidden state; 1 counts copies of tokens.
     """
     source = home_ranks(batches.shape[1], topology)
     work = [
@@ -105,9 +105,9 @@ def work_of(
 
 
 def forwarded_copies(ranks: Ints, topology: Topology) -> tuple[float, float]:
-    """(near, far) copies a token and layer if another node gets a token once and hands it on within.
+    """Return (near, far) copies a token and layer if a token is sent once to another node, then within it.
 
-    GRACE-MoE's dispatch (section 5.1); `work_of` counts one copy to every rank, wherever it is.
+    This is GRACE-MoE's dispatch (section 5.1); `work_of` counts one copy to every rank on any node.
     """
     shape = ranks.shape[:3]
     visited = np.zeros((*shape, topology.ranks), bool)
@@ -116,7 +116,7 @@ def forwarded_copies(ranks: Ints, topology: Topology) -> tuple[float, float]:
     by_node = visited.reshape(*shape, topology.nodes, -1)
     other = topology.node_of[home][:, None] != np.arange(topology.nodes)  # [T, nodes]
     away = by_node.any(axis=-1) & other[:, None, :]
-    at_home = visited[:, np.arange(shape[1]), :, home]  # [T, B, L]: the copy that nobody sends
+    at_home = visited[:, np.arange(shape[1]), :, home]  # [T, B, L]: the copy that is not sent
     near = visited.sum() - at_home.sum() - away.sum()
     return float(near / np.prod(shape)), float(away.sum() / np.prod(shape))
 
@@ -130,14 +130,14 @@ def evaluate(
     token_bytes: float = 1.0,
     cost: LayerCost | None = None,
 ) -> dict[str, float]:
-    """Means over batches [B, T, L, k] and layers, where experts are on `hosts` bool[L, E, G].
+    """Return means over batches [B, T, L, k] and layers if experts are on `hosts` bool[L, E, G].
 
     Keys: `experts_worst_rank` and `experts_mean_rank`, activated expert replicas; `token_skew`, pairs of
-    token and expert on the busiest rank over the mean; `idle_pct`, share of the ranks' time that passes in
-    waiting if time follows pairs; `load_std_pct`, standard deviation over ranks of all batches' pairs, of
-    their mean; `near_copies` and `far_copies`, of hidden states to other ranks of the node and to other
-    nodes, a token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`; with a
-    cost `layer_us`.
+    token and expert on the busiest rank over the mean; `idle_pct`, share of the ranks' time spent waiting if
+    time is proportional to pairs; `load_std_pct`, standard deviation over ranks of all batches' pairs,
+    relative to their mean; `near_copies` and `far_copies`, of hidden states to other ranks of the node and to
+    other nodes, a token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`; with
+    a cost `layer_us`.
     """
     held = np.asarray(hosts, bool)
     ranks = served(batches, held, topology, rule)

@@ -1,6 +1,6 @@
-"""Which experts a pending batch will use (DIRECTOR, section V-A), by ELDR's prefill signature.
+"""Predict which experts a pending batch will use (DIRECTOR, section V-A), from ELDR's prefill signature.
 
-Where prefill and decode are apart the forecast is free: prefill has counted the experts already.
+With separate prefill and decode the forecast is free: prefill has already counted the experts.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ Floats = NDArray[np.float64]
 
 
 def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) -> Floats:
-    """float[L, E]: tokens that each expert is expected to get while a batch of N requests decodes.
+    """Return float[L, E], the tokens that each expert is expected to get while N requests decode.
 
-    A request is taken to use its experts in decode as often, a token, as in its prompt.
+    A request is assumed to use its experts as often a token in decode as in its prompt.
 
     Args:
         counts: [N, L, E] prompt tokens of each expert, counted or predicted.
         tokens: [N] prompt tokens, 1 or more.
-        steps: [N] decode steps expected, or one number.
+        steps: [N] expected decode steps, or one number.
 
     Raises:
-        ValueError: shapes that do not agree, or a prompt without tokens.
+        ValueError: shapes that do not match, or a prompt without tokens.
     """
     seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
     if seen.ndim != 3 or length.shape != seen.shape[:1]:
-        raise ValueError(f"counts of shape {seen.shape} do not go with {length.shape} prompt lengths")
+        raise ValueError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
     if not (length > 0).all():
         raise ValueError("a prompt has no tokens")
     weight = np.divide(steps, length, dtype=np.float64)
@@ -37,11 +37,11 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
 def decode_correction(
     prefill_counts: ArrayLike, prompt_tokens: ArrayLike, decode_counts: ArrayLike, decode_steps: ArrayLike
 ) -> Floats:
-    """float[L, E]: how much more often a decode step uses each expert than a prompt token, by past requests.
+    """Return float[L, E], an expert's use by a decode step over that by a prompt token in past requests.
 
-    Prompts have tokens that answers lack (the first one, the chat template's), so their counts mislead in the
-    same direction for every request; `counts * decode_correction(...)` does not. A tenth of a mean expert's
-    use is added to both sides, so that rare experts stay as they are.
+    Prompts have tokens that answers lack (the first one, the chat template's), so their counts have the same
+    bias for every request; `counts * decode_correction(...)` has not. A tenth of a mean expert's use is added
+    to both sides, so that rare experts are unchanged.
 
     Args:
         prefill_counts, decode_counts: [N, L, E] of past requests.

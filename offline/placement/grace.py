@@ -1,4 +1,4 @@
-"""GRACE-MoE's placement in the form that engines load: equally many slots a rank."""
+"""GRACE-MoE's placement in the form that engines load: an equal number of slots a rank."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def grace_placement(
     ratio: float | None = None,
     seed: int = 0,
 ) -> tuple[Ints, dict[str, Any]]:
-    """Hierarchical groups, replicas of what overloads the heaviest, spare slots by load (sections 4.1, 4.2).
+    """Place hierarchical groups, replicas of overloaded experts, and spare slots by load (4.1, 4.2).
 
-    The paper's ranks hold unequally many experts; an engine's hold the same number of slots. So a group is
-    at most as large as a rank's slots, a replica needs a free one, and what is left is filled with the
-    experts of most load a copy (`fill_slots`). Without redundant slots groups are uniform.
+    The paper's ranks hold different numbers of experts; an engine's ranks have equally many slots. So a group
+    is at most as large as a rank's slots, a replica needs a free one, and the remaining slots get the experts
+    with most load a copy (`fill_slots`). Without redundant slots groups are uniform.
 
     Args:
-        affinity: [L, E, E], of `co_activation`.
-        load: [L, E], of `expert_load`.
-        num_physical: slots in all, P.
+        affinity: [L, E, E], from `co_activation`.
+        load: [L, E], from `expert_load`.
+        num_physical: total slots, P.
         ratio: non-uniformity within a node; None: at the knee of U over S, over all layers and nodes.
 
     Returns:
@@ -47,12 +47,12 @@ def grace_placement(
         before replicas, replicas by skew and by filling (means a layer).
 
     Raises:
-        ValueError: shapes that do not agree, or slots that cannot hold the experts.
+        ValueError: shapes that do not match, or slots that cannot hold the experts.
     """
     together, tokens = np.asarray(affinity, np.float64), np.asarray(load, np.float64)
     layers, experts = tokens.shape
     if together.shape != (layers, experts, experts):
-        raise ValueError(f"affinity of shape {together.shape} does not go with load of shape {tokens.shape}")
+        raise ValueError(f"affinity of shape {together.shape} does not match load of shape {tokens.shape}")
     capacity = slots_a_rank(experts, num_physical, topology.ranks)
     if ratio is None:
         ratio = knee_ratio(together, topology, capacity=capacity, seed=seed)
@@ -75,7 +75,7 @@ def grace_placement(
 def knee_ratio(
     affinity: NDArray[np.float64], topology: Topology, *, capacity: int | None = None, seed: int = 0
 ) -> float:
-    """The non-uniformity ratio at the knee of U over S (Eq. 1), over all layers and nodes."""
+    """Return the non-uniformity ratio at the knee of U over S (Eq. 1), over all layers and nodes."""
     inner = [
         matrix[np.ix_(members, members)]
         for matrix in affinity
@@ -86,7 +86,7 @@ def knee_ratio(
 
 
 def slots_a_rank(num_experts: int, num_physical: int, ranks: int) -> int:
-    """P / G.
+    """Return P / G.
 
     Raises:
         ValueError: slots that do not divide by the ranks, fewer than experts, or more a rank than experts.

@@ -20,15 +20,15 @@ RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
 def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
-    """Fully non-uniform: sizes are what affinity makes them.
+    """Group experts fully non-uniformly: affinity determines the sizes.
 
-    Labels by pivoted QR rather than k-means: on observed routes of GPT-OSS-20B and of the demo model the
-    traffic is within 4 % of k-means', the load a tenth to a quarter less skewed, in a third of the time.
+    Labels are assigned by pivoted QR, not k-means: on observed routes of GPT-OSS-20B and of the demo model
+    the traffic is within 4 % of k-means', the load a tenth to a quarter less skewed, in a third of the time.
     """
     n = len(affinity)
     if groups >= n or groups == 1:
         return np.arange(n) % groups
-    # The graph must hang together for the embedding, also where an expert was never seen.
+    # The embedding needs a connected graph, also if an expert was never seen.
     connected = affinity + 1e-6 * max(float(affinity.mean()), 1e-6)
     clustering = SpectralClustering(
         groups, affinity="precomputed", assign_labels="cluster_qr", random_state=seed
@@ -38,11 +38,11 @@ def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
 
 
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
-    """The initial grouping with from `low` to `high` experts a group (Algorithm 2).
+    """Move experts until each group has `low` to `high` of them (Algorithm 2).
 
-    What a group has too much of, its weakest members, goes where it adds most affinity, and what a group
-    lacks comes from the others' weakest. (The algorithm compares the groups' totals after the addition,
-    which favours those that are large already; what is gained is the addition.)
+    The weakest members of a group that is too large go where they add most affinity; a group that is too
+    small gets the weakest of the others. (The algorithm compares the groups' totals after the addition, which
+    favours groups that are already large; the gain is the addition.)
 
     Raises:
         ValueError: bounds that no grouping of n experts meets.
@@ -75,7 +75,7 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
 
 
 def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) -> tuple[int, int]:
-    """The fewest and most experts of a group at non-uniformity `ratio`: E - d to E + d, d = E * ratio.
+    """Return the bounds of a group's size at non-uniformity `ratio`: E - d to E + d, d = E * ratio.
 
     Ratio 0 is uniform. No group exceeds `capacity`.
 
@@ -91,7 +91,7 @@ def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) 
 
 
 def utilisation(affinity: Floats, label: Ints, groups: int) -> tuple[float, float]:
-    """(U, S) of Eq. 1: share of affinity within groups; standard deviation of their sizes from n / D."""
+    """Return (U, S) of Eq. 1: share of affinity within groups; standard deviation of their sizes."""
     within = float(affinity[label[:, None] == label[None, :]].sum())
     size = np.bincount(label, minlength=groups)
     return within / max(float(affinity.sum()), 1e-12), float(size.std())
@@ -105,7 +105,7 @@ def ratio_curve(
     capacity: int | None = None,
     seed: int = 0,
 ) -> Floats:
-    """float[len(ratios), 2]: (U, S) at each non-uniformity ratio, mean over the layers' affinities."""
+    """Return float[len(ratios), 2]: (U, S) at each non-uniformity ratio, mean over the layers' affinities."""
     curve = []
     initial = [spectral_groups(affinity, groups, seed=seed) for affinity in affinities]
     for ratio in ratios:
@@ -118,7 +118,7 @@ def ratio_curve(
 
 
 def knee(curve: Floats) -> int:
-    """Index of the point of U over S furthest above the line between the ends; 0 for a flat curve."""
+    """Return the index of the point of U over S furthest above the line between the ends; 0 if flat."""
     spread = np.ptp(curve, axis=0)
     if not spread.all():
         return 0
@@ -129,11 +129,11 @@ def knee(curve: Floats) -> int:
 def hierarchical_groups(
     affinity: Floats, topology: Topology, *, ratio: float, capacity: int | None = None, seed: int = 0
 ) -> Ints:
-    """int[n], the rank of each expert: fully non-uniform across nodes, controlled within.
+    """Return int[n], the rank of each expert: fully non-uniform across nodes, controlled within.
 
     Args:
         ratio: non-uniformity within a node.
-        capacity: most experts a rank; None: any number.
+        capacity: maximum experts a rank; None: any number.
 
     Raises:
         ValueError: fewer experts than ranks, or more than their capacity.
@@ -152,7 +152,7 @@ def hierarchical_groups(
 def node_groups(
     affinity: Floats, topology: Topology, *, capacity: int | None = None, seed: int = 0
 ) -> list[Ints]:
-    """The experts of each node: fully non-uniform but for one expert a rank at least, `capacity` at most."""
+    """Return the experts of each node: non-uniform, but with one to `capacity` experts a rank."""
     n, each = len(affinity), topology.ranks // topology.nodes
     initial = spectral_groups(affinity, topology.nodes, seed=seed)
     most = n if capacity is None else each * capacity

@@ -1,7 +1,7 @@
-"""Which replica serves each pair of a token and an expert: by weights, or the nearest (GRACE-MoE, 4.3).
+"""Choose the replica for each pair of a token and an expert: by weights, or the nearest (GRACE-MoE, 4.3).
 
 For one layer: `experts` int[T, k], `source` int[T] home rank of each token, `hosts` bool[E, G], `weights`
-float[G] more than 0. Both return int[T, k], the rank that serves each pair.
+float[G] more than 0. Both functions return int[T, k], the rank that serves each pair.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Bools = NDArray[np.bool_]
 
 
 def polling_weights(load: ArrayLike, hosts: ArrayLike) -> Floats:
-    """float[..., G]: one over each rank's predicted load, an expert's load split evenly over its replicas.
+    """Return float[..., G]: the inverse of each rank's predicted load; replicas share a load evenly.
 
-    Eq. 3 for any number of replicated experts, with W_p = W_r / (1 + n), the share of what is
-    replicated, as the text around it says; the formula in the paper divides W_max.
+    This is Eq. 3 for any number of replicated experts, with W_p = W_r / (1 + n), the share of the replicated
+    load, as the paper's text says; its formula divides W_max.
     """
     held = np.asarray(hosts, bool)
     share = np.asarray(load, np.float64) / np.maximum(held.sum(axis=-1), 1)
@@ -31,14 +31,14 @@ def polling_weights(load: ArrayLike, hosts: ArrayLike) -> Floats:
 
 
 def route_weighted(experts: Ints, hosts: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
-    """Weighted random choice among all replicas (Algorithm 3)."""
+    """Choose randomly among all replicas by weight (Algorithm 3)."""
     return _drawn(hosts[experts], weights, rng)
 
 
 def route_local(
     experts: Ints, source: Ints, hosts: Bools, weights: Floats, topology: Topology, rng: np.random.Generator
 ) -> Ints:
-    """The replica on the token's rank, else by weights one on its node, else anywhere (Algorithm 4)."""
+    """Choose a replica on the token's rank, else by weights one on its node, else any (Algorithm 4)."""
     held = hosts[experts]  # [T, k, G]
     node = topology.node_of
     for near in (source[:, None] == np.arange(topology.ranks), node[source][:, None] == node):
@@ -48,13 +48,13 @@ def route_local(
 
 
 def weighted_rule(load: ArrayLike, hosts: ArrayLike, *, seed: int = 0) -> Rule:
-    """`route_weighted` with the polling weights of load [L, E] on hosts [L, E, G]."""
+    """Return the rule `route_weighted` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
     return lambda layer, experts, source, held: route_weighted(experts, held, weights[layer], rng)
 
 
 def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: int = 0) -> Rule:
-    """`route_local` with the same."""
+    """Return the rule `route_local` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
     return lambda layer, experts, source, held: route_local(
         experts, source, held, weights[layer], topology, rng
@@ -62,8 +62,8 @@ def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: i
 
 
 def _drawn(candidates: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
-    """One of the candidates [T, k, G] of each pair, in proportion to the ranks' weights."""
-    # Of exponential waiting times the shortest is each rank's in proportion to its weight.
+    """Draw one of the candidates [T, k, G] of each pair, in proportion to the ranks' weights."""
+    # The shortest of exponential waiting times is each rank's in proportion to its weight.
     race = rng.exponential(size=candidates.shape) / weights
     ranks: Ints = np.where(candidates, race, np.inf).argmin(axis=2)
     return ranks

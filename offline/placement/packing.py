@@ -1,7 +1,7 @@
-"""Expert replicas in the slots of ranks, so that the slowest rank is as fast as can be; all layers at once.
+"""Pack expert replicas into the slots of ranks so that the slowest rank is fast; all layers at once.
 
 Arrays: L layers, E experts, G ranks, C slots a rank. Slots are int[L, G, C]; the id E marks an empty
-slot. A price list is float[L, E + 1, G]: what one replica costs each rank, s; the last row is zero.
+slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Floats = NDArray[np.float64]
 
 
 def priced(token_s: Floats, active_s: Floats, copies: Ints) -> Floats:
-    """The price list of replicas that share an expert's tokens evenly.
+    """Return the price list of replicas that share an expert's tokens evenly.
 
     Args:
-        token_s: [L, E, G] the expert's whole work on the rank, s.
-        active_s: [L, E] what each replica costs whatever its share, s.
+        token_s: [L, E, G] all work of the expert on the rank, s.
+        active_s: [L, E] cost of each replica independent of its share, s.
         copies: [L, E] replicas.
     """
     price = np.zeros((token_s.shape[0], token_s.shape[1] + 1, token_s.shape[2]))
@@ -27,20 +27,20 @@ def priced(token_s: Floats, active_s: Floats, copies: Ints) -> Floats:
 
 
 def rank_s(slots: Ints, price: Floats) -> Floats:
-    """float[L, G], what each rank's replicas cost together."""
+    """Return float[L, G], the total cost of each rank's replicas."""
     layer, rank = np.ogrid[: slots.shape[0], : slots.shape[1]]
     total: Floats = price[layer[..., None], slots, rank[..., None]].sum(axis=2)
     return total
 
 
 def copies_of(slots: Ints, experts: int) -> Ints:
-    """int[L, E] replicas of each expert."""
+    """Return int[L, E], the replicas of each expert."""
     copies: Ints = held_by(slots, experts)[:, :-1].sum(axis=2)
     return copies
 
 
 def held_by(slots: Ints, experts: int) -> NDArray[np.bool_]:
-    """bool[L, E + 1, G]; the last row, of empty slots, is never held."""
+    """Return bool[L, E + 1, G]; the last row, of empty slots, is never held."""
     held = np.zeros((len(slots), experts + 1, slots.shape[1]), bool)
     layer, rank = np.ogrid[: slots.shape[0], : slots.shape[1]]
     held[layer[..., None], slots, rank[..., None]] = True
@@ -49,8 +49,10 @@ def held_by(slots: Ints, experts: int) -> NDArray[np.bool_]:
 
 
 def replicated(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Ints:
-    """int[L, E] replicas: each spare slot to the expert with the most work a replica, while that
-    exceeds `enough_s` [L] and a rank is left without it."""
+    """Return int[L, E] replicas: each spare slot goes to the expert with the most work a replica.
+
+    An expert gets none if that work is at most `enough_s` [L], or if every rank has it.
+    """
     copies = np.ones(token_s.shape, np.int64)
     layer = np.arange(len(token_s))
     for _ in range(spare):
@@ -61,12 +63,12 @@ def replicated(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Int
 
 
 def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column: Ints) -> Ints:
-    """Fill empty slots with the replicas that are missing, heaviest first, each where it ends earliest.
+    """Fill empty slots with the missing replicas, heaviest first, each on the rank with the least total.
 
     Args:
-        slots: as they are; nothing that is there moves.
-        copies: [L, E] replicas wanted in all; one that finds no rank without its like is left out.
-        quota: [L, E, N] replicas that each column of ranks should take; None: wherever.
+        slots: present slots; their replicas do not move.
+        copies: [L, E] wanted replicas; one that every rank with room already holds is omitted.
+        quota: [L, E, N] replicas wanted in each column of ranks; None: anywhere.
         column: [G] column of each rank.
     """
     slots = slots.copy()
@@ -78,14 +80,14 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
     left = None
     if quota is not None:
         left = quota - np.stack([held[:, :-1, column == n].sum(2) for n in range(quota.shape[2])], axis=2)
-    # The first replica of an expert must find a slot: before the second of any. Then the heaviest.
+    # The first replica of each expert must find a slot before the second of any. Then the heaviest.
     first = held[:, :-1].sum(axis=2) == 0
     weight = price[:, :-1].mean(axis=2)
     layer = np.arange(size)
     reserved = first.sum(axis=1)
     for _ in range(int(missing.sum(axis=1).max(initial=0))):
         open_ = missing > 0
-        # Slots that are needed for experts which have none yet are not given to second replicas.
+        # Reserve slots for experts without a replica.
         open_ &= first | (room.sum(axis=1) > reserved)[:, None]
         item = np.where(open_, weight, -1.0).argmax(axis=1)
         wanted = open_[layer, item]
@@ -109,8 +111,11 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
 
 
 def improved(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
-    """Local search: the slowest rank swaps a slot with another's, whichever swap leaves the slower of the
-    two the fastest, until it is at `enough_s` [L] or no swap helps. An empty slot swaps like any other."""
+    """Improve by local search: the slowest rank swaps a slot with another rank.
+
+    Each swap is the one after which the slower of the two is fastest, until the layer reaches `enough_s` [L]
+    or no swap helps. An empty slot swaps like any other.
+    """
     slots = slots.copy()
     experts = price.shape[1] - 1
     ranks, room = slots.shape[1:]
@@ -146,8 +151,10 @@ def improved(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
 
 
 def rereplicated(slots: Ints, token_s: Floats, active_s: Floats, enough_s: float) -> Ints:
-    """Local search in one layer over who has replicas: a slot of a spare replica, or an empty one, goes to an
-    expert of the slowest rank, or is left empty, whichever leaves the slowest rank the fastest.
+    """Improve the replicas of one layer by local search.
+
+    A slot of a spare replica, or an empty one, goes to an expert of the slowest rank, or is left empty,
+    whichever makes the slowest rank fastest.
 
     Args:
         slots: [G, C]; token_s [E, G], active_s [E] as in `priced`.

@@ -14,18 +14,18 @@ Bools = NDArray[np.bool_]
 
 
 def load_skew(load: Floats, primary: Ints, ranks: int) -> float:
-    """rho: load of the heaviest rank over the mean; 1 if there is no load."""
+    """Return rho, the load of the heaviest rank over the mean; 1 if there is no load."""
     by_rank = np.bincount(primary, load, minlength=ranks)
     return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
 
 
 def num_replicas(skew: float, ranks: int) -> int:
-    """Replicas of a hot expert beside its first copy (Eq. 2)."""
+    """Return the number of replicas of a hot expert beside its first copy (Eq. 2)."""
     return min(max(1, int(skew)), ranks - 1)
 
 
 def hot_experts(load: Floats, members: Ints, replicas: int) -> Ints:
-    """The busiest of a group that together have more than replicas / (1 + replicas) of its load."""
+    """Return the busiest experts of a group that have more than replicas / (1 + replicas) of its load."""
     ordered = members[np.argsort(-load[members], kind="stable")]
     enough = load[members].sum() * replicas / (1 + replicas)
     return ordered[: 1 + int(np.searchsorted(np.cumsum(load[ordered]), enough, side="right"))]
@@ -34,11 +34,11 @@ def hot_experts(load: Floats, members: Ints, replicas: int) -> Ints:
 def with_replicas(
     load: Floats, primary: Ints, ranks: int, *, replicas: int | None = None, capacity: int | None = None
 ) -> Bools:
-    """bool[E, G]: the first copies, and those of the heaviest rank's hot experts on the lightest ranks.
+    """Return bool[E, G], the first copies and those of the heaviest rank's hot experts on the lightest ranks.
 
     Args:
         replicas: copies of each; None: by the load skew (Eq. 2). The paper's fixed count is 1.
-        capacity: most experts a rank; the hottest come first. None: any number.
+        capacity: maximum experts a rank; the hottest come first. None: any number.
     """
     hosts: Bools = primary[:, None] == np.arange(ranks)
     if ranks == 1:
@@ -57,10 +57,10 @@ def with_replicas(
 
 
 def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
-    """`hosts` with `capacity` experts on every rank: engines need equally many slots.
+    """Return `hosts` with `capacity` experts on every rank, since engines need equally many slots.
 
-    The rank with the least predicted load that has room takes the expert with the most load a copy that
-    it does not have; what balances tokens also puts a copy at home for more of them.
+    The rank with room and the least predicted load takes the expert with the most load a copy that it lacks.
+    This balances tokens, and also gives more of them a local copy.
 
     Raises:
         ValueError: more slots than experts, or a rank that holds more than its slots.

@@ -1,1 +1,1 @@
-"""Discrete-event simulation of decode workers; the policies are production's own."""
+"""Discrete-event simulation of decode workers with the policies of production."""

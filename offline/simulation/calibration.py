@@ -1,4 +1,4 @@
-"""A decode step's cost, fitted to real steps, as a file."""
+"""The cost of a decode step, fitted to real steps, as a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("requests", "kv_tokens", "experts", "seconds")
 
 
 class FittedCost(BaseModel):
-    """What was fitted, on how much, and how well it fits there."""
+    """A fitted cost, the number of its steps, and its error on them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,7 +30,7 @@ class FittedCost(BaseModel):
     source: str = Field(description="file and fingerprint of the steps, or where they were read from")
 
     def save(self, path: Path) -> None:
-        """Write the file whole, or not at all."""
+        """Write the file atomically."""
         write_whole(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
 
     @classmethod
@@ -38,23 +38,23 @@ class FittedCost(BaseModel):
         """Read a file.
 
         Raises:
-            SimulationError: it is no such file.
+            SimulationError: the file is not a fitted step cost.
         """
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            raise SimulationError(f"{path} is no fitted step cost: {where}: {first['msg']}") from error
+            raise SimulationError(f"{path} is not a fitted step cost: {where}: {first['msg']}") from error
 
 
 def fit_steps(path: Path) -> FittedCost:
     """Fit step records: JSON lines of {"requests", "kv_tokens", "experts", "seconds"}.
 
-    `experts` are summed over MoE layers. Steps that the machine interrupted hardly count (StepSums).
+    `experts` are summed over MoE layers. Steps that the machine interrupted get little weight (StepSums).
 
     Raises:
-        SimulationError: a line (named) is no step, or there are too few, or experts cost nothing.
+        SimulationError: a line (named) is not a step, there are too few, or experts cost nothing.
     """
     content = path.read_bytes()
     rows = []
@@ -71,7 +71,7 @@ def fit_steps(path: Path) -> FittedCost:
     sums = StepSums.of(*steps.T)
     fitted = sums.fit()
     if fitted is None:
-        raise SimulationError(f"{path}: {len(steps)} steps, from which no cost of an expert can be told")
+        raise SimulationError(f"{path}: {len(steps)} steps do not determine the cost of an expert")
     relative = np.abs(fitted.seconds(*steps.T[:3]) / steps[:, 3] - 1)
     return FittedCost(
         cost=fitted, steps=len(steps), rms_relative_error=sums.error(fitted),
@@ -81,10 +81,10 @@ def fit_steps(path: Path) -> FittedCost:
 
 
 def from_status(status: dict[str, Any], where: str) -> FittedCost:
-    """The cost that a running service has fitted to its decode engines' steps (`GET /eldr/status`).
+    """Return the cost that a running service has fitted to its decode engines' steps (`GET /eldr/status`).
 
     Raises:
-        SimulationError: it has not yet seen enough steps.
+        SimulationError: the service has not yet seen enough steps.
     """
     found = dict(status.get("step_cost") or {})
     try:

@@ -1,4 +1,4 @@
-"""What is simulated: prefill workers, the hand-over, decode workers, and what they cost."""
+"""The simulated deployment: prefill workers, hand-over, decode workers, and their costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Part(BaseModel):
 
 
 class Prefill(_Part):
-    """Prefill workers: each serves one prompt after the other."""
+    """Prefill workers, each of which serves one prompt after the other."""
 
     workers: int = Field(ge=1, description="prefill workers")
     fixed_s: Seconds = Field(default=0.0, description="every prompt, s")
@@ -24,14 +24,14 @@ class Prefill(_Part):
     cache_blocks: int = Field(default=0, ge=0, description="prefix blocks that a worker keeps")
     block_tokens: int = Field(default=512, ge=1, description="tokens of a prefix block")
     max_load_ratio: float = Field(
-        default=1.25, ge=1, description="a worker above this times the mean load loses its prefixes' prompts"
+        default=1.25, ge=1, description="above this times the mean load, a worker loses its prefixes' prompts"
     )
 
 
 class Whole(_Part):
-    """Workers that prefill too: a step computes a token of each answer, and prompts in what room is left."""
+    """Workers that also prefill: a step computes a token of each answer, then prompts."""
 
-    step_tokens: int = Field(default=2048, ge=2, description="tokens of a step at most; above max_batch")
+    step_tokens: int = Field(default=2048, ge=2, description="maximum tokens of a step; above max_batch")
     cache_blocks: int = Field(default=0, ge=0, description="prefix blocks that a worker keeps")
     block_tokens: int = Field(default=512, ge=1, description="tokens of a prefix block")
 
@@ -40,25 +40,25 @@ class Decode(_Part):
     """Decode workers with continuous batching."""
 
     workers: int = Field(ge=1, description="decode workers")
-    max_batch: int = Field(default=256, ge=1, description="requests that a worker runs at once; more queue")
+    max_batch: int = Field(default=256, ge=1, description="maximum running requests of a worker; more queue")
     kv_tokens: int | None = Field(
-        default=None, ge=1, description="KV tokens that a worker holds; None: any number"
+        default=None, ge=1, description="KV tokens that fit on a worker; None: any number"
     )
     recompute_per_token_s: Seconds = Field(
-        default=0.0, description="each token of a preempted request as it comes back, s"
+        default=0.0, description="each token of a preempted request when it resumes, s"
     )
     barrier: bool = Field(
-        default=False, description="all workers step together, as long as the slowest (data parallel)"
+        default=False, description="all workers step together with the slowest (data parallel)"
     )
     cost: StepCost = Field(default=StepCost(), description="time of a step, s: the sum of its terms")
-    whole: Whole | None = Field(default=None, description="None: prompts come prefilled")
+    whole: Whole | None = Field(default=None, description="None: prompts arrive prefilled")
 
     @model_validator(mode="after")
     def _whole_fits(self) -> Self:
         if self.whole is not None and self.whole.step_tokens <= self.max_batch:
-            raise ValueError("whole.step_tokens must be above max_batch, or prompts may wait for ever")
+            raise ValueError("whole.step_tokens must be above max_batch, or prompts may wait forever")
         if self.whole is not None and self.kv_tokens is not None:
-            raise ValueError("whole workers hold any number of KV tokens: leave kv_tokens out")
+            raise ValueError("whole workers hold any number of KV tokens: omit kv_tokens")
         return self
 
 
@@ -66,18 +66,18 @@ class Cluster(_Part):
     """A whole deployment."""
 
     decode: Decode
-    prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled as they arrive")
+    prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled at arrival")
     handoff_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
-    handoff_per_token_s: Seconds = Field(default=0.0, description="the same, each KV token, s")
+    handoff_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")
     queue_ttl_s: float | None = Field(
-        default=None, gt=0, description="a request leaves the decode queue after this, s; None: never"
+        default=None, gt=0, description="maximum wait in the decode queue, s; None: unlimited"
     )
     progress_s: float = Field(
-        default=0.25, gt=0, description="the policy hears of generated tokens this often, s"
+        default=0.25, gt=0, description="period of reports of generated tokens to the policy, s"
     )
 
     @model_validator(mode="after")
     def _prefill_once(self) -> Self:
         if self.prefill is not None and self.decode.whole is not None:
-            raise ValueError("whole workers prefill: leave prefill out")
+            raise ValueError("whole workers prefill: omit prefill")
         return self

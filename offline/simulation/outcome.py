@@ -1,4 +1,4 @@
-"""What became of simulated requests, and the figures that are read from it."""
+"""The results of simulated requests, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Outcome:
-    """By request (NaN or -1 where it expired), by step and by sample.
+    """Results by request (NaN or -1 if it expired), by step and by sample.
 
     Attributes:
         arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]; the last two are the ends of
@@ -24,12 +24,12 @@ class Outcome:
         worker: int64[N], decode worker.
         tokens: int64[N], output tokens.
         hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
-        preempted: how often a request had to leave a full worker.
+        preempted: number of preemptions by full workers.
         batch, experts, seconds, step_worker: one entry a decode step; experts summed over layers.
         imbalance, spread: one entry a sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
-        sample_s: when each was taken.
-        saving: what the shadow said, where there was one.
+        sample_s: time of each sample.
+        saving: the shadow's estimate, if there was a shadow.
     """
 
     arrival_s: Floats
@@ -52,30 +52,30 @@ class Outcome:
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        """bool[N]: not expired in the decode queue."""
+        """Return bool[N], false for requests that expired in the decode queue."""
         return self.worker >= 0
 
     @property
     def tpot_s(self) -> Floats:
-        """Time per output token after the first, of each request; NaN where there is but one token."""
+        """Return the time per output token after the first, of each request; NaN for a single token."""
         gaps = np.where(self.tokens > 1, self.tokens - 1, np.nan)
         return np.asarray((self.last_s - self.first_s) / gaps)
 
     @property
     def ttft_s(self) -> Floats:
-        """Arrival to the end of the first decode step, of each request."""
+        """Return the time from arrival to the end of the first decode step, of each request."""
         return self.first_s - self.arrival_s
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens of finished requests, from the first arrival to the last token."""
+        """Return the rate of finished requests' tokens from the first arrival to the last token."""
         done = self.finished
         if not done.any():
             return 0.0
         return float(self.tokens[done].sum() / (self.last_s[done].max() - self.arrival_s.min()))
 
     def steady(self, values: Floats) -> Floats:
-        """Those samples that were taken in the middle: after a tenth of the arrivals, before the last."""
+        """Return the samples taken after a tenth of the arrivals and before the last."""
         if not len(self.arrival_s):
             return values
         start, end = np.quantile(self.arrival_s, 0.1), self.arrival_s[-1]
@@ -83,7 +83,7 @@ class Outcome:
         return inside
 
     def summary(self) -> dict[str, Any]:
-        """One row of a table, with units in the keys."""
+        """Return a table row, with units in the keys."""
         row: dict[str, Any] = {}
         for name, values, quantiles in (("tpot", self.tpot_s, (50, 95, 99)), ("ttft", self.ttft_s, (50, 99))):
             known = values[~np.isnan(values)]

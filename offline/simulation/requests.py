@@ -1,4 +1,4 @@
-"""What is simulated: requests with their times and lengths, and the experts that they use."""
+"""Simulated requests: times, lengths, and the experts that they use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eldr_serve.calibration_trace import CalibrationTrace
 
 
 class SimulationError(ValueError):
-    """What was given cannot be simulated; one sentence."""
+    """The input cannot be simulated; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Requests:
     Attributes:
         arrival_s: float64[N], ascending.
         prompt_tokens, output_tokens: int64[N], 1 or more.
-        kind: int64[N], which request of an `Experts` each one behaves like; empty without experts.
+        kind: int64[N], index of the request of `Experts` whose experts each one uses; empty without experts.
         blocks: ids of each prompt's prefix blocks, in order; equal leading ids are an equal prefix.
-            Empty where prompts share nothing.
-        keys: equal for prompts that a prompt-keyed predictor takes for one; empty: equal blocks are.
+            Empty if prompts share nothing.
+        keys: equal for prompts that a prompt-keyed predictor treats as one; empty: as for equal blocks.
     """
 
     arrival_s: NDArray[np.float64]
@@ -55,16 +55,16 @@ class Requests:
 
 @dataclass(frozen=True)
 class Experts:
-    """Which experts requests use: S observed ones, which the simulated ones repeat.
+    """The experts of S observed requests, which the simulated ones repeat.
 
     Attributes:
-        counts: [S,L,E], the prompts' expert counts, or what is expected of them: the signature.
+        counts: [S,L,E], the prompts' expert counts, measured or expected: the signature.
         count_tokens: int64[S], prompt tokens behind the counts.
         bits: uint64[T, L*words], the experts of each decode step (`expert_bits`), one request after
             the other.
-        offset: int64[S+1], where each one's steps begin. A longer simulated request begins again.
+        offset: int64[S+1], start of each request's steps. A longer simulated request repeats them.
         domains: S names.
-        predicted: [S,L,E], expert counts foretold of the prompts, which placement before prefill is told;
+        predicted: [S,L,E], predicted expert counts of the prompts, which placement before prefill uses;
             None: their counts.
     """
 
@@ -80,11 +80,11 @@ class Experts:
             raise SimulationError(f"request {int(np.diff(self.offset).argmin())} has no decode step")
 
     def signature(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
-        """Counts of a prompt of that length: [L,E]."""
+        """Return the counts of a prompt of that length: [L,E]."""
         return self._scaled(self.counts[kind], kind, prompt_tokens)
 
-    def foretold(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
-        """The same, as a prediction has it."""
+    def predicted_signature(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
+        """Return the predicted counts of a prompt of that length: [L,E]."""
         assert self.predicted is not None
         return self._scaled(self.predicted[kind], kind, prompt_tokens)
 
@@ -99,17 +99,17 @@ class Experts:
     def replayed(
         cls, trace: CalibrationTrace, *, max_steps: int | None = None, true_decode: bool = False
     ) -> Experts:
-        """The routes of a calibration trace.
+        """Return the routes of a calibration trace.
 
         Args:
-            max_steps: of each request, at most.
-            true_decode: signatures are what decode will use: the bound of any prediction.
+            max_steps: maximum steps of each request.
+            true_decode: use decode's experts as signatures: the bound of any prediction.
 
         Raises:
             SimulationError: the trace was made without routes.
         """
         if trace.routes is None or trace.route_offsets is None:
-            raise SimulationError("the trace holds no routes; make it with offline.calibrate --routes")
+            raise SimulationError("the trace has no routes; make it with offline.calibrate --routes")
         steps = trace.decode_steps.astype(np.int64)
         kept = steps if max_steps is None else np.minimum(steps, max_steps)
         offset = np.concatenate([[0], np.cumsum(kept)])
@@ -131,19 +131,19 @@ class Experts:
         steps: int = 64,
         seed: int = 0,
     ) -> Experts:
-        """Steps drawn from activation probabilities: top_k experts a layer, without replacement.
+        """Draw steps from activation probabilities: top_k experts a layer, without replacement.
 
         Args:
-            counts, count_tokens: as of the class.
+            counts, count_tokens: as in the class.
             probability: float[S,L,E], share of decode steps that choose the expert.
-            steps: drawn for each of the S requests, which then repeat.
+            steps: number drawn for each of the S requests; longer requests repeat them.
         """
         rng = np.random.default_rng(seed)
         requests, layers, experts = probability.shape
         weights = np.log(np.maximum(probability, 1e-9)).astype(np.float32)
         bits = []
         for s in range(requests):
-            # The largest of log p plus Gumbel noise are a draw without replacement by p.
+            # The largest values of log p plus Gumbel noise are a draw without replacement by p.
             noise = rng.gumbel(size=(steps, layers, experts)).astype(np.float32)
             routes = np.argpartition(weights[s] + noise, -top_k, axis=2)[:, :, -top_k:]
             bits.append(expert_bits(routes, experts))
@@ -151,7 +151,7 @@ class Experts:
 
 
 def expert_bits(routes: NDArray[np.integer], num_experts: int) -> NDArray[np.uint64]:
-    """uint64[T, L * ceil(E/64)] bitsets of routes[T, L, k], expert ids below `num_experts`."""
+    """Return uint64[T, L * ceil(E/64)] bitsets of routes[T, L, k], expert ids below `num_experts`."""
     steps, layers, _ = routes.shape
     words = -(-num_experts // 64)
     bits = np.zeros((steps, layers, words), np.uint64)
@@ -168,7 +168,7 @@ def expert_bits(routes: NDArray[np.integer], num_experts: int) -> NDArray[np.uin
 
 
 def rank_masks(ranks: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """uint64[G, L, words]: the experts of each EP rank, from ranks int[L,E]."""
+    """Return uint64[G, L, words], the experts of each EP rank, from ranks int[L,E]."""
     layers, experts = ranks.shape
     masks = np.zeros((int(ranks.max()) + 1, layers, -(-experts // 64)), np.uint64)
     expert = np.arange(experts)

@@ -1,7 +1,7 @@
 """Discrete events over prefill, hand-over and decode, or whole workers, placed by a production policy.
 
-A decode worker's step is one event, however many requests it holds: their tokens, KV and ends follow
-from the number of its steps, and only the union of their experts is computed anew.
+A decode worker's step is one event for all its requests: their tokens, KV and ends follow from the number of
+its steps, and only the union of their experts is recomputed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from offline.simulation.requests import Experts, Requests, SimulationError, rank
 from offline.simulation.whole import WholePrefill
 
 _STEP, _ROUND, _PREFILLED, _READY, _CHANGE = range(5)  # kinds of events
-_SAMPLE_EVERY = 0.1  # s, of imbalance; with a barrier it is sampled at every step
+_SAMPLE_EVERY = 0.1  # s, between samples of imbalance; with a barrier every step is sampled
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something an operator does while requests run.
+    """A change that an operator makes while requests run.
 
     Attributes:
-        at_s: when.
-        workers: decode workers that take requests from then on, the first ones; None: as before.
-        table: centroid table to swap in; None: as before.
+        at_s: time of the change.
+        workers: number of decode workers that take requests from then on, the first ones; None: unchanged.
+        table: centroid table to swap in; None: unchanged.
     """
 
     at_s: float
@@ -65,19 +65,19 @@ def simulate(
     seed: int = 0,
     on_finished: Callable[[int], None] = lambda number: None,
 ) -> Outcome:
-    """Run the requests to their end. Deterministic by seed.
+    """Run all requests; deterministic for a seed.
 
     Args:
-        policy: fresh; with its table, if it needs one.
-        experts: what `requests.kind` means; None for a dense model.
-        ranks: int[L,E], the EP rank of each expert, the same on all workers, or int[K,L,E]; a step then
-            pays in each layer for the rank with most active experts. None: one rank.
+        policy: a new one; with its table, if it needs one.
+        experts: the experts that `requests.kind` refers to; None for a dense model.
+        ranks: int[L,E], the EP rank of each expert, the same on all workers, or int[K,L,E]; in each layer a
+            step then pays for the rank with most active experts. None: one rank.
         changes: in any order.
-        in_flight: a closed loop of so many requests: the next one comes when one ends, whatever its arrival
+        in_flight: a closed loop of so many requests: the next one arrives when one ends, whatever its arrival
             time. None: an open loop, by arrival times.
-        shadow: fresh; places the same requests beside the policy (see routing.Shadow), whose `saving` is in
-            the outcome.
-        on_finished: told how many more requests have ended, now and then.
+        shadow: a new policy that places the same requests beside the policy (see routing.Shadow); its
+            `saving` is in the outcome.
+        on_finished: callback with the number of requests that ended since its last call.
 
     Raises:
         SimulationError: a request that no worker can hold, or kinds that `experts` lacks.
@@ -88,7 +88,7 @@ def simulate(
 
 
 class _Worker:
-    """A decode worker. A running request's tokens are `steps - start`."""
+    """A decode worker. A running request has `steps - start` tokens."""
 
     __slots__ = (
         "busy", "ends", "fresh", "jobs", "kv", "owed_s", "prefill", "rows", "steps", "waiting",
@@ -103,12 +103,12 @@ class _Worker:
         self.rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
         self.steps = 0
         self.kv = 0  # tokens of running requests
-        self.owed_s = 0.0  # recomputation of preempted requests, in the next step
+        self.owed_s = 0.0  # recomputation time of preempted requests, in the next step
         self.busy = False
 
 
 class _PrefillWorkers:
-    """First come, first served, with a prefix cache each."""
+    """Prefill workers with a prefix cache each; first come, first served."""
 
     def __init__(self, config: Prefill) -> None:
         self._config = config
@@ -117,7 +117,7 @@ class _PrefillWorkers:
         self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(config.workers)]
 
     def run(self, now: float, head: bytes, blocks: tuple[int, ...], tokens: int) -> tuple[int, float, int]:
-        """Worker, end of the prompt's prefill and tokens that were cached."""
+        """Return the worker, the end of the prompt's prefill, and the number of cached tokens."""
         p = int(choose_prefill(head, self._in_flight, max_load_ratio=self._config.max_load_ratio))
         self._in_flight[str(p)] += 1
         hit = min(self._hit(p, blocks) * self._config.block_tokens, tokens - 1)
@@ -129,7 +129,7 @@ class _PrefillWorkers:
         self._in_flight[str(p)] -= 1
 
     def _hit(self, p: int, blocks: tuple[int, ...]) -> int:
-        """Leading blocks that are cached; all of them are afterwards, as far as there is room."""
+        """Return the number of cached leading blocks; then cache all blocks, as far as there is room."""
         if not self._config.cache_blocks:
             return 0
         cached = self._cached[p]
@@ -143,10 +143,10 @@ class _PrefillWorkers:
 
 
 class _Ledger(LoadLedger):
-    """Counts every token as it comes, rather than when somebody tells of it."""
+    """Counts every token at its step, not when progress is reported."""
 
     def step(self, worker: int, tokens: int) -> None:
-        """The requests of the worker have generated so many tokens more."""
+        """Add tokens that the worker's requests have generated."""
         self._kv_tokens[worker] += tokens
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
@@ -156,7 +156,7 @@ class _Ledger(LoadLedger):
 
 
 def _fail(error: Exception) -> None:
-    """A policy that fails ends the simulation."""
+    """End the simulation if a policy fails."""
     raise error
 
 
@@ -203,13 +203,13 @@ class _Simulation:
         self._reads_counts = policy.reads_counts or shadow is not None
         self._wants_progress = shadow is not None or type(policy).on_progress is not Policy.on_progress
         self._arrival_s = requests.arrival_s.copy()
-        self._begun = n if in_flight is None else min(in_flight, n)  # requests that have come
+        self._num_arrived = n if in_flight is None else min(in_flight, n)  # requests that have arrived
         self._arrival_s[: 0 if in_flight is None else n] = 0.0
-        self._told_at = -np.inf
+        self._reported_at = -np.inf
         self._done = [0] * n  # tokens before the request last left a worker
         self._start = np.zeros(n, np.int64)
         self._ends_at = [-1] * n
-        self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, whom
+        self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, subject
         self._number = 0
         self._in_round = False
         self._changes = sorted(changes, key=lambda change: change.at_s)
@@ -225,7 +225,7 @@ class _Simulation:
         self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
         self._sampled_at = -np.inf
         self._ended = 0
-        self._gone = 0  # requests that have ended since the last one came
+        self._departures = 0  # requests that have ended since the last arrival
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -238,18 +238,18 @@ class _Simulation:
             _CHANGE: self._changed,
         }
         events = self._events
-        for j, arrival in enumerate(self._arrival_s[: self._begun].tolist()):
+        for j, arrival in enumerate(self._arrival_s[: self._num_arrived].tolist()):
             while events and events[0][0] <= arrival:
-                now, _, kind, whom = heapq.heappop(events)
-                handlers[kind](now, whom)
+                now, _, kind, subject = heapq.heappop(events)
+                handlers[kind](now, subject)
             self._arrive(arrival, j)
         while events:
-            now, _, kind, whom = heapq.heappop(events)
-            handlers[kind](now, whom)
-            while self._gone and self._begun < len(self._requests):
-                self._gone, self._begun = self._gone - 1, self._begun + 1
-                self._arrival_s[self._begun - 1] = now
-                self._arrive(now, self._begun - 1)
+            now, _, kind, subject = heapq.heappop(events)
+            handlers[kind](now, subject)
+            while self._departures and self._num_arrived < len(self._requests):
+                self._departures, self._num_arrived = self._departures - 1, self._num_arrived + 1
+                self._arrival_s[self._num_arrived - 1] = now
+                self._arrive(now, self._num_arrived - 1)
         self._expire(np.inf)
         self._on_finished(self._ended)
         batch, experts, seconds, step_worker = self._log
@@ -267,9 +267,9 @@ class _Simulation:
         self._shadow.catch_up()
         return self._shadow.saving()
 
-    def _at(self, time: float, kind: int, whom: int) -> None:
+    def _at(self, time: float, kind: int, subject: int) -> None:
         self._number += 1
-        heapq.heappush(self._events, (time, self._number, kind, whom))
+        heapq.heappush(self._events, (time, self._number, kind, subject))
 
     # -- prefill and placement -------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class _Simulation:
         self._at(end, _PREFILLED, j)
 
     def _prefilled(self, now: float, j: int) -> None:
-        self._prefilled_s[j] = now  # in a whole worker it is so later
+        self._prefilled_s[j] = now  # whole workers set it again later
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
         self._submit(now, [Placement(self._request(j), State.SENT)])
@@ -306,7 +306,7 @@ class _Simulation:
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
         predicted = whole is not None and self._experts.predicted is not None
-        known = self._experts.foretold if predicted else self._experts.signature
+        known = self._experts.predicted_signature if predicted else self._experts.signature
         counts = known(kind, prompt) if self._reads_counts else None
         domain = self._experts.domains[kind]
         similarity = self._similarity.get(kind)
@@ -316,7 +316,7 @@ class _Simulation:
         )  # fmt: skip
 
     def _count_prompt(self, j: int) -> None:
-        """A whole worker has prefilled it: the policy hears of its true counts."""
+        """Report the true counts of a prompt that a whole worker has prefilled to the policy."""
         running = self._placer.running.get(str(j))
         if running is None or not running.request.predicted or running.request.signature is None:
             return
@@ -325,26 +325,26 @@ class _Simulation:
         self._placer.counted(replace(running.request, signature=counts, predicted=False))
 
     def _full_blocks(self, j: int) -> tuple[int, ...]:
-        """Of the prompt, those that a whole worker's cache can spare it: the last token is computed."""
+        """Return the prompt's blocks that a whole worker can cache; the last token is always computed."""
         whole, blocks = self._cluster.decode.whole, self._requests.blocks
         if whole is None or not whole.cache_blocks or not blocks:
             return ()
         return blocks[j][: (self._prompt[j] - 1) // whole.block_tokens]
 
     def _submit(self, now: float, placements: Sequence[Placement] = ()) -> None:
-        """Place these, and what waits in the decode queue, as far as the policy has workers for them."""
+        """Place these requests and the decode queue, as far as the policy has workers for them."""
         self._now = now
         if self._cluster.queue_ttl_s is not None:
             self._expire(now)
         if placements or self._placer.queue:
-            self._tell_progress(now)
+            self._report_progress(now)
         for placement in self._placer.submit(placements):
             self._placed(now, int(placement.request_id), placement.slot)
         if self._shadow is not None:
             self._shadow.catch_up()
 
     def _expire(self, now: float) -> None:
-        """Requests that have waited for too long leave the decode queue."""
+        """Remove requests from the decode queue that have waited too long."""
         ttl = self._cluster.queue_ttl_s or 0.0
         while (first := next(iter(self._placer.queue.values()), None)) and now - first.since_s > ttl:
             self._placer.finish(first.request_id)
@@ -360,9 +360,9 @@ class _Simulation:
         else:
             self._ready(now, j)
 
-    def _tell_progress(self, now: float) -> None:
-        if self._wants_progress and now - self._told_at >= self._cluster.progress_s:
-            self._told_at = now
+    def _report_progress(self, now: float) -> None:
+        if self._wants_progress and now - self._reported_at >= self._cluster.progress_s:
+            self._reported_at = now
             self._placer.progress(
                 {str(j): worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
             )
@@ -414,11 +414,11 @@ class _Simulation:
     def _round_ended(self, now: float, _: int) -> None:
         left = sum([self._end_step(now, w) for w in range(len(self._workers))])
         if left:
-            self._submit(now)  # while the round counts as under way, so that all begin together
+            self._submit(now)  # while the round counts as running, so that all begin together
         self._begin_round(now)
 
     def _begin_step(self, w: int) -> float:
-        """Admit, preempt, and the time of the next step, s; 0 if there is nothing to do."""
+        """Admit and preempt requests; return the time of the next step, s, or 0 if there is nothing to do."""
         worker = self._workers[w]
         self._admit(worker)
         jobs, answers = worker.jobs, len(worker.jobs)
@@ -429,12 +429,12 @@ class _Simulation:
         if not jobs and not prompts:
             return 0.0
         active = self._active_experts(w, worker) if self._experts is not None and jobs else 0
-        # A prompt's first token in a step is the request's own, as in the engines' records.
+        # A prompt's first token in a step belongs to the request itself, as in the engines' records.
         of_prompts = prompt_tokens - prompts
         seconds = float(self._cost.seconds(len(jobs) + prompts, worker.kv, active, of_prompts))
         seconds += worker.owed_s
         worker.owed_s = 0.0
-        if not answers:  # no request gets a token by it
+        if not answers:  # no request gets a token in this step
             return seconds
         batches, experts, times, workers = self._log
         batches.append(answers)
@@ -464,7 +464,7 @@ class _Simulation:
             self._preempt(worker)
 
     def _begin_answer(self, worker: _Worker, j: int) -> None:
-        """From now on each step makes a token of it."""
+        """Begin the request's answer: each step makes a token of it."""
         worker.jobs.append(j)
         worker.rows = None
         self._start[j] = worker.steps - self._done[j]
@@ -474,7 +474,7 @@ class _Simulation:
             worker.fresh.append(j)
 
     def _preempt(self, worker: _Worker) -> None:
-        """The youngest request leaves a worker whose KV is full, and waits in front."""
+        """Move the youngest request of a worker whose KV is full to the front of its queue."""
         j = worker.jobs.pop()
         worker.rows = None
         self._done[j] = worker.steps - int(self._start[j])
@@ -502,7 +502,7 @@ class _Simulation:
         return int(on_rank.max(axis=0).sum())
 
     def _end_step(self, now: float, w: int) -> int:
-        """Every running request has one token more; returns how many have left."""
+        """Give every running request a token; return how many requests have ended."""
         worker = self._workers[w]
         worker.busy = False
         for j in worker.prefill.ended() if worker.prefill is not None else ():
@@ -522,7 +522,7 @@ class _Simulation:
         while worker.ends and worker.ends[0][0] <= worker.steps:
             at, j = heapq.heappop(worker.ends)
             if at != self._ends_at[j]:
-                continue  # it was preempted since
+                continue  # preempted since
             left += 1
             worker.jobs.remove(j)
             worker.rows = None
@@ -535,7 +535,7 @@ class _Simulation:
         return left
 
     def _count_end(self) -> None:
-        self._gone += 1
+        self._departures += 1
         self._ended += 1
         if self._ended >= 1000:
             self._on_finished(self._ended)
@@ -560,6 +560,6 @@ def _check(requests: Requests, cluster: Cluster, experts: Experts | None) -> Non
                 f"request {over} needs {tokens[over]} KV tokens, more than the {capacity} of a decode worker"
             )
     if experts is not None and len(requests.kind) != len(requests):
-        raise SimulationError("the requests do not say which experts they use")
+        raise SimulationError("the requests have no kinds, so their experts are unknown")
     if experts is not None and len(requests) and int(requests.kind.max()) >= len(experts.offset) - 1:
-        raise SimulationError(f"a request behaves like number {int(requests.kind.max())}, which is not there")
+        raise SimulationError(f"a request has kind {int(requests.kind.max())}, which does not exist")

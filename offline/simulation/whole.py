@@ -10,27 +10,27 @@ from offline.simulation.cluster import Whole
 
 
 class WholePrefill:
-    """Of one worker. A prompt's blocks count as cached as soon as it is taken on."""
+    """The prefill of one worker. A prompt's blocks count as cached when the worker accepts it."""
 
     def __init__(self, config: Whole) -> None:
         self._config = config
         self._cache = PrefixCache(config.cache_blocks)
-        self._prompts: deque[tuple[int, int]] = deque()  # request, tokens that it still lacks
-        self.ending: list[int] = []  # requests whose prompts end in the step under way
+        self._prompts: deque[tuple[int, int]] = deque()  # request, tokens left to compute
+        self.ending: list[int] = []  # requests whose prompts end in the current step
 
     def __len__(self) -> int:
-        """Requests that still prefill."""
+        """Return the number of requests in prefill."""
         return len(self._prompts) + len(self.ending)
 
     def take(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
-        """A prompt of that length, and of these full blocks, is to be computed; returns its cached tokens."""
+        """Add a prompt of that length with these full blocks; return its cached tokens."""
         hit = self._cache.hit(blocks) * self._config.block_tokens
         self._cache.use(blocks)
         self._prompts.append((request, tokens - hit))
         return hit
 
     def step(self, answers: int) -> tuple[int, int]:
-        """Requests that the next step prefills, and their tokens, beside a token of each of `answers`."""
+        """Return how many requests and tokens the next step prefills, beside a token of each of `answers`."""
         room, requests, computed = self._config.step_tokens - answers, 0, 0
         while self._prompts and room:
             request, lacking = self._prompts.popleft()
@@ -43,6 +43,6 @@ class WholePrefill:
         return requests, computed
 
     def ended(self) -> list[int]:
-        """The step is over: requests that have their first token by it."""
+        """End the step; return the requests that got their first token in it."""
         ending, self.ending = self.ending, []
         return ending

@@ -1,1 +1,1 @@
-"""What the documentation site has that is made from the code."""
+"""Pages of the documentation site that are made from the code."""

@@ -1,4 +1,4 @@
-"""mkdocs' hooks: pages that are made from the code, and the model card, which lies outside of docs/."""
+"""Hooks of mkdocs: pages made from the code, and the model card, which lies outside docs/."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Links to the model card lead to its page."""
+    """Point links to the model card to its page."""
     up = "../" * page.file.src_uri.count("/")
     return markdown.replace(f"](../{up}{_MODEL_CARD}", f"]({up}demo_model.md")

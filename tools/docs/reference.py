@@ -41,7 +41,7 @@ _KINDS = {
     "string": "text",
 }
 _BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
-_PACKAGES = ("eldr_serve", "eldr_serve.routing")  # by their __all__
+_PACKAGES = ("eldr_serve", "eldr_serve.routing")  # documented by their __all__
 _MODULES = (
     "eldr_serve.signature",
     "eldr_serve.signature_predictor",
@@ -51,7 +51,7 @@ _MODULES = (
 
 
 def yaml_page() -> str:
-    """Every key under `args` of an application in a deployment YAML, and of a simulation's scenario."""
+    """Return all keys under `args` of an application in a deployment YAML, and of a simulation's scenario."""
     schema = EldrArgs.model_json_schema()
     parts = [
         "# YAML\n\n# Deployment\n\nThe keys under `args` of an application; [deployments](../deployments.md) "
@@ -66,7 +66,7 @@ def yaml_page() -> str:
 
 
 def commands_page() -> str:
-    """Arguments and options of `eldr`, of the modules that are commands, and of locust, as `--help` says."""
+    """Return the `--help` of `eldr`, of the modules that are commands, and of locust."""
     group = get_command(app)
     context = typer.Context(group, info_name="eldr")
     parts = ["# Commands\n"]
@@ -87,14 +87,14 @@ def commands_page() -> str:
 
 
 def module_app(name: str) -> typer.Typer:
-    """The command of one of MODULES, as `python -m` runs it."""
+    """Return the command of one of MODULES, as `python -m` runs it."""
     package = (ROOT / name.replace(".", "/")).is_dir()
     module = importlib.import_module(f"{name}.__main__" if package else name)
     return app_of(*(getattr(module, command) for command in MODULES[name]))
 
 
 def locust_help() -> str:
-    """Options of locust with our load: ours, then its own; in a process, since locust patches its own."""
+    """Return our options of locust and its own; a subprocess, since locust patches its process."""
     code = (
         "import sys; from argparse import ArgumentParser; from loadgen.locustfile import add_options; "
         "from locust.argument_parser import get_parser; "
@@ -109,11 +109,11 @@ def locust_help() -> str:
 
 
 def http_page() -> str:
-    """Every route of an ingress replica, and the fields of what is posted to it."""
+    """Return every route of an ingress replica, and the fields of its request bodies."""
     document = openapi_document(ENGINES.requests())
     parts = [
         "# HTTP\n\nThe routes of an ingress replica.\nFields of requests are vLLM's; engines validate them, "
-        "and the ingress reads only what placement needs.\nWhat is refused, and with which status: "
+        "and the ingress reads only what placement needs.\nRefused requests and their status: "
         "[operations](../operations.md#what-is-refused-before-prefill).\n"
     ]
     for route in application().routes:
@@ -126,7 +126,7 @@ def http_page() -> str:
 
 
 def python_page() -> str:
-    """mkdocstrings' directives for what the package offers."""
+    """Return mkdocstrings' directives for the package's public names."""
     parts = ["# Python\n"]
     shown: set[str] = set()
     for module in _PACKAGES:
@@ -143,10 +143,10 @@ def python_page() -> str:
 
 
 def metrics_page() -> str:
-    """Every metric of ours, by who exports it."""
+    """Return all our metrics, by the process that exports them."""
     parts = [
-        "# Metrics\n\nAs Prometheus has them: with Ray's prefix.\nWhat they are for: "
-        "[watching](../watching.md).\nKeys are those of `GET /eldr/status`, where it shows the same.\n"
+        "# Metrics\n\nNames as in Prometheus, with Ray's prefix.\nTheir use: "
+        "[watching](../watching.md).\nThe key is that of the same value in `GET /eldr/status`.\n"
     ]
     for title, metrics in (
         ("The router", ROUTER), ("Each ingress replica", INGRESS), ("Each engine replica", ENGINE),
@@ -203,7 +203,7 @@ def _default(field: dict[str, Any]) -> str:
 
 
 def _kind(schema: dict[str, Any], linked: bool) -> str:
-    """In words: "a whole number ≥ 1 or null"."""
+    """Describe a schema in words: "a whole number ≥ 1 or null"."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})" if linked else name

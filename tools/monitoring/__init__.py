@@ -1,1 +1,1 @@
-"""Alert rules and dashboards, written out of a short description: `python -m tools.monitoring`."""
+"""Alert rules and dashboards, generated from a short description: `python -m tools.monitoring`."""

@@ -27,7 +27,7 @@ _PROMETHEUS = {
 
 
 def files(runbook: str = RUNBOOK) -> dict[str, str]:
-    """Content by name."""
+    """Return the content of each file by name."""
     return {
         "alerts.yaml": _yaml(rules(runbook)),
         "prometheus.yaml": _yaml(_PROMETHEUS),
@@ -40,8 +40,8 @@ def _yaml(content: Any) -> str:
 
 
 def monitoring(
-    out: Annotated[Path, typer.Option(help="folder for the files")] = OUT,
-    runbook: Annotated[str, typer.Option(help="address of the runbook, for the alerts' links")] = RUNBOOK,
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = OUT,
+    runbook: Annotated[str, typer.Option(help="URL of the runbook, for the alerts' links.")] = RUNBOOK,
 ) -> None:
     """Write Prometheus's configuration and alert rules, and Grafana's dashboards."""
     for name, content in files(runbook).items():

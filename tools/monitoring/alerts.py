@@ -1,4 +1,4 @@
-"""When somebody should be told. Each alert has a section of docs/runbook.md under its name."""
+"""Alert rules. Each alert has a section of docs/runbook.md under its name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ CRITICAL, WARNING, INFO = "critical", "warning", "info"
 
 @dataclass(frozen=True)
 class Alert:
-    """One rule.
+    """One alert rule.
 
     Attributes:
-        expr: PromQL; it fires while there is a result.
-        after: how long that must last first, as Prometheus writes it; "0m": at once.
+        expr: PromQL; the alert fires while it has a result.
+        after: how long it must have a result first, in Prometheus's notation; "0m": no delay.
         summary: one sentence.
     """
 
@@ -25,7 +25,7 @@ class Alert:
     summary: str
 
     def rule(self, runbook: str) -> dict[str, Any]:
-        """As a rules file has it; `runbook` is the page's address."""
+        """Return the rule for a rules file; `runbook` is the page's URL."""
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -35,23 +35,23 @@ class Alert:
         }
 
 
-def _any(counter: str) -> str:
-    """It has counted at all of late."""
+def _recent(counter: str) -> str:
+    """Return an expression: the counter increased in the last 15 min."""
     return f"sum(increase(ray_eldr_{counter}_total[15m])) > 0"
 
 
 def _share(counter: str, above: float) -> str:
-    """It counts more than this share of the requests that are placed."""
+    """Return an expression: the counter exceeds this share of the placed requests."""
     return f"sum(rate(ray_eldr_{counter}_total[10m])) > {above:g} * sum(rate(ray_eldr_placed_total[10m]))"
 
 
-def _going_on(counter: str) -> str:
-    """It counts now."""
+def _ongoing(counter: str) -> str:
+    """Return an expression: the counter is increasing."""
     return f"sum(rate(ray_eldr_{counter}_total[5m])) > 0"
 
 
 def _risen(histogram: str) -> str:
-    """Its median is half as large again as that of the last day."""
+    """Return an expression: the median is more than 1.5 times that of the last day."""
 
     def median(window: str) -> str:
         return f"histogram_quantile(0.5, sum by (le) (rate(ray_eldr_{histogram}_bucket[{window}])))"
@@ -69,9 +69,9 @@ ALERTS = (
         "EldrRouterAway", CRITICAL, "max(ray_eldr_ingress_router_away) > 0", "2m",
         "The DecodeRouter does not answer; requests are placed by load alone.",
     ),
-    Alert("EldrStreamsLost", CRITICAL, _any("streams_lost"), "0m", "Streams ended with engine_lost."),
+    Alert("EldrStreamsLost", CRITICAL, _recent("streams_lost"), "0m", "Streams ended with engine_lost."),
     Alert(
-        "EldrEngineLost", WARNING, _any("engine_lost"), "0m",
+        "EldrEngineLost", WARNING, _recent("engine_lost"), "0m",
         "An engine's core has died, or stood still, while its replica lived.",
     ),
     Alert(
@@ -82,25 +82,25 @@ ALERTS = (
         "EldrDecodeFails", WARNING, _share("reroute", 0.05), "5m",
         "More than 5 % of requests were placed again after a failure.",
     ),
-    Alert("EldrReplicaSetAside", WARNING, _any("set_aside"), "0m", "A replica fails again and again."),
+    Alert("EldrReplicaSetAside", WARNING, _recent("set_aside"), "0m", "A replica fails again and again."),
     Alert(
-        "EldrWithoutPrefill", WARNING, _going_on("whole_without_prefill"), "2m",
+        "EldrWithoutPrefill", WARNING, _ongoing("whole_without_prefill"), "2m",
         "No prefill replica is reached; decode engines prefill.",
     ),
     Alert(
-        "EldrPrefillFull", WARNING, _going_on("refused_prefill_full"), "5m",
+        "EldrPrefillFull", WARNING, _ongoing("refused_prefill_full"), "5m",
         "Requests get 503: the KV caches of all prefill engines are full.",
     ),
     Alert(
-        "EldrPrefillBacklog", WARNING, _going_on("refused_prefill_backlog"), "5m",
+        "EldrPrefillBacklog", WARNING, _ongoing("refused_prefill_backlog"), "5m",
         "Requests get 503: too many prompts wait for prefill.",
     ),
     Alert(
-        "EldrDecodeFull", WARNING, _going_on("queue_expired"), "5m",
+        "EldrDecodeFull", WARNING, _ongoing("queue_expired"), "5m",
         "Requests get 503: no decode worker is free in time.",
     ),
     Alert(
-        "EldrOverload", WARNING, _going_on("refused_overload"), "5m",
+        "EldrOverload", WARNING, _ongoing("refused_overload"), "5m",
         "Requests get 429: all places are taken.",
     ),
     Alert(
@@ -120,16 +120,16 @@ ALERTS = (
         "EldrSignaturesMissing", WARNING, _share("signature_missing", 0.05), "10m",
         "More than 5 % of requests are placed without signature.",
     ),
-    Alert("EldrPolicyFails", WARNING, _any("policy_errors"), "0m", "The policy raises errors."),
+    Alert("EldrPolicyFails", WARNING, _recent("policy_errors"), "0m", "The policy raises errors."),
     Alert(
-        "EldrPredictorFails", WARNING, _any("predictor_failures"), "0m",
+        "EldrPredictorFails", WARNING, _recent("predictor_failures"), "0m",
         "The policy's predictor gives what cannot be used.",
     ),
     Alert(
         "EldrPredictorOff", INFO, "max(ray_eldr_predictor_on) < 1 and max(ray_eldr_predictor_prompts) > 1000",
         "30m", "The signature predictor is no better than the mean prompt, so it is off.",
     ),
-    Alert("EldrShadowFails", INFO, _any("shadow_errors"), "0m", "The shadow raised an error and is off."),
+    Alert("EldrShadowFails", INFO, _recent("shadow_errors"), "0m", "The shadow raised an error and is off."),
     Alert(
         "EldrRefitAdvised", INFO, "max(ray_eldr_refit_advised) > 0", "1h",
         "The routing table was fitted for another number of decode workers.",
@@ -138,5 +138,5 @@ ALERTS = (
 
 
 def rules(runbook: str) -> dict[str, Any]:
-    """Prometheus's rules file."""
+    """Return the content of Prometheus's rules file."""
     return {"groups": [{"name": "eldr", "rules": [alert.rule(runbook) for alert in ALERTS]}]}

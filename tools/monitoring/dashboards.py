@@ -1,4 +1,4 @@
-"""What Grafana shows: three dashboards, each of rows of panels."""
+"""Grafana's dashboards: three, each of rows of panels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_WIDTH, _ACROSS, _HEIGHT = 24, 3, 8  # Grafana's grid; panels in a row, and their height
+_WIDTH, _ACROSS, _HEIGHT = 24, 3, 8  # width of Grafana's grid; panels in a row, and their height
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
@@ -15,9 +15,9 @@ class Panel:
     """Curves over time.
 
     Attributes:
-        unit: Grafana's name of it.
+        unit: Grafana's name of the unit.
         curves: PromQL by legend; `{{label}}` in a legend is the label's value.
-        about: what to see in it.
+        about: how to read it.
     """
 
     title: str
@@ -45,7 +45,7 @@ def _quantiles(histogram: str) -> dict[str, str]:
 
 
 def _a_step(total: str) -> dict[str, str]:
-    """Its mean over decode steps, of each engine."""
+    """Return the mean of a total over decode steps, for each engine."""
     by = "ReplicaId"
     return {"{{ReplicaId}}": f"{_rate(total, by)} / {_rate('decode_steps', by)}"}
 
@@ -239,7 +239,7 @@ DASHBOARDS = {"service": SERVICE, "placement": PLACEMENT, "engines": ENGINES}
 
 
 def dashboard(name: str) -> dict[str, Any]:
-    """Grafana's JSON of one of DASHBOARDS."""
+    """Return Grafana's JSON of one of DASHBOARDS."""
     return {
         "uid": f"eldr-{name}",
         "title": f"eldr: {name}",

@@ -1,4 +1,4 @@
-"""The shipped dashboards as pictures, where there is a Prometheus and no Grafana.
+"""Draw the shipped dashboards from a Prometheus, without Grafana.
 
 python -m tools.monitoring.draw --help
 """
@@ -26,13 +26,13 @@ from tools.plots import rendered
 from tools.small_png import small_png
 
 _POINTS = 120  # of a curve
-_WIDTH_IN, _UNIT_IN = 15.0, 0.36  # of a picture, and of a line of Grafana's grid
-_CURVES = 8  # that a legend has room for
+_WIDTH_IN, _UNIT_IN = 15.0, 0.36  # width of a picture; height of a line of Grafana's grid
+_CURVES = 8  # maximum curves in a legend
 _NAMED = {"reqps": " req/s", "ops": "/s"}
 
 
 class Series(NamedTuple):
-    """A curve: its labels, and its points' times (s since 1970) and values."""
+    """A curve: its labels, the times (s since 1970) and the values of its points."""
 
     labels: dict[str, str]
     times: list[float]
@@ -43,9 +43,9 @@ Ask = Callable[[str], list[Series]]  # a PromQL expression -> its series over th
 
 
 def draw(
-    out: Annotated[Path, typer.Option(help="folder for the PNGs")],
-    prometheus: Annotated[str, typer.Option(help="its address")] = "http://127.0.0.1:9090",
-    minutes: Annotated[float, typer.Option(min=1, help="of the past to show, min")] = 15,
+    out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
+    prometheus: Annotated[str, typer.Option(help="URL of Prometheus.")] = "http://127.0.0.1:9090",
+    minutes: Annotated[float, typer.Option(min=1, help="Time to show, up to now, min.")] = 15,
 ) -> None:
     """Write dashboard_NAME.png of each dashboard in deployments/monitoring."""
     span = time.time() - 60 * minutes, time.time()
@@ -57,14 +57,14 @@ def draw(
 
 
 def asked(http: httpx.Client, expr: str, start_s: float, end_s: float) -> list[Series]:
-    """The expression's series between two times (s since 1970); BadInput if Prometheus does not answer."""
+    """Query an expression's series between two times (s since 1970); BadInput if there is no answer."""
     step_s = (end_s - start_s) / _POINTS
     query: dict[str, str | float] = {"query": expr, "start": start_s, "end": end_s, "step": step_s}
     try:
         answer = http.get("/api/v1/query_range", params=query)
         said = answer.json()
     except (httpx.TransportError, ValueError) as error:
-        raise BadInput(f"{http.base_url} does not answer as a Prometheus does: {error}") from None
+        raise BadInput(f"{http.base_url} does not answer like Prometheus: {error}") from None
     if answer.status_code != 200:
         raise BadInput(f"Prometheus refuses {expr!r}: {said.get('error', answer.status_code)}")
     return [_series(found) for found in said["data"]["result"]]
@@ -76,7 +76,7 @@ def _series(found: dict[str, Any]) -> Series:
 
 
 def drawn(document: dict[str, Any], ask: Ask, span: tuple[float, float]) -> Figure:
-    """A dashboard of Grafana's JSON from `span[0]` to `span[1]` (s since 1970), with its rows and panels."""
+    """Draw a dashboard of Grafana's JSON from `span[0]` to `span[1]` (s since 1970)."""
     grids = [panel["gridPos"] for panel in document["panels"]]
     width = max(grid["x"] + grid["w"] for grid in grids)
     height = max(grid["y"] + grid["h"] for grid in grids)

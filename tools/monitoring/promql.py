@@ -1,4 +1,4 @@
-"""What can be said of PromQL without Prometheus: it names what there is, and uses it as what it is."""
+"""Check PromQL without Prometheus: names of metrics, labels and functions, and uses by kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eldr_serve.metrics import COUNTER, GAUGE, HISTOGRAM, METRICS, PREFIX
 
 @dataclass(frozen=True)
 class Foreign:
-    """A metric of Ray or vLLM that we show; the installed file `source` has the text `literal`."""
+    """A metric of Ray or vLLM on our dashboards; the installed file `source` contains the text `literal`."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ _FUNCTIONS = {*_RANGED, "histogram_quantile", "absent", "clamp_min"}
 _AGGREGATIONS = {"sum", "min", "max", "avg", "count"}
 _GROUPING = {"by", "without", "on", "ignoring"}
 _OPERATORS = {"and", "or", "unless", "offset", "bool"}
-_EVERYWHERE = {"instance", "job", "WorkerId"}  # labels that Prometheus and Ray give every series
+_EVERYWHERE = {"instance", "job", "WorkerId"}  # labels that Prometheus and Ray add to every series
 _PARTS = ("_bucket", "_count", "_sum")  # of a histogram
 _TOKEN = re.compile(
     r"""\s*(?:(?P<text>"[^"\\]*")|(?P<number>\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]))|(?P<duration>\d+[smhdw]\b)
@@ -63,14 +63,14 @@ _CLOSES = {")": "(", "}": "{", "]": "["}
 
 
 def problems(expr: str) -> list[str]:
-    """What is wrong with an expression over our metrics and FOREIGN, one sentence each."""
+    """Return what is wrong with an expression over our metrics and FOREIGN, one sentence each."""
     try:
         tokens = list(_tokens(expr))
     except ValueError as error:
         return [str(error)]
     found: list[str] = []
     used: set[str] = set()
-    opened: list[tuple[str, str]] = []  # brackets, each with what stands before it
+    opened: list[tuple[str, str]] = []  # open brackets, each with the token before it
     grouped: set[str] = set()
     for at, (kind, token) in enumerate(tokens):
         before = tokens[at - 1][1] if at else ""
@@ -115,7 +115,7 @@ def _tokens(expr: str) -> Iterator[tuple[str, str]]:
 
 
 def _ranged(tokens: list[tuple[str, str]], at: int) -> bool:
-    """Whether the metric there, with its labels, is followed by a range."""
+    """Return whether the metric there, with its labels, is followed by a range."""
     at += 1
     if tokens[at : at + 1] == [("sign", "{")]:
         while at < len(tokens) and tokens[at][1] != "}":
@@ -137,7 +137,7 @@ def _misused(name: str, function: str, ranged: bool) -> Iterator[str]:
 
 
 def _known(name: str) -> tuple[str, set[str]] | None:
-    """Kind and labels of a series as Prometheus has it; a histogram's parts are counters."""
+    """Return kind and labels of a Prometheus series; a histogram's parts are counters."""
     if name in FOREIGN:
         return FOREIGN[name].kind, {*FOREIGN[name].labels}
     own = name.removeprefix(PREFIX)

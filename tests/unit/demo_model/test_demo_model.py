@@ -246,8 +246,8 @@ def test_encoded_documents_begin_at_their_starts_and_end_in_the_end_mark(tokeniz
 @pytest.mark.parametrize(
     ("entry", "arguments", "said"),
     [
-        (train.train, "--corpus {tmp} --out {tmp}/m", "holds no corpus"),
-        (evaluate.evaluate, "--corpus {tmp} --out {tmp}/e.json", "holds no corpus"),
+        (train.train, "--corpus {tmp} --out {tmp}/m", "has no corpus"),
+        (evaluate.evaluate, "--corpus {tmp} --out {tmp}/e.json", "has no corpus"),
         (widen.widen_experts, "--out {tmp}/w --intermediate 33", "multiple of 32"),
     ],
 )

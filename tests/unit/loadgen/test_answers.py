@@ -30,7 +30,7 @@ def test_a_verdict_is_where_the_interval_lies() -> None:
     ]
     assert client_answers(rows, rounds=4) == [
         "locality-band:band=0.1, for clients: TPOT p50 better, -12.3 % [-15.0, -9.5] against shortest-queue; "
-        "TPOT p99 no difference that these rounds can tell, +3.0 % [-1.0, +7.0] against shortest-queue; "
+        "TPOT p99 no significant difference, +3.0 % [-1.0, +7.0] against shortest-queue; "
         "TTFT p50 worse, +8.0 % [+0.5, +15.0] against random."
     ]
 
@@ -38,7 +38,7 @@ def test_a_verdict_is_where_the_interval_lies() -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.0, 2.0), (-2.0, 0.0)])
 def test_an_interval_that_touches_zero_shows_nothing(low: float, high: float) -> None:
     (said,) = client_answers([row("random"), row("x", (1.0, low, high))], rounds=4)
-    assert "no difference that these rounds can tell" in said
+    assert "no significant difference" in said
 
 
 def test_one_round_has_no_interval_and_gets_no_verdict() -> None:
@@ -110,9 +110,9 @@ def test_the_first_sentence_is_what_placement_causes() -> None:
         "marginal-cost reads 12.0 % fewer experts a step than shortest-queue [10.0, 14.0]; "
         "its steps take 9.0 % less CPU time a token [7.0, 11.0].",
         "locality-band reads 3.0 % more experts a step than shortest-queue [1.0, 5.0]; "
-        "its steps take 2.0 % more CPU time a token [-1.0, 5.0], which these rounds cannot tell from none.",
-        "x reads 2.0 % fewer experts a step than shortest-queue [-1.0, 5.0], which these rounds cannot tell "
-        "from none; its steps take 50.0 % less CPU time a token (one round, so no interval).",
+        "its steps take 2.0 % more CPU time a token [-1.0, 5.0], not significant in these rounds.",
+        "x reads 2.0 % fewer experts a step than shortest-queue [-1.0, 5.0], not significant in these "
+        "rounds; its steps take 50.0 % less CPU time a token (one round, so no interval).",
     ]
     assert "less engine time a token" in step_answers(rows)[0]
 

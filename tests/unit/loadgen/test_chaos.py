@@ -19,12 +19,12 @@ from ray.serve.exceptions import RayServeException
 from eldr_serve.client import ServiceError
 from loadgen import application
 from loadgen.faults import chaos, processes
-from loadgen.faults.chaos import Happened, Operator, Run, attributed
+from loadgen.faults.chaos import InjectedFault, Operator, Run, explained_by_fault
 from loadgen.faults.record import Record, rows, wrong
-from loadgen.faults.traffic import Said, Sent, bodies, judge
+from loadgen.faults.traffic import Answer, Sent, bodies, check_answer
 from loadgen.workload import Prompt
 
-TEXT = Said(text="one two three", finish="length", usage=(5, 3), done=True)
+TEXT = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -66,15 +66,15 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
 )
 def test_a_stream_is_right_up_to_its_end_or_an_error(kind: str, body: bytes, whole: bool) -> None:
     sent = Sent(0.0, stream=True, by_proxy=False)
-    judge(sent, 200, body, TEXT, whole=whole)
+    check_answer(sent, 200, body, TEXT, whole=whole)
     assert sent.kind == kind, sent.detail
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("ok", ["one", " two"]), ("wrong text", ["one", " too"])])
 def test_tokens_of_log_probabilities_are_compared(kind: str, tokens: list[str]) -> None:
-    answer = Said(text="one two", tokens=["one", " two"], finish="stop", usage=(5, 3))
+    answer = Answer(text="one two", tokens=["one", " two"], finish="stop", usage=(5, 3))
     sent = Sent(0.0, stream=True, by_proxy=False)
-    judge(sent, 200, said("one two", "stop", tokens=tokens) + END, answer)
+    check_answer(sent, 200, said("one two", "stop", tokens=tokens) + END, answer)
     assert sent.kind == kind
 
 
@@ -95,7 +95,7 @@ WHOLE = {
 )
 def test_a_whole_answer_is_right_or_an_error(kind: str, status: int, body: str) -> None:
     sent = Sent(0.0, stream=False, by_proxy=False)
-    judge(sent, status, body.encode(), TEXT)
+    check_answer(sent, status, body.encode(), TEXT)
     assert sent.kind == kind, sent.detail
 
 
@@ -135,8 +135,8 @@ async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pyte
     monkeypatch.setattr(processes, "of", lambda role: [])
     run = Run(Record())
     operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
-    await operator._happen(f"kill {role}")
-    assert run.counters == {f"nobody to kill {role}": 1}
+    await operator._inject(f"kill {role}")
+    assert run.counters == {f"no process to kill {role}": 1}
     assert not run.faults
     assert not operator._recovering
 
@@ -150,9 +150,9 @@ async def test_whoever_has_not_got_over_a_fault_is_spared() -> None:
     async def happen(fault: str) -> None:
         happened.append(fault)
         task = asyncio.create_task(asyncio.sleep(3600))
-        operator._recovering[task] = chaos.concerned(fault)
+        operator._recovering[task] = chaos.affected_roles(fault)
 
-    operator._happen = happen  # type: ignore[method-assign]
+    operator._inject = happen  # type: ignore[method-assign]
     operator._signature_shape = lambda: (1, 1)  # type: ignore[method-assign]
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
     working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
@@ -179,13 +179,13 @@ async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
     monkeypatch.setattr(application, "deploy", deploy)
     run = Run(Record())
     operator = Operator(_Away(), "", dict(ARGUMENTS), run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
-    await operator._tolerantly(chaos._OPERATIONS[fault])
+    await operator._try_operation(chaos._OPERATIONS[fault])
     assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
 
 
 KILLED = [
-    Happened("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
-    Happened("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
+    InjectedFault("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
+    InjectedFault("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
 ]
 
 
@@ -221,7 +221,7 @@ def test_only_what_the_killed_process_held_is_counted_apart(
 ) -> None:
     sent = Sent(**{"stream": True, "by_proxy": False} | fields)
     faults = [happened for happened in KILLED if happened.at_s <= sent.ended_s]
-    assert attributed(sent, faults) == apart
+    assert explained_by_fault(sent, faults) == apart
 
 
 def test_a_killed_process_names_whose_connections_it_held() -> None:
@@ -252,12 +252,12 @@ def test_a_record_goes_on_where_another_run_has_ended(tmp_path: Path) -> None:
         record.add("run", seed=number)
         run = Run(record)
         run.ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
-        run.faults.append(Happened("kill decode", 10.0, 4.0 + number))
+        run.faults.append(InjectedFault("kill decode", 10.0, 4.0 + number))
         run.ended(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
         run.ended(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
         run.over(run.faults[-1])
         if number:
-            stopped = Happened("stop router", 20.0)
+            stopped = InjectedFault("stop router", 20.0)
             run.faults.append(stopped)
             run.ended(
                 Sent(9.0, stream=True, by_proxy=False, kind="engine lost", ended_s=21.0, silence_s=16.0)
@@ -285,7 +285,7 @@ def test_a_run_that_breaks_off_leaves_its_record_and_is_told() -> None:
     record.add("run", seed=0)
     Run(record).ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
     assert rows(record)[-1]["requests"] == 1
-    assert wrong(record) == ["1 runs broke off"]
+    assert wrong(record) == ["1 runs did not finish"]
 
 
 class _Union:

@@ -204,7 +204,7 @@ def test_an_event_loop_that_computes_for_long_is_told(monkeypatch: pytest.Monkey
             pass
 
     (said,) = on_virtual_time(main).errors
-    assert "busy stood still" in said
+    assert "busy was blocked" in said
 
 
 class Echo(asyncio.Protocol):

@@ -76,4 +76,4 @@ def test_a_loop_stands_still_as_often_as_its_process_is_stopped_and_an_engines_m
     assert (row["stalls"], row["stops"], row["longest_stall_s"]) == (2, 2, 5.01)
     assert not wrong(list(stopped_twice.values()))
     (what,) = wrong(list(seen(Held(), Held(), *metrics, ingress=1).values()))
-    assert what == "ingress: its event loop stood still 2 times, stopped 1 times"
+    assert what == "ingress: its event loop was blocked 2 times, stopped 1 times"

@@ -192,7 +192,7 @@ def test_grace_places_every_expert_in_equal_slots(seed: int, redundant: int, rat
     assert (hosts.sum(axis=1) == (8 + redundant) // 4).all()  # no rank holds an expert twice
     assert report["skew_replicas"] + report["spare_replicas"] == redundant
     assert 0 <= report["affinity_within_ranks"] <= 1
-    with pytest.raises(ValueError, match="does not go with load"):
+    with pytest.raises(ValueError, match="does not match load"):
         grace_placement(affinity[:, 1:, 1:], load, 8, TOPOLOGY)
 
 

@@ -43,5 +43,5 @@ def test_a_file_gives_back_what_was_saved_and_another_is_refused(tmp_path: Path)
     assert LayerCost.load(tmp_path / "cost.json") == cost
     for content, word in (("{}", "fixed_s"), ("[", "the file"), ('{"fixed_s": -1}', "fixed_s")):
         (tmp_path / "bad.json").write_text(content)
-        with pytest.raises(ValueError, match=f"bad.json is no layer cost: {word}"):
+        with pytest.raises(ValueError, match=f"bad.json is not a layer cost: {word}"):
             LayerCost.load(tmp_path / "bad.json")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.expert_placement import hosts_of
-from offline.live_placement import Planner, look
+from offline.live_placement import Planner, update_placement
 from offline.placement.cost import LayerCost
 
 LAYERS, EXPERTS, RANKS, SLOTS = 2, 8, 2, 8
@@ -57,14 +57,14 @@ def apart(placed: ExpertPlacement, *experts: int) -> bool:
 def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothing() -> None:
     service: Any = Service("r0", "r1")
     plans = planner()
-    assert look(plans, service, []) is None
-    assert "experts moved" in str(look(plans, service, traffic(0, 1)))
+    assert update_placement(plans, service, []) is None
+    assert "experts moved" in str(update_placement(plans, service, traffic(0, 1)))
     assert apart(service.put[-1], 0, 1)
-    assert look(plans, service, traffic(0, 1)) is None
+    assert update_placement(plans, service, traffic(0, 1)) is None
     together = service.put[-1].physical_to_logical.reshape(LAYERS, RANKS, -1)[0, 0]
     pair = [int(expert) for expert in together if expert > 1][:2]
     assert not apart(service.put[-1], *pair)
-    said = look(plans, service, [*traffic(0, 1), *traffic(*pair)])  # the newest 32 alone count
+    said = update_placement(plans, service, [*traffic(0, 1), *traffic(*pair)])  # the newest 32 alone count
     assert said is not None
     assert f"placement {service.put[-1].id}" in said
     assert apart(service.put[-1], *pair)
@@ -75,18 +75,18 @@ def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothin
 def test_a_gain_below_what_is_asked_moves_nothing() -> None:
     service: Any = Service("r0")
     plans = planner(min_gain=0.99)
-    look(plans, service, traffic(0, 1))
-    assert look(plans, service, traffic(2, 3)) is None
-    assert look(plans, service, traffic(4, 5)) is None
+    update_placement(plans, service, traffic(0, 1))
+    assert update_placement(plans, service, traffic(2, 3)) is None
+    assert update_placement(plans, service, traffic(4, 5)) is None
     assert len(service.put) == 1
 
 
 def test_what_somebody_else_has_moved_is_placed_anew() -> None:
     service: Any = Service("r0", "r1")
     plans = planner()
-    look(plans, service, traffic(0, 1))
+    update_placement(plans, service, traffic(0, 1))
     service.held["r1"]["placement"] = "that of a new replica"
-    assert look(plans, service, traffic(0, 1)) is not None
+    assert update_placement(plans, service, traffic(0, 1)) is not None
     assert len(service.put) == 2
 
 
@@ -94,5 +94,5 @@ def test_replicas_of_two_shapes_are_refused_and_none_is_no_fault() -> None:
     service: Any = Service("r0", "r1")
     service.held["r1"]["slots"] = 10
     with pytest.raises(ValueError, match="2 kinds of slots"):
-        look(planner(), service, traffic(0))
-    assert look(planner(), Service(), traffic(0)) is None  # type: ignore[arg-type]
+        update_placement(planner(), service, traffic(0))
+    assert update_placement(planner(), Service(), traffic(0)) is None  # type: ignore[arg-type]

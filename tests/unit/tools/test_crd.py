@@ -79,6 +79,6 @@ def test_the_command_says_which_file_is_wrong(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert done.stdout.splitlines()[0] == f"{good}: valid"
     assert done.stdout.splitlines()[-1] == f"{bad}: refused"
-    assert "no CustomResourceDefinition" in sentence(command("tools.crd", good, bad))
+    assert "not a CustomResourceDefinition" in sentence(command("tools.crd", good, bad))
     bad.write_text("a: [")
-    assert "is no YAML" in sentence(command("tools.crd", definition, bad))
+    assert "is not YAML" in sentence(command("tools.crd", definition, bad))

@@ -93,12 +93,12 @@ def test_what_prometheus_refuses_and_what_is_none_is_one_sentence() -> None:
     refused = prometheus(lambda _: httpx.Response(400, json={"status": "error", "error": "parse error"}))
     with pytest.raises(BadInput, match=r"Prometheus refuses 'sum\(': parse error"):
         asked(refused, "sum(", 0, 60)
-    with pytest.raises(BadInput, match="does not answer as a Prometheus does"):
+    with pytest.raises(BadInput, match="does not answer like Prometheus"):
         asked(prometheus(lambda _: httpx.Response(200, text="<html>")), "x", 0, 60)
 
 
 def test_nobody_there_leaves_the_old_pictures(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="does not answer as a Prometheus does"):
+    with pytest.raises(BadInput, match="does not answer like Prometheus"):
         draw(out=tmp_path, prometheus="http://127.0.0.1:9", minutes=5)
     assert not list(tmp_path.iterdir())
 

@@ -22,7 +22,7 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="another seed"):
         Journal(path, {"seed": 1})
     path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
-    with pytest.raises(BadInput, match="no journal"):
+    with pytest.raises(BadInput, match="not a journal"):
         Journal(path.with_name("old"), {"seed": 0})
     again.remove()
     assert not path.exists()
