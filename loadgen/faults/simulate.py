@@ -254,7 +254,7 @@ class _Simulation:
             zero(f"{process} in flight", one.gate.in_flight)
             zero(f"{process} waiting", one.gate.places.waiting)
             zero(f"{process} places of tenants", dict(one.gate.places._held))
-            zero(f"{process} retries", world.retries_at_once - one._path._retries._turns._value)
+            zero(f"{process} retries", world.retries_at_once - one.openai._path._retries._turns._value)
             zero(f"{process} placements", dict(one._client.placements))
             zero(f"{process} answers awaited", one._client._answers)
             zero(f"{process} unsent", one._client._unsent)
@@ -262,8 +262,8 @@ class _Simulation:
             zero(f"{process} progress to report", one._client._progress)
             zero(f"{process} ended streams to report", len(one._client._finished))
             zero(f"{process} own load", len(one._client._own._ledger))
-            zero(f"{process} background", len(one._path._background))
-            zero(f"{process} prompts that wait for prefill", one._path.prefill.queues.outstanding)
+            zero(f"{process} background", len(one.openai._path._background))
+            zero(f"{process} prompts that wait for prefill", one.openai._path.prefill.queues.outstanding)
             zero(
                 f"{process} open calls",
                 sum(one._prefill.in_flight.values()) + sum(one._decode.in_flight.values()),
@@ -377,7 +377,7 @@ class _Simulation:
         """Check that a failing engine soon gets no more calls, and that no answer is lost."""
         process, names = self.world.live["ingress"][0], list(self.world.known["decode"])
         one = process.servable_object
-        if len(names) < 2 or one._path._health._outliers._records:
+        if len(names) < 2 or one.openai._path._health._outliers._records:
             return
         sick = self.world.engines[names[0]]
         sick.sick = True

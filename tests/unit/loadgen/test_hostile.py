@@ -46,7 +46,7 @@ async def server(answer: bytes | None) -> AsyncIterator[int]:
         (b"HTTP/1.1 502 Bad Gateway\r\n\r\n", False, "status 502"),
         (b"", True, "no answer"),
         (b"", False, None),
-        (None, True, "no end of the answer within 0.2 s"),
+        (None, True, "the answer did not end within 0.2 s"),
         (None, False, None),
         (OK + b'\n\ndata: {"error": {"message": "x", "code": 500}}\n\n', True, "status 500 in a stream"),
         (OK + b'\n\ndata: {"error": {"message": "x", "code": 400}}\n\n', True, None),

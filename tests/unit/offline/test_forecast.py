@@ -42,7 +42,7 @@ def test_measures_by_hand() -> None:
 @pytest.mark.parametrize(
     ("call", "word"),
     [
-        (lambda: expected_workload([[[1]]], [1, 2], 1), "do not go"),
+        (lambda: expected_workload([[[1]]], [1, 2], 1), "do not match"),
         (lambda: expected_workload([[[1]]], [0], 1), "no tokens"),
     ],
 )

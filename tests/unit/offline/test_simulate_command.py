@@ -169,7 +169,7 @@ def test_bad_steps_and_routes_are_named(tmp_path: Path) -> None:
     for content, message in (
         ("{}\n", "line 1: not a step"),
         (step.replace('"seconds": 1', '"seconds": -1'), "line 1"),
-        (step * 5, "5 steps, from which no cost"),
+        (step * 5, "5 steps do not determine the cost"),
     ):
         path.write_text(content)
         with pytest.raises(SimulationError, match=message):
