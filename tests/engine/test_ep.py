@@ -26,7 +26,7 @@ from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine.vllm.compat import ep
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
-from eldr_serve.engine.vllm.ep.start import started
+from eldr_serve.engine.vllm.ep.start import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
 from eldr_serve.expert_placement import Topology
 from offline.placement.affinity import co_activation
@@ -146,7 +146,7 @@ def test_a_start_with_what_does_not_fit_is_refused(
         ExpertPlacement(rows, ranks, rows.shape[1], model="tiny", method="by hand").save(file)
         config = config | {"placement": str(file)}
     with pytest.raises(UnsupportedEngineError, match=sentence):
-        started(
+        start_layer(
             [torch.nn.Parameter(torch.zeros(8, 4))], CpuExpertsConfig(**config),
             layer=0, num_layers=3, num_experts=16, topology=Topology(ranks=2), rank=0, group=None,
         )  # fmt: skip

@@ -174,7 +174,7 @@ def test_a_host_that_this_machine_has_not(tmp_path: Path) -> None:
     given = content()
     given["applications"][0]["args"]["ingress"]["host"] = "192.0.2.1"
     (sentence,) = sentences(checked(tmp_path, given))
-    assert sentence.startswith("ingress has host '192.0.2.1' and port")
+    assert sentence.startswith("ingress cannot listen at host '192.0.2.1' and port")
 
 
 def test_a_file_of_keys_that_is_not_there_or_not_sound(tmp_path: Path) -> None:

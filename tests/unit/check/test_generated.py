@@ -102,12 +102,7 @@ WRONG = [
     unknown("router.polcy", "policy"),
     # missing keys
     Wrong("decode_config", MISSING, "decode_config is missing", hidden=True),
-    Wrong(
-        "decode_config.model_loading_config.model_id",
-        MISSING,
-        "the model name that requests use",
-        hidden=True,
-    ),
+    Wrong("decode_config.model_loading_config.model_id", MISSING, "name that requests use", hidden=True),
     # deployments of the engines
     Wrong(f"{D}.num_replicas", 0, "at least 1"),
     Wrong(f"{D}.num_replicas", -2, "at least 1"),
