@@ -43,8 +43,8 @@ class Sent:
         """The transfer parameters."""
         return self.header["kv"]
 
-    def say(self, cancel: bytes) -> None:
-        """In place of the channel: a call says but that it is cancelled."""
+    def send(self, cancel: bytes) -> None:
+        """Stand in for the channel, on which a call only sends its cancellation."""
         self.cancelled = True
         if self.running is not None:
             asyncio.get_running_loop().call_later(_TO_CANCEL_S, self.running.cancel)
@@ -96,10 +96,10 @@ class FakeFleet:
         call = Call(channel, len(self.sent))
         if method == "release":
             self.released.append((replica, header["id"]))
-            call.over(None)
+            call.finish(None)
         else:
             sent.running = asyncio.create_task(self._run(sent, call))
-            sent.running.add_done_callback(lambda task: call.over(None))  # if it was never begun
+            sent.running.add_done_callback(lambda task: call.finish(None))  # if it was never begun
         return call
 
     async def _run(self, sent: Sent, call: Call) -> None:
@@ -109,12 +109,12 @@ class FakeFleet:
                     if isinstance(chunk, dict):
                         call.about = chunk
                         continue
-                    call.data(*(chunk if isinstance(chunk, tuple) else (chunk, 1)))
-            call.over(None)
+                    call.feed(*(chunk if isinstance(chunk, tuple) else (chunk, 1)))
+            call.finish(None)
         except (ChannelLost, CallFailed) as error:
-            call.over(error)
+            call.finish(error)
         except Exception as error:
-            call.over(CallFailed(*describe(error, VllmEngine)))
+            call.finish(CallFailed(*describe(error, VllmEngine)))
 
 
 def prefilled(**params: Any) -> bytes:
