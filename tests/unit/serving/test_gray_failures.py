@@ -114,8 +114,8 @@ async def test_a_call_is_late_once_and_tells_its_engine() -> None:
     with pytest.raises(CallLate, match="first token"):
         await call.read()
     assert len(said) == 1
-    call.data(b"late", 1)  # of no use any more
-    call.over(None)
+    call.feed(b"late", 1)  # of no use any more
+    call.finish(None)
     with pytest.raises(CallLate):
         await call.read()
     await call.end()
