@@ -52,15 +52,18 @@ SERVING = {
     "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
+ON_A_GPU = {"gpu", "gpu_application", "step_cost"}  # and on nothing else
 
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which; `all`; none runs those of some minutes in all.")
+        list[str] | None,
+        typer.Argument(help="Which; `all` but those of a GPU; none runs those of some minutes in all."),
     ] = None,
 ) -> None:
     """Run benchmarks, results in benchmarks/results, and write the tables of the pages anew."""
-    chosen = NAMES if names == ["all"] else names or [n for n in NAMES if n not in SERVING | REPLAYS]
+    here = [name for name in NAMES if name not in ON_A_GPU]
+    chosen = here if names == ["all"] else names or [n for n in here if n not in SERVING | REPLAYS]
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
         raise BadInput(f"there is no {unknown[0]!r}; there are {', '.join(NAMES)}")

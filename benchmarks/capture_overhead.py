@@ -4,12 +4,13 @@
     python -m benchmarks.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
 
 Parts are our own code on tensors of Qwen3-30B-A3B's shape, as the paper's Table 1; the prompt is
-prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU the counting
-runs on the device; on a CPU one core does it, so `count scatter` is far larger here (see --device).
+prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
+counting runs on the device; on a CPU one core does it, so `count scatter` is far larger there.
 The engine rows are the demo model's: one engine, whose connector and scheduler are ours or vLLM's own by
 a switch (benchmarks/harness/switched.py), for each pair of prompts in random order; the two differ in
-their first token, so neither is found in the prefix cache. The rows of the wide engine are the same on two
-layers of Qwen3-30B-A3B at full width, with random weights. Goal: below 0.5 % of TTFT.
+their first token, so neither is found in the prefix cache. The rows of the wide engine are the same on layers
+of Qwen3-30B-A3B at full width, two of its 48 unless --wide-layers says more, with random weights. Goal: below
+0.5 % of TTFT.
 """
 
 from __future__ import annotations
@@ -31,8 +32,19 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
-from benchmarks.harness.engines import ENGINE_ENV
-from benchmarks.harness.synthetic import TOP_K, E, L, random_spec, table_near
+from benchmarks.harness.engines import ENGINE_ENV, check_device
+from benchmarks.harness.synthetic import (
+    DUMMY,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_BYTES,
+    TOP_K,
+    E,
+    L,
+    random_spec,
+    table_near,
+    write_config,
+)
 from eldr_serve.engine.vllm.capture import ExpertCapture
 from eldr_serve.routing import Loads, PlacementRequest, make_policy
 from eldr_serve.signature import pack_counts, unpack_counts
@@ -42,8 +54,9 @@ from tools.stats import median_ci
 
 WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
-WIDE_LAYERS = 2
 _WARM_UP = 8  # prompts
+_VOCABULARY = 4096  # the demo model's
+_KEPT = 80 * L  # prompts times layers whose blocks a GPU's engine keeps: those of its last second
 
 
 class _Router:
@@ -135,7 +148,8 @@ class _Engine:
 
     def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        env = {"PYTHONPATH": str(ROOT), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.harness.prefill_engine", json.dumps(job)],
             env=os.environ | ENGINE_ENV | env, text=True,
@@ -164,19 +178,6 @@ class _Engine:
             raise BadInput(f"an engine ended: {' | '.join(self._log.read().splitlines()[-3:])}")
         seconds, counting = json.loads(line)
         return seconds, counting
-
-
-def _wide(folder: Path) -> Path:
-    """A config alone, whose weights vLLM makes up: Qwen3-30B-A3B's layers at full width, two of its 48."""
-    from transformers import Qwen3MoeConfig
-
-    head: dict[str, Any] = {"head_dim": 128}  # no parameter that is declared
-    Qwen3MoeConfig(
-        vocab_size=4096, hidden_size=2048, num_hidden_layers=WIDE_LAYERS, num_attention_heads=32,
-        num_key_value_heads=4, **head, num_experts=E, num_experts_per_tok=TOP_K,
-        moe_intermediate_size=768, architectures=["Qwen3MoeForCausalLM"], max_position_embeddings=4096,
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
 
 
 def _engine(
@@ -214,7 +215,7 @@ def capture_overhead(
         float, typer.Option(min=0.1, help="TTFT that the parts are compared with, ms; default the paper's.")
     ] = PAPER_TTFT_MS,
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Where the signature cache of the parts lies.")
+        Literal["cpu", "cuda"], typer.Option(help="Where the parts' signature cache and the engines are.")
     ] = "cpu",
     requests: Annotated[
         int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
@@ -223,6 +224,12 @@ def capture_overhead(
     wide_requests: Annotated[
         int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
     ] = 200,
+    wide_layers: Annotated[int, typer.Option(min=1, help="Those layers; all 48 take 61 GB.")] = 2,
+    wide_vocabulary: Annotated[
+        int, typer.Option(min=_VOCABULARY, help="Tokens of their vocabulary; the model's: 151936.")
+    ] = _VOCABULARY,
+    wide_hidden: Annotated[int, typer.Option(min=32, help="Their hidden size.")] = HIDDEN,
+    wide_intermediate: Annotated[int, typer.Option(min=32, help="Neurons of their experts.")] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("demo_model/weights"),
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
@@ -230,20 +237,29 @@ def capture_overhead(
 ) -> None:
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
+    check_device(device)
     rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
-    job: dict[str, Any] = {"model": str(model.resolve()), "block_size": 32, "max_tokens": engine_tokens}
+    job: dict[str, Any] = {
+        "model": str(model.resolve()), "device": device, "block_size": 32, "max_tokens": engine_tokens,
+    }  # fmt: skip
     if requests:
         rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
-            job |= {"model": str(_wide(Path(folder))), "arguments": arguments}
+            made = write_config(
+                Path(folder), layers=wide_layers, vocabulary=wide_vocabulary, hidden=wide_hidden,
+                intermediate=wide_intermediate,
+            )  # fmt: skip
+            room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
+            job |= {"model": str(made), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
         "capture_overhead", rows,
         inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
                 "block_size": block_size, "calls": calls, "requests": requests,
-                "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": WIDE_LAYERS},
+                "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": wide_layers,
+                "wide_vocabulary": wide_vocabulary, "wide_hidden": wide_hidden,
+                "wide_intermediate": wide_intermediate},
         seed=seed, out=out,
         notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
         "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "

@@ -3,8 +3,9 @@
     python -m benchmarks.metro_decide
 
 numpy and torch on one CPU core, one layer at a time as an engine needs it, and 48 layers at once as a
-simulation does; where there is a CUDA device, the Triton kernel as replayed from a CUDA graph of 48 layers,
-one after the other. Placements are EPLB's of skewed loads; 60 % of the experts have tokens.
+simulation does; where there is a CUDA device, the Triton kernel in a CUDA graph of 48 layers, one after the
+other, whose replays are timed by events. Placements are EPLB's of skewed loads; 60 % of the experts have
+tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tools.results import p50_p99_us, publish, time_calls
 
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
 LAYERS = 48
+Timed = Callable[[int], list[float]]  # number of decisions -> seconds of each
 
 
 def metro_decide(
@@ -47,8 +49,8 @@ def metro_decide(
             slots = round(experts * ratio / ranks) * ranks
             hosts = hosts_of(eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks), experts, ranks)
             batches = [(rng.uniform(size=(LAYERS, experts)) < 0.6).astype(np.int32) for _ in range(16)]
-            for form, layers, decide in _forms(hosts, batches):
-                found = p50_p99_us(time_calls(decide, calls=calls))
+            for form, layers, timed in _forms(hosts, batches):
+                found = p50_p99_us(timed(calls))
                 row = {"form": form, "experts": experts, "ranks": ranks, "replication": slots / experts}
                 rows.append(row | {"layers": layers, **found, "p50_us_per_layer": found["p50_us"] / layers})
     cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
@@ -58,26 +60,27 @@ def metro_decide(
     )  # fmt: skip
 
 
-def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Callable[[int], object]]]:
-    """(name, layers at once, a call that decides for batch number n)."""
-    found: list[tuple[str, int, Callable[[int], object]]] = []
+def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Timed]]:
+    """(name, layers at once, times of some decisions) of each form."""
+    found: list[tuple[str, int, Timed]] = []
     for layers in (1, LAYERS):
         plan = MetroPlan.of(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]
         tensors = [torch.from_numpy(a) for a in arrays]
-        found.append(("numpy", layers, partial(_decide, plan.route, arrays)))
-        found.append(("torch, CPU", layers, partial(_decide, TorchMetro(plan).route, tensors)))
+        found.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
+        found.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
     if torch.cuda.is_available():
-        found.append(("triton, CUDA graph", LAYERS, _graph(hosts, batches)))
+        found.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
     return found
 
 
-def _decide(route: Callable[[Any], object], batches: list[Any], n: int) -> object:
-    return route(batches[n % len(batches)])
+def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) -> list[float]:
+    return time_calls(lambda n: route(batches[n % len(batches)]), calls=calls)
 
 
-def _graph(hosts: np.ndarray, batches: list[np.ndarray]) -> Callable[[int], object]:
-    """Replay of a graph that decides for one layer after the other, as in a model's step."""
+def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list[float]:
+    """Replays of a graph that decides for one layer after the other, as in a model's step."""
+    from benchmarks.harness.cuda_graph import TimedGraph
     from eldr_serve.experts.metro_triton import TritonMetro
 
     tokens = torch.zeros(batches[0].shape, dtype=torch.int32, device="cuda")
@@ -88,21 +91,16 @@ def _graph(hosts: np.ndarray, batches: list[np.ndarray]) -> Callable[[int], obje
         for number, layer in enumerate(layers):
             layer.route(tokens[number : number + 1])
 
-    step()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(n: int) -> None:
+    graph = TimedGraph(step)
+    seconds = []
+    for n in range(calls):
         tokens.copy_(given[n % len(given)])
-        graph.replay()
-        torch.cuda.synchronize()
-
-    replay(0)
+        seconds.append(graph.seconds())
     chosen = torch.cat([layer.chosen for layer in layers]).cpu().numpy()
-    assert np.array_equal(chosen, MetroPlan.of(hosts).route(batches[0])), "the kernel chose otherwise"
-    return replay
+    expected = MetroPlan.of(hosts).route(batches[(calls - 1) % len(batches)])
+    if not np.array_equal(chosen, expected):
+        raise RuntimeError("the kernel in a CUDA graph chose otherwise than MetroPlan")
+    return seconds
 
 
 if __name__ == "__main__":

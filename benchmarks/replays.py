@@ -42,7 +42,11 @@ def _share(rows: Rows) -> str:
 def _with_active_experts(run: Replayed) -> None:
     """The policies against the load balancers, and active experts by batch size (Figure 13)."""
     against(BASELINES, _share)(run)
-    shown = ["round-robin", "shortest-queue", "locality-band", "marginal-cost"]
+    shown = [
+        label
+        for label in ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
+        if label in run.cases[0].outcomes
+    ]
     steps = [row for case in run.cases for row in experts_by_batch(case, shown)]
     path = publish(
         "active_experts", steps, inputs=run.inputs, seed=run.seed,

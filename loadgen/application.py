@@ -70,6 +70,7 @@ def start(
         context = ray.init(
             "local",
             num_cpus=8,
+            num_gpus=_gpus(arguments),
             log_to_driver=False,
             logging_level="error",
             object_store_memory=400_000_000,
@@ -116,6 +117,17 @@ def stop() -> None:
     with redirect_stdout(io.StringIO()):  # Ray's error that the controller, which it kills itself, is dead
         serve.shutdown()
         ray.shutdown()
+
+
+def _gpus(arguments: dict[str, Any]) -> int | None:
+    """How many GPUs engines that share one take, so that Ray need not find it; None: Ray looks for itself."""
+    shares = [
+        config["deployment_config"].get("ray_actor_options", {}).get("num_gpus", 0)
+        * config["deployment_config"].get("num_replicas", 1)
+        for name, config in arguments.items()
+        if name in ("prefill_config", "decode_config")
+    ]
+    return 1 if 0 < sum(shares) <= 1 else None
 
 
 def _ingress_status(service: Client) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from eldr_serve.artifacts import RoutingTable
@@ -40,6 +39,7 @@ from loadgen.greedy import differing_answers, greedy_sentence
 from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
 from loadgen.trial import Shape, Trial, drive, order
 from loadgen.workload import balanced_sample, read_prompts
+from offline.demo_arguments import demo_arguments
 from tools.cli import BadInput, run
 from tools.plots import signature_space
 from tools.results import environment, print_table, write_result
@@ -49,10 +49,8 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
-_KV_BYTES = 256 << 20  # KV cache of an engine, enough for about 50 requests of the demo model
 _WARM_UP_S = 8  # load before the first round, s; repeated until there are enough samples for a table
 _STRETCHES = 6
-_NO_REFIT_S = 86400.0  # no refit during the comparison, so that all policies use the same table
 _TABLE_S = 60.0  # time limit for the routing table once there are enough samples
 _CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
@@ -82,6 +80,12 @@ class _Plan:
     def model(self) -> str:
         """Return the name of the model's folder."""
         return Path(self.arguments["decode_config"]["model_loading_config"]["model_source"]).name
+
+    @property
+    def hardware(self) -> str:
+        """Return what all engines share."""
+        gpu = "one GPU and " if self.clock != "CPU time" else ""
+        return f"{gpu}{os.cpu_count()} cores"
 
     @property
     def engines(self) -> tuple[int, int]:
@@ -149,31 +153,6 @@ def _application(
     finally:
         with _step("stopping everything"):
             application.stop()
-
-
-def _arguments(deployment: Path, model: Path, decode: int, first_table: int) -> dict[str, Any]:
-    """Return the application arguments of a deployment file, adapted to the demo's model.
-
-    Args:
-        deployment: YAML file.
-        model: folder of the weights.
-        decode: number of decode engines, each with a small KV cache so that they fit in memory; 0: all as
-            deployed.
-        first_table: number of requests for the routing table, which is not refitted later.
-    """
-    arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
-    signatures = {"first_table": first_table, "every_s": _NO_REFIT_S}
-    arguments["signatures"] = signatures | arguments.get("signatures", {})
-    for role in ("prefill_config", "decode_config"):
-        config = arguments[role]
-        config["model_loading_config"]["model_source"] = str(model)
-        if decode:
-            config["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
-            # Send several tokens at a time: on shared cores each message to a client delays the engines.
-            config["engine_kwargs"] |= {"kv_cache_memory_bytes": _KV_BYTES, "stream_interval": 8}
-    if decode:
-        arguments["decode_config"]["deployment_config"]["num_replicas"] = decode
-    return arguments
 
 
 def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
@@ -270,14 +249,14 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
     remarks = [
         greedy,
         *client_answers(rows, plan.rounds),
-        f"{prefill + decode} engines, the ingress and the load generator share {os.cpu_count()} cores, so "
+        f"{prefill + decode} engines, the ingress and the load generator share {plan.hardware}, so "
         "what a client waits for is the work of all of them.",
     ]
     for text in [*answered, *remarks]:
         console.print(text, style="bold" if text in answered else None, soft_wrap=True, markup=False)
     table = figures_table(rows, _SHOWN)
     print_table("the same stream of prompts under three policies", table, lines=True)
-    notes = f"closed loop; all engines share this machine's cores; {method(plan.rounds)}; {greedy}"
+    notes = f"closed loop; all engines share this machine's {plan.hardware}; {method(plan.rounds)}; {greedy}"
     inputs = {
         "prompts": Path(shape.prompts).name, "in_flight": shape.users, "seconds": shape.seconds,
         "warm_up_s": shape.warm_up_s, "rounds": plan.rounds, "max_tokens": shape.max_tokens,
@@ -342,6 +321,9 @@ def demo(
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and clustering.")] = 0,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Move the deployment's engines to one GPU, which they share.")
+    ] = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="Serve on after the report, with Ray's dashboard, until Ctrl-C.")
     ] = False,
@@ -353,7 +335,7 @@ def demo(
         str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
         min_tokens=max(1, max_tokens // 2), abandon=True,
     )  # fmt: skip
-    arguments = _arguments(deployment, model, decode_engines, first_table)
+    arguments = demo_arguments(deployment, model, decode_engines, first_table, gpu=gpu)
     plan = _Plan(arguments, shape, rounds, greedy, out, seed)
     with _application(plan, port, keep, model_ready) as service:
         trace, fitted = _make_table(service, plan)

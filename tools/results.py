@@ -128,7 +128,18 @@ def _machine() -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
         ]
         model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), **_gpus()}
+
+
+def _gpus() -> dict[str, str]:
+    """{"gpu", "driver"}: names and driver's version as nvidia-smi says them; nothing where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    pairs = [line.rsplit(", ", 1) for line in said.strip().splitlines()]
+    return {"gpu": ", ".join(name for name, _ in pairs), "driver": pairs[0][1]} if pairs else {}
 
 
 def _versions() -> dict[str, str]:

@@ -22,11 +22,13 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from benchmarks.harness.engines import weights_name
-from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, TEMPERATURE, aligned, free_port
+from benchmarks.harness import options
+from benchmarks.harness.engines import device_kwargs, weights_name
+from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, aligned, free_port
 from demo_model import WEIGHTS
 from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.engine.protocol import Sampling
+from eldr_serve.engine.vllm.config import ONE_PROCESS
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
@@ -35,6 +37,7 @@ from tools.cli import BadInput, run
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")
 _TOP_K = 4  # of the demo model
+_TOGETHER = 32  # requests that the capture has in flight
 
 
 def groups_of(names: str) -> list[str]:
@@ -71,18 +74,23 @@ class Captured:
         return self.trace.routes[start:end]
 
 
-def captured(prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0) -> Captured:
-    """Load the capture of these settings, running it first if it is not there."""
-    name = hashlib.sha256(
-        json.dumps([str(prompts.resolve()), requests, output_tokens, seed, weights_name()]).encode()
-    ).hexdigest()
+def captured(
+    prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0, device: str = "cpu"
+) -> Captured:
+    """Load the capture of these settings, running it first if it is not there.
+
+    Another device samples other texts.
+    """
+    settings = [str(prompts.resolve()), requests, output_tokens, seed, weights_name()]
+    settings += [device] if device != "cpu" else []
+    name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
     if not tokens.exists():
         arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
-        arguments += ["--output-tokens", output_tokens, "--seed", seed]
+        arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.harness.capture", *map(str, arguments)],
-            env=os.environ | ENGINE_ENV,
+            env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
             check=False,
         )
         if done.returncode:
@@ -98,6 +106,7 @@ def capture(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
     max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their head.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
+    device: options.Device = "cpu",
 ) -> None:
     """Run prompts on one engine; write their expert counts, routes and token ids."""
     from transformers import AutoTokenizer
@@ -118,16 +127,17 @@ def capture(
     ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
     kwargs = engine_kwargs(
         "calibrate",
-        device="cpu",
+        **device_kwargs(device, range(1, _TOGETHER + 1)),
+        block_size=BLOCK,
         max_model_len=longest + output_tokens + BLOCK,
-        # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
-        enable_chunked_prefill=False,
         seed=seed,
+        # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
+        **({"enable_chunked_prefill": False} if device == "cpu" else ROOM),
     )
     tracer = VllmTracer({"model": str(WEIGHTS), **kwargs}, free_port())
     records = []
-    for start in track(range(0, len(chosen), 32), description="capturing routes"):
-        part = slice(start, start + 32)
+    for start in track(range(0, len(chosen), _TOGETHER), description="capturing routes"):
+        part = slice(start, start + _TOGETHER)
         # One token more than wanted: the last one sampled never passes the gates.
         sampling = [
             Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=of_prompt, routes=True)

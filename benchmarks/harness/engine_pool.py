@@ -1,4 +1,4 @@
-"""Replay engines side by side, each in a process of its own on one core."""
+"""Replay engines side by side, each in a process of its own on one core; or one on a GPU."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ class Replays(Protocol):
 
 
 class EnginePool:
-    """As many engines as `engines`, with the model at `model`; a context.
+    """As many engines as `engines`, with the model at `model`, each on a core; or one on a GPU; a context.
 
     Raises:
-        BadInput: fewer cores than engines; or, on leaving, that an engine's process has died.
+        BadInput: fewer cores than engines, or several for a GPU; or, on leaving, that an engine's process has
+            died.
     """
 
-    def __init__(self, model: Path, engines: int) -> None:
+    def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:
         cores = sorted(os.sched_getaffinity(0))
+        if device != "cpu" and engines > 1:
+            raise BadInput(f"--engines is {engines}, but engines on a GPU slow each other: leave it at 1")
         if engines > len(cores):
             raise BadInput(f"--engines is {engines}, but there are {len(cores)} cores")
         context = get_context("spawn")
         free = context.SimpleQueue()
         for core in cores[:engines]:
-            free.put(core)
+            free.put({core} if device == "cpu" else set(cores))
         self._pool = ProcessPoolExecutor(
-            engines, mp_context=context, initializer=_start, initargs=(str(model), free)
+            engines, mp_context=context, initializer=_start, initargs=(str(model), device, free)
         )
 
     def probe_s(self) -> float:
@@ -72,14 +75,14 @@ class EnginePool:
 _engine: ReplayEngine
 
 
-def _start(model: str, free: SimpleQueue[int]) -> None:
+def _start(model: str, device: str, free: SimpleQueue[set[int]]) -> None:
     global _engine
-    os.sched_setaffinity(0, {free.get()})
-    _engine = ReplayEngine(model)
+    os.sched_setaffinity(0, free.get())
+    _engine = ReplayEngine(model, device=device)
 
 
 def _probe() -> float:
-    return _engine.cpu_speed.typical()
+    return _engine.probe_s()
 
 
 def _replay(arrivals: list[Arrival], probe_s: float) -> Served:

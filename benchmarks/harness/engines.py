@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,30 @@ ENGINE_ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+
+
+def check_device(device: str) -> None:
+    """Raise BadInput where a GPU is wanted and there is none."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise BadInput(f"--device is {device}, but PyTorch sees no CUDA device here: name cpu")
+
+
+def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
+    """Arguments of `engine_kwargs` for a benchmark's engine on "cpu", "cuda" or "cuda-eager".
+
+    On "cuda", steps of `batches` decoding requests run in CUDA graphs, others padded to the next larger one;
+    without any, and on "cuda-eager", there are no graphs. Prompts are computed outside of them, and nothing
+    is compiled by inductor, so that an engine starts in seconds.
+    """
+    if device == "cpu":
+        return {"device": "cpu"}
+    found: dict[str, Any] = {"device": "gpu", "attention_backend": "TRITON_ATTN"}
+    if device == "cuda-eager" or not batches:
+        return found | {"enforce_eager": True}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(batches)}
+    return found | {"compilation_config": graphs}
 
 
 def weights_name() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,7 +26,12 @@ Repeats = Annotated[
 Engines = Annotated[
     int, typer.Option(min=1, help="Replays side by side, each engine on a core of its own; 2 GiB each.")
 ]
+Device = Annotated[
+    Literal["cpu", "cuda", "cuda-eager"],
+    typer.Option(help="Where the engine runs; cuda-eager: decode steps outside of CUDA graphs."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
+CpuOrCuda = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model, or its layer, runs.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
 StepsOut = Annotated[

@@ -12,12 +12,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.harness.tables import ROOT, Rows
+from benchmarks.harness.synthetic import L
+from benchmarks.harness.tables import ROOT, Rows, there
 from tools.plots import POLICY_COLOURS, policy_colour, save
 from tools.results import read_rows
 
 PLOTS = ROOT / "docs/plots"
 _GREY = "0.65"
+_SHADES = ("C9", "C0", "C2", "C4")  # of batches, small to large
 _WORKLOADS = ("all", "language", "task")
 _BASELINE = "TPOT {} against the best balancer, %"
 _PAPER = {"language": (-5.9, -10.0), "task": (-7.0, -13.9)}  # locality-band's medians, Figures 11 and 12
@@ -117,6 +119,26 @@ def experts() -> None:
     _save(figure, "experts")
 
 
+def step_cost() -> None:
+    """A step of Qwen3-30B-A3B on a GPU by active experts, and NVIDIA's tables beside it."""
+    rows = read_rows("gpu_step_cost")
+    figure = Figure(figsize=(6, 3.9), layout="constrained")
+    figure.suptitle("On a GPU, too, a decode step's time follows its active experts", fontsize=11)
+    axes = figure.subplots()
+    points = [row for row in rows if row["level"] == "point"]
+    for size, shade in zip(dict.fromkeys(row["batch_size"] for row in points), _SHADES, strict=False):
+        mine = [row for row in points if row["batch_size"] == size]
+        x, y = ([row[key] for row in mine] for key in ("active_experts", "forward_p50_ms"))
+        axes.plot(x, y, "o-", color=shade, markersize=3, label=f"batch {size}")
+    layers = [row for row in rows if row["level"] == "package" and row["of"].endswith("MoE layers")]
+    for row, dashes in zip(layers, ("dashed", "dotted"), strict=True):
+        ends = [8, 128]
+        times = [row["fixed_ms"] + L * row["per_expert_us"] * end / 1000 for end in ends]
+        axes.plot(ends, times, color="black", lw=0.8, ls=dashes, label=f"{row['of']}, aiconfigurator")
+    axes.set(xlabel="active experts of 128, each layer", ylabel="forward pass p50, ms", ylim=(0, None))
+    _save(figure, "gpu_step_cost")
+
+
 def _save(figure: Figure, name: str) -> None:
     """With the lines of all panels, each name once, below them."""
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
@@ -130,6 +152,8 @@ def main() -> None:
     tpot()
     experts()
     overload()
+    if there("gpu_step_cost"):
+        step_cost()
     curves(
         "rates",
         "On languages the median falls further as the rate grows; p99 falls less surely",

@@ -1,6 +1,8 @@
 """One prefill engine in a process of its own, driven by lines on standard input.
 
-Started with {"model", "block_size", "max_tokens"} and perhaps more "arguments" of the engine.
+Started with {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and perhaps more "arguments" of
+the engine. On a GPU it is eager: hooks that a CUDA graph has captured could not be switched off, and a prompt
+is computed outside of graphs anyway.
 Each line is [whether to capture, prompt (token ids)]; the answer is one line with its latency and the
 counting time that the engine reports, s.
 """
@@ -17,16 +19,21 @@ from prometheus_client import generate_latest
 
 from tools.prometheus import total
 
+# How long a prompt that nobody reads keeps its blocks: on a GPU dozens of prompts end in a second.
+_LEASE_S = {"cpu": 5.0, "cuda": 1.0}
+
 
 def main(job: dict[str, Any], answer: Any) -> None:
     """Serve prompts until standard input ends."""
     from vllm import LLM, SamplingParams
 
+    from benchmarks.harness.engines import device_kwargs
     from benchmarks.harness.switched import Switch
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     kwargs = engine_kwargs(
-        "prefill", device="cpu", block_size=job["block_size"], async_scheduling=False, kv_lease_s=5.0,
+        "prefill", **device_kwargs(job["device"]), block_size=job["block_size"], async_scheduling=False,
+        kv_lease_s=_LEASE_S[job["device"]],
         scheduler_cls="benchmarks.harness.switched.SwitchedScheduler",
         kv_transfer_config={
             "kv_connector": "SwitchedConnector",

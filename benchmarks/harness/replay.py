@@ -161,11 +161,12 @@ class Bench:
         work: Path,
         seed: int,
         journal: Journal,
+        device: str = "cpu",
     ) -> None:
         self._journal = journal
         self._engine_pool = engine_pool
         self.data: Captured = captured(
-            prompts, work, requests=requests, output_tokens=output_tokens, seed=seed
+            prompts, work, requests=requests, output_tokens=output_tokens, seed=seed, device=device
         )
         self._output_tokens = output_tokens
         self._made: dict[bool, Experts] = {}
@@ -179,6 +180,7 @@ class Bench:
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
+            "device": device,
             "intermediate": intermediate,
             "output_tokens": output_tokens,
             "captured": requests,

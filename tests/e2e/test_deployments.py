@@ -80,9 +80,10 @@ def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPa
         ("cpu_demo", {"tensor_parallel_size": 2}, "mp"),
         ("cpu_demo", {"distributed_executor_backend": "mp"}, "mp"),
         ("qwen3_30b_8p16d", {}, "ray"),
+        ("qwen3_30b_8p16d", {"distributed_executor_backend": "uni"}, "uni"),
     ],
 )
-def test_an_engine_of_one_rank_on_cpu_is_one_process(
+def test_an_engine_of_one_rank_is_one_process_on_cpu_and_on_a_gpu_if_asked(
     name: str, asked: dict[str, Any], executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

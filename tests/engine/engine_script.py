@@ -1,7 +1,8 @@
 """One in-process engine, driven as a script (vLLM cannot be started twice in a process).
 
 Serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption) and
-writes what the connector counted; tests compare it with what Hugging Face's model chooses.
+writes what the connector counted; tests, and `benchmarks.exact_counts` on a GPU, compare it with what
+Hugging Face's model chooses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from operators import Operators
 
 CHUNK = 48  # tokens a step: every longer prompt is prefilled in pieces
 BLOCK = 32
+KV_TOKENS = 768  # far fewer than the prompts of a batch need
 # (seed, prompts, tokens generated for each) of each batch. The second is the first again, and so is the
 # fifth the third: full hits. Model Runner V2, interpreted, runs the first two alone.
 BATCHES = ((0, 10, 16), (0, 10, 16), (0, 29, 40), (1, 29, 40), (0, 29, 40))
@@ -63,7 +66,41 @@ def kernels() -> list[str]:
     return sorted({line.rpartition("/")[2] for line in mapped if "/vllm/_C" in line})
 
 
-def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -> None:
+def device_arguments(where: str, graphs: str) -> dict[str, Any]:
+    """Return the engine arguments of the device; CUDA graphs hold steps with parts of prompts, too."""
+    if where != "cuda":
+        return {"device": "cpu", "block_size": BLOCK}
+    sizes = [1, 2, 4, 8, 12, 24, CHUNK]
+    return {
+        "block_size": BLOCK // 2,  # vLLM's default on GPUs
+        "attention_backend": "TRITON_ATTN",
+        "gpu_memory_utilization": 0.2,
+        "compilation_config": {"mode": 0, "cudagraph_mode": graphs, "cudagraph_capture_sizes": sizes},
+        "cudagraph_metrics": True,
+    }
+
+
+def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
+    """(request, position) of each token that is fed to the model, of each pure decode step to come.
+
+    On a GPU a step's record comes one or more steps later than its tokens, but records keep their order.
+    """
+    found: list[list[tuple[str, int]]] = []
+    schedule = scheduler.schedule
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        scheduled = schedule(*args, **kwargs)
+        tokens = scheduled.num_scheduled_tokens
+        if tokens and sum(tokens.values()) == len(tokens):
+            fed = [scheduler.requests[name] for name in tokens]
+            found.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
+        return scheduled
+
+    scheduler.schedule = noted
+    return found
+
+
+def main(model: str, out: str, asynchronous: bool, short: bool, where: str, graphs: str) -> None:
     from prometheus_client import REGISTRY
     from vllm import EngineArgs, SamplingParams
     from vllm.usage.usage_lib import UsageContext
@@ -72,20 +109,25 @@ def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -
 
     from eldr_serve.engine.vllm.config import engine_kwargs
 
-    fresh: list[dict[str, Any]] = []  # step records since the last step
+    steps: list[dict[str, Any]] = []
+    ran: Counter[str] = Counter()  # steps by how their graph ran
     signatures: dict[str, tuple[int, str]] = {}  # as whole engines send them
 
     class Recorder(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
         def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if scheduler_stats is not None and scheduler_stats.cudagraph_stats:
+                ran[scheduler_stats.cudagraph_stats.runtime_mode] += 1
             if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
-                fresh.extend(scheduler_stats.kv_connector_stats["steps"])
+                steps.extend(scheduler_stats.kv_connector_stats["steps"])
                 signatures.update(scheduler_stats.kv_connector_stats["signatures"])
 
         def log_engine_initialized(self) -> None: ...
 
-    operators = noted(on_host)
+    # A graph's capture bears no mode of torch's round what is captured.
+    operators = Operators() if where == "cuda" else noted(where == "host")
+    placed = device_arguments(where, graphs)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -94,14 +136,15 @@ def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -
             max_model_len=512,
             max_num_seqs=12,
             max_num_batched_tokens=CHUNK,
-            num_gpu_blocks_override=24,  # 768 tokens: far fewer than the prompts of a batch need
-            **engine_kwargs("calibrate", device="cpu", block_size=BLOCK, async_scheduling=asynchronous),
+            num_gpu_blocks_override=KV_TOKENS // placed["block_size"],
+            **engine_kwargs("calibrate", async_scheduling=asynchronous, **placed),
         ),
         UsageContext.LLM_CLASS,
         stat_loggers=[Recorder],
     )
+    core = engine.engine_core.engine_core  # in process
+    fed = note_decode_steps(core.scheduler)
     records: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
     cached = 0
     for number, (seed, many, max_tokens) in enumerate(BATCHES[: SHORT if short else None]):
         for index, prompt in enumerate(prompts(seed)[:many]):
@@ -115,31 +158,28 @@ def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -
             )
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
-            fed = []  # (request, position) of the token that each request of the step fed to the model
             for output in engine.step():
-                tokens = list(output.outputs[0].token_ids)
-                fed.append((output.request_id, len(output.prompt_token_ids) + len(tokens) - 2))
                 if output.finished:
                     cached += output.num_cached_tokens or 0
                     records.append(
                         {
                             "request": output.request_id,
                             "prompt": output.prompt_token_ids,
-                            "output": tokens,
+                            "output": list(output.outputs[0].token_ids),
                             **(output.kv_transfer_params or {}),
                         }
                     )
-            steps += [step | {"fed": fed} for step in fresh]
-            fresh.clear()
     samples = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
-    core = engine.engine_core.engine_core  # in process
     connector = core.scheduler.connector
     report = {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
+        "batches": BATCHES[: SHORT if short else None],
         "records": records,
+        "graphs": ran,
         "kernels": kernels(),
         "operators": sorted(operators.names),
-        "steps": steps,
+        "steps": [step | {"fed": tokens} for step, tokens in zip(steps, fed, strict=False)],
+        "decode_steps": len(fed),
         "signatures": signatures,
         "cached_tokens": cached,
         "preemptions": samples["vllm:num_preemptions_total"],
@@ -153,4 +193,5 @@ def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "async", sys.argv[4] == "short", sys.argv[5] == "host")
+    name, report, scheduler, batches, place, *mode = sys.argv[1:]
+    main(name, report, scheduler == "async", batches == "short", place, mode[0] if mode else "FULL")

@@ -115,7 +115,7 @@ def test_the_engine_samples_the_captured_text_again(
     # So many at once that a slow spell of the machine hardly changes who shares a step with whom.
     options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
     out = tmp_path / "validation.json"
-    monkeypatch.setattr(replay_command, "EnginePool", lambda model, engines: nullcontext(pool))
+    monkeypatch.setattr(replay_command, "EnginePool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
     for name, value in IN_PROCESS.items():  # for the capture, where the first test has not made it
         monkeypatch.setenv(name, value)
@@ -129,3 +129,22 @@ def test_the_engine_samples_the_captured_text_again(
         assert row["simulated_active_experts"] == pytest.approx(row["active_experts"], rel=0.15)
         assert row["regret_mean_us"] >= 0
     assert fit_steps(steps).steps == len(steps.read_text().splitlines()) > 100
+
+
+def test_composed_steps_of_a_made_up_model_activate_the_experts_that_are_given(tmp_path: Path) -> None:
+    out = tmp_path / "step_cost.json"
+    narrow = "--layers 2 --vocabulary 1024 --hidden 64 --intermediate 32 --context 40"
+    small = "--batches 2,4 --active 8,16,32 --rounds 5"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step_cost", "--device", "cpu", *narrow.split(), *small.split(),
+         "--out", str(out)],
+        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(out.read_text())["rows"]
+    points = [row for row in rows if row["level"] == "point"]
+    assert [(row["batch_size"], row["active_experts"]) for row in points] == [
+        (2, 8), (2, 16), (4, 8), (4, 16), (4, 32),
+    ]  # fmt: skip
+    assert all(row["steps"] == 5 and 0 < row["forward_p50_ms"] <= row["step_p50_ms"] for row in points)
+    assert [row["of"] for row in rows if row["level"] == "fit"] == ["forward", "step"]

@@ -119,6 +119,10 @@ BY_A_TEST = {
         "tests/unit/studies/test_parallel_layer.py",
         "",
     ),
+    "python -m benchmarks.gpu": (
+        "tests/unit/benchmarks/test_gpu.py",
+        "test_the_command_writes_states_and_fails_with_a_step",
+    ),
     "python -m demo_model.": (
         "tests/unit/demo_model/test_demo_model.py",
         "",

@@ -46,18 +46,20 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
     environment = config["runtime_env"]["env_vars"] = config["runtime_env"].get("env_vars") or {}
     for variable, value in ENVIRONMENT.items():
         environment.setdefault(variable, value)
-    if accelerator == "cpu" and _alone(config["engine_kwargs"]):
+    if _in_one_process(config["engine_kwargs"], accelerator):
         kind = OneProcessLLMConfig
+        config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows its own names alone
         environment.update(ONE_PROCESS | environment)
     made: LLMConfig = kind.model_validate(config)
     made.get_engine_config().get_initialization_kwargs()  # raises the errors that a replica would
     return made
 
 
-def _alone(kwargs: dict[str, Any]) -> bool:
-    """Whether the engine has one rank, and nobody asked for an executor."""
+def _in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
+    """Whether the engine has one rank, and on a CPU no executor was asked for, on a GPU "uni" was."""
     ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
-    return bool(ranks == 1 and "distributed_executor_backend" not in kwargs)
+    asked = kwargs.get("distributed_executor_backend")
+    return bool(ranks == 1 and asked == (None if accelerator == "cpu" else "uni"))
 
 
 @dataclass(frozen=True)

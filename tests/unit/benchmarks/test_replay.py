@@ -14,9 +14,12 @@ from traces import synthetic_trace
 from benchmarks.harness import replay
 from benchmarks.harness.capture import Captured
 from benchmarks.harness.engine_pool import EnginePool, Served
+from benchmarks.harness.engines import device_kwargs
 from benchmarks.harness.replay import LAYERS, Arm, Bench, Case, Load, loads_of
+from benchmarks.harness.replay_command import chosen_arms
 from benchmarks.harness.replay_engine import BLOCK, Arrival, Steps, aligned
 from benchmarks.moe_layer_latency import routes
+from eldr_serve.engine.vllm.config import engine_kwargs
 from tools.cli import BadInput
 from tools.journal import Journal
 
@@ -56,6 +59,27 @@ def test_workloads_are_split_without_overlap() -> None:
             loads_of(groups, workers, batch, 5)
     with pytest.raises(BadInput, match="cores"):
         EnginePool(Path("model"), 100_000)
+    with pytest.raises(BadInput, match="leave it at 1"):
+        EnginePool(Path("model"), 2, "cuda")
+
+
+def test_a_replay_may_be_of_some_arms() -> None:
+    arms = [Arm(name, name) for name in ("round-robin", "shortest-queue", "marginal-cost")]
+    assert chosen_arms("all", arms) == arms
+    assert chosen_arms("marginal-cost,round-robin", arms) == [arms[2], arms[0]]
+    with pytest.raises(BadInput, match="'nearest'; there are round-robin, shortest-queue, marginal-cost"):
+        chosen_arms("round-robin,nearest", arms)
+
+
+def test_a_gpu_engine_has_graphs_of_the_batches_that_are_named() -> None:
+    assert device_kwargs("cpu", [1, 2]) == {"device": "cpu"}
+    on_gpu = device_kwargs("cuda", [1, 2])
+    assert on_gpu["compilation_config"]["cudagraph_capture_sizes"] == [1, 2]
+    assert engine_kwargs("decode", **on_gpu)["kv_transfer_config"]["kv_buffer_device"] == "cuda"
+    eager = device_kwargs("cuda")
+    assert device_kwargs("cuda-eager", [1, 2]) == eager
+    assert eager["enforce_eager"]
+    assert "compilation_config" not in eager
 
 
 class _EnginePool:

@@ -13,8 +13,10 @@ from shipped import ROOT
 from traces import synthetic_trace
 
 from eldr_serve.fitting.table import fit_table
+from loadgen.application import _gpus
 from loadgen.trial import Shape, Trial
 from offline import demo
+from offline.demo_arguments import demo_arguments
 from tools.cli import BadInput
 
 DEPLOYMENT = ROOT / "deployments/cpu_demo.yaml"
@@ -23,7 +25,7 @@ MODEL = Path("somewhere/model_64")
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
     shape = Shape("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
-    arguments = demo._arguments(DEPLOYMENT, MODEL, 3, 20)
+    arguments = demo_arguments(DEPLOYMENT, MODEL, 3, 20)
     return demo._Plan(arguments, shape, rounds, 2, out, 0)
 
 
@@ -95,7 +97,7 @@ def test_failed_requests_are_an_error_after_the_report(tmp_path: Path) -> None:
 def test_engines_are_as_deployed_or_as_many_as_asked_with_small_caches() -> None:
     deployed = yaml.safe_load(DEPLOYMENT.read_text())["applications"][0]["args"]
     for count in (0, 3):
-        arguments = demo._arguments(DEPLOYMENT, MODEL, count, 20)
+        arguments = demo_arguments(DEPLOYMENT, MODEL, count, 20)
         for role in ("prefill_config", "decode_config"):
             assert arguments[role].pop("model_loading_config")["model_source"] == str(MODEL)
             env = arguments[role]["runtime_env"]["env_vars"]
@@ -104,3 +106,23 @@ def test_engines_are_as_deployed_or_as_many_as_asked_with_small_caches() -> None
         expected = count or deployed["decode_config"]["deployment_config"]["num_replicas"]
         assert arguments["decode_config"]["deployment_config"]["num_replicas"] == expected
         assert arguments["prefill_config"]["deployment_config"]["num_replicas"] == 1
+
+
+def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
+    arguments = demo_arguments(DEPLOYMENT, MODEL, 2, 20, gpu=True)
+    shares = 0.0
+    for role in ("prefill_config", "decode_config"):
+        config = arguments[role]
+        (bundle,) = config["placement_group_config"]["bundles"]
+        options = config["deployment_config"]["ray_actor_options"]
+        shares += config["deployment_config"]["num_replicas"] * (options["num_gpus"] + bundle["GPU"])
+        assert config["accelerator_config"] == {"kind": "gpu"}
+        assert config["engine_kwargs"]["gpu_memory_utilization"] == options["num_gpus"] == 0.3
+        assert config["engine_kwargs"]["distributed_executor_backend"] == "uni"
+        assert not [name for name in config["runtime_env"]["env_vars"] if name.startswith("VLLM_CPU_")]
+    assert 0.9 < shares <= 1
+    assert _gpus(arguments) == 1
+    assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
+    told = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
+    assert told.clock == "engine time"
+    assert told.hardware.startswith("one GPU and ")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
-from tools.results import _commit
+import pytest
+
+from tools.results import _commit, environment
 
 
 def test_a_result_says_that_its_code_is_not_the_commits(tmp_path: Path) -> None:
@@ -24,3 +27,16 @@ def test_a_result_says_that_its_code_is_not_the_commits(tmp_path: Path) -> None:
     assert _commit(tmp_path) == commit
     (tmp_path / "code.py").write_text("2\n")
     assert _commit(tmp_path) == f"{commit}+"
+
+
+def test_a_machine_with_gpus_names_them_and_their_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.1\\nNVIDIA H200, 580.1\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    machine = environment()["machine"]
+    assert (machine["gpu"], machine["driver"]) == ("NVIDIA H100 80GB HBM3, NVIDIA H200", "580.1")
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert "gpu" not in environment()["machine"]

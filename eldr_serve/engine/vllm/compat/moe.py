@@ -213,7 +213,7 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
     Returns:
         From rows [T, H], weights float32[T, k] and experts int32[T, k] to [T, H].
     """
-    if w13.is_cuda:
+    if current_platform.is_cuda():
         with internal_imports():
             from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 

@@ -1,0 +1,195 @@
+"""Spend some minutes on a GPU well: benchmarks in order of worth, each with a time limit of its own.
+
+    python -m benchmarks.gpu --seconds 540 --out out/gpu
+
+A step is a benchmark in a process of its own, whose result and log lie in the folder. Steps that have a
+result there are not run again, so a second start goes on where the first one ended. A step that hangs or
+crashes costs no more than its own limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
+from tools.cli import BadInput, run
+from tools.results import print_table, publish
+
+_GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_TOLD_S = 20.0  # between lines about a step that runs
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
+
+
+@dataclass(frozen=True)
+class Step:
+    """One benchmark on a GPU.
+
+    Attributes:
+        letter: its short name.
+        command: arguments of Python, to which `--out FILE` is added.
+        seconds: time that it is expected to take, s; it is left out where less is left.
+        limit_s: time after which it is killed, s.
+        name: of its files.
+    """
+
+    letter: str
+    command: tuple[str, ...]
+    seconds: float
+    limit_s: float
+    name: str
+
+
+def _step(letter: str, name: str, words: str, seconds: float, limit_s: float) -> Step:
+    return Step(letter, ("-m", *f"benchmarks.{words}".split()), seconds, limit_s, f"gpu_{name}")
+
+
+_REPLAY = (
+    "replays decode_replay --device cuda --intermediate 9824 --requests 640 --workers 8 "
+    "--groups language,task --arms shortest-queue,locality-band,marginal-cost"
+)
+_CAPTURE = "capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
+STEPS = (  # in order of worth; seconds are estimates
+    _step("a", "exact_counts", "exact_counts --device cuda", 90, 180),
+    _step("b", "moe_layer_latency", "moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
+    _step("g", "step_cost", "step_cost", 90, 180),
+    _step("e", "replay", _REPLAY, 90, 180),
+    _step("c", "capture_overhead", _CAPTURE, 80, 150),
+    _step("d", "metro_decide", "metro_decide", 40, 90),
+    _step("f", "application", "gpu_application", 120, 210),
+)
+
+
+def gpu(
+    seconds: Annotated[float, typer.Option(min=1, help="Time for all steps, s.")] = 540,
+    steps: Annotated[str, typer.Option(help="Letters of steps; default: all.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and run nothing.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results and logs.")] = Path("out/gpu"),
+) -> None:
+    """Run the steps that have no result yet; the exit status is 1 if one failed or timed out."""
+    chosen = [step for step in STEPS if not steps or step.letter in steps]
+    unknown = sorted(set(steps) - {step.letter for step in STEPS} - set(", "))
+    if unknown:
+        raise BadInput(f"--steps has {unknown[0]!r}; there are {''.join(step.letter for step in STEPS)}")
+    if dry_run:
+        return print_table("plan", [_planned(step, out) for step in chosen])
+    if not shutil.which("nvidia-smi"):
+        raise BadInput("there is no nvidia-smi here: run this on a machine with an NVIDIA GPU")
+    out.mkdir(parents=True, exist_ok=True)
+    unwind_on_sigterm()
+    rows = run_steps(chosen, out.resolve(), seconds)
+    publish(
+        "gpu", rows, inputs={"seconds": seconds}, seed=0, out=out / "gpu.json",
+        notes="state of each step; left out: what was left of the time is less than the step needs",
+    )  # fmt: skip
+    if any(row["state"].startswith(("failed", "timed out")) for row in rows):
+        raise typer.Exit(1)
+
+
+def _planned(step: Step, out: Path) -> dict[str, Any]:
+    state = "has a result" if (out / f"{step.name}.json").exists() else "to run"
+    command = " ".join(["python", *step.command])
+    return {"step": step.letter, "state": state, "seconds": step.seconds, "limit_s": step.limit_s} | {
+        "command": command
+    }
+
+
+def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str, Any]]:
+    """Run steps one after the other in what remains of `seconds`.
+
+    Returns:
+        A row of each step: `step`, `state` (done, done before, failed, timed out, left out) and the `seconds`
+        that it took or, left out, would need.
+    """
+    if sys.platform == "linux":  # what a dead step leaves behind becomes a child of this process
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    end, rows = time.monotonic() + seconds, []
+    for step in steps:
+        left = end - time.monotonic()
+        if (out / f"{step.name}.json").exists():
+            state, took = "done before", 0.0
+        elif left < step.seconds:
+            state, took = "left out", step.seconds
+        else:
+            state, took = _run(step, out, min(step.limit_s, left))
+        _say(f"{step.name}: {state}, {took:.0f} s; {end - time.monotonic():.0f} s are left")
+        rows.append({"step": step.name, "state": state, "seconds": round(took, 1)})
+    return rows
+
+
+def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
+    """State and seconds of a step; all processes that it started have ended then."""
+    result, log, start = out / f"{step.name}.json", out / f"{step.name}.log", time.monotonic()
+    _say(f"{step.name}: starts, at most {limit_s:.0f} s; log in {log}")
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *step.command, "--out", str(result)], stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path},
+        )  # fmt: skip
+    others = {child.pid for child in psutil.Process().children()} - {process.pid}
+    try:
+        while process.poll() is None and time.monotonic() - start < limit_s:
+            until = min(limit_s, time.monotonic() - start + _TOLD_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - (time.monotonic() - start)))
+                break
+            _say(f"{step.name}: {time.monotonic() - start:.0f} s, {_last_line(log)}")
+        status = process.poll()
+    finally:
+        _end(process, others)
+    took = time.monotonic() - start
+    if result.exists():
+        return "done", took
+    if status is None:
+        return f"timed out after {limit_s:.0f} s", took
+    return f"failed with {status}: {_last_line(log)}", took
+
+
+def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
+    """Kill a step's process group, and what left the group: all children of this process but `others`."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    for _ in range(10):  # what a killed process started becomes a child of this one
+        left = [child for child in psutil.Process().children(recursive=True) if _of_step(child, others)]
+        if not left:
+            break
+        for child in left:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+def _of_step(child: psutil.Process, others: set[int]) -> bool:
+    with suppress(psutil.Error):
+        return not {child.pid, *(parent.pid for parent in child.parents())} & others
+    return False
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip()[-160:] for line in reversed(lines) if line.strip()), "nothing in the log")
+
+
+def _say(sentence: str) -> None:
+    print(time.strftime("%H:%M:%S"), sentence, flush=True)
+
+
+if __name__ == "__main__":
+    run(gpu)

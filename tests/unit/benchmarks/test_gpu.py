@@ -1,0 +1,87 @@
+"""The steps of a GPU's minutes: none hangs or stops the rest, and a second start goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from in_process import command, sentence
+
+from benchmarks import gpu
+from benchmarks.gpu import STEPS, Step, run_steps
+
+WRITES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text('{}')"
+CRASHES = "print('before'); raise SystemExit('no kernel for this card')"
+# Ignores SIGTERM, as does its child in a session of its own.
+HANGS = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {child.pid}')
+print('sleeps', flush=True)
+time.sleep(600)
+"""
+
+
+def step(letter: str, code: str, *arguments: object, seconds: float = 0.1, limit_s: float = 60) -> Step:
+    return Step(letter, ("-c", code, *map(str, arguments)), seconds, limit_s, f"{letter}_fake")
+
+
+def test_a_step_that_hangs_or_crashes_costs_its_own_limit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
+    pids = tmp_path / "pids"
+    start = time.monotonic()
+    rows = run_steps(
+        [step("x", HANGS, pids, limit_s=3), step("y", CRASHES), step("z", WRITES)], tmp_path, 60
+    )  # fmt: skip
+    assert time.monotonic() - start < 30
+    assert [row["step"] for row in rows] == ["x_fake", "y_fake", "z_fake"]
+    hung, crashed, written = (row["state"] for row in rows)
+    assert hung == "timed out after 3 s"
+    assert crashed == "failed with 1: no kernel for this card"
+    assert written == "done"
+    assert not any(map(psutil.pid_exists, map(int, pids.read_text().split())))
+    assert "sleeps" in (tmp_path / "x_fake.log").read_text()
+
+
+def test_a_second_start_runs_what_has_no_result_and_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+    steps = [step("x", WRITES), step("y", WRITES, seconds=100)]
+    assert [row["state"] for row in run_steps(steps, tmp_path, 50)] == ["done", "left out"]
+    assert run_steps(steps, tmp_path, 50)[1]["seconds"] == 100  # what it would need
+    assert [row["state"] for row in run_steps(steps, tmp_path, 150)] == ["done before", "done"]
+
+
+def test_a_step_that_wrote_its_result_is_done_however_it_ended(tmp_path: Path) -> None:
+    (row,) = run_steps([step("x", f"{WRITES}; sys.exit(3)")], tmp_path, 50)
+    assert row["state"] == "done"
+
+
+def test_the_plan_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"{STEPS[0].name}.json").write_text("{}")
+    done = command("benchmarks.gpu", "--dry-run", out=tmp_path)
+    assert done.exit_code == 0
+    assert "has a result" in done.stdout
+    assert all(step.command[1] in done.stdout for step in STEPS)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_command_writes_states_and_fails_with_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "STEPS", (step("x", WRITES), step("y", CRASHES)))
+    monkeypatch.setattr(gpu.shutil, "which", lambda _: "nvidia-smi")
+    assert command("benchmarks.gpu", out=tmp_path, steps="x").exit_code == 0
+    assert command("benchmarks.gpu", out=tmp_path).exit_code == 1
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["state"].split()[0] for row in result["rows"]] == ["done", "failed"]
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "'q'" in sentence(command("benchmarks.gpu", out=tmp_path, steps="aq"))
+    monkeypatch.setattr(gpu.shutil, "which", lambda _: None)
+    assert "nvidia-smi" in sentence(command("benchmarks.gpu", out=tmp_path))

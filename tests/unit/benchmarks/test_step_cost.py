@@ -1,0 +1,90 @@
+"""What is made of composed steps, without an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from in_process import command, sentence
+from numpy.typing import NDArray
+
+from benchmarks.step_cost import PACKAGE, Step, composed_steps, fit_rows, package_rows, point_rows
+from eldr_serve.routing import StepCost
+
+LAYERS = 3
+COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)
+
+
+class _Engine:
+    """Tells what a step took one step later, as a GPU does; a lossy one activates an expert too few."""
+
+    def __init__(self, *, lossy: bool = False) -> None:
+        self._lossy, self._batch, self._number = lossy, 0, 100
+        self._last: list[dict[str, Any]] = []
+        self.drained = False
+
+    def start(self, prompts: list[list[int]], tokens: int) -> None:
+        self._batch = len(prompts)
+
+    def timed(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
+        assert len(routed) == self._batch
+        active = len(np.unique(routed)) - self._lossy
+        seconds = float(COST.seconds(self._batch, 0, LAYERS * active))
+        record = {"step": self._number, "requests": self._batch, "active_by_layer": [active] * LAYERS}
+        known, self._last = self._last, [record | {"seconds": seconds, "took": seconds + 1e-3}]
+        self._number += 1
+        return known
+
+    def drain(self) -> None:
+        self.drained = True
+
+
+def steps_of(engine: Any, batch: int) -> list[Step]:
+    return composed_steps(engine, [[1]] * batch, [8, 12, 16], 5, np.random.default_rng(0))
+
+
+def test_every_point_is_timed_as_often_as_asked_and_the_cost_is_found_again() -> None:
+    engine = _Engine()
+    steps = steps_of(engine, 4) + steps_of(engine, 8)
+    assert engine.drained
+    assert Counter((s.requests, s.experts) for s in steps) == {
+        (batch, LAYERS * active): 5 for batch in (4, 8) for active in (8, 12, 16)
+    }
+    points = point_rows([*steps, *steps], LAYERS)
+    assert Counter((row["batch_size"], row["steps"]) for row in points) == {(4, 10): 3, (8, 10): 3}
+    assert all(row["step_p50_ms"] == pytest.approx(row["forward_p50_ms"] + 1) for row in points)
+    forward, step = fit_rows([*steps, *steps])
+    assert forward["fixed_ms"] == pytest.approx(2, rel=1e-3)
+    assert step["fixed_ms"] == pytest.approx(3, rel=1e-3)
+    for row in (forward, step):
+        assert row["per_request_us"] == pytest.approx(50, rel=1e-3)
+        assert row["per_expert_us"] == pytest.approx(3, rel=1e-3)
+        assert row["r2"] == pytest.approx(1)
+
+
+def test_a_step_that_did_not_activate_what_it_should_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="was to activate"):
+        steps_of(_Engine(lossy=True), 4)
+
+
+def test_steps_whose_time_does_not_follow_experts_have_no_cost() -> None:
+    rows = fit_rows([Step(8, experts, 1 / experts, 1 / experts) for experts in range(24, 100)])
+    assert rows == [{"level": "fit", "of": of, "steps": 76} for of in ("forward", "step")]
+
+
+def test_the_package_s_figures_stand_beside_the_batches_that_were_measured() -> None:
+    rows = package_rows([3, 16])
+    assert [row["of"] for row in rows] == [
+        f"{card}, {what}" for card in ("H100", "H200") for what in ("MoE layers", "step")
+    ]
+    assert rows[1]["step_p50_ms"] == PACKAGE["H100"][2][16]
+    assert rows[0]["fixed_ms"] == pytest.approx(48 * 26 / 1000)
+
+
+def test_impossible_options_are_refused_in_one_sentence() -> None:
+    told = sentence(command("benchmarks.step_cost", device="cpu", batches="1", active="16,32"))
+    assert "8 to 8 experts" in told
+    assert "--active" in sentence(command("benchmarks.step_cost", device="cpu", active="many"))
+    assert "name cpu" in sentence(command("benchmarks.step_cost"))
