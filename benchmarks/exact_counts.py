@@ -100,7 +100,7 @@ def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> di
     elif runner == "V2":
         environment["TRITON_INTERPRET"] = "1"  # with which vLLM's CPU engine takes V2
     place = "cuda" if device == "cuda" else "device"
-    command = [sys.executable, _SCRIPT, model, out, "async", batches, place, graphs]
+    command: list[str | Path] = [sys.executable, _SCRIPT, model, out, "async", batches, place, graphs]
     subprocess.run(command, env=os.environ | environment, check=True, cwd=ROOT)
     report: dict[str, Any] = json.loads(out.read_text())
     return report

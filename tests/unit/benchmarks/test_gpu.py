@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from pathlib import Path
@@ -68,6 +69,15 @@ def test_the_plan_runs_nothing(tmp_path: Path) -> None:
     assert "has a result" in done.stdout
     assert all(step.command[1] in done.stdout for step in STEPS)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.letter)
+def test_a_step_is_a_benchmark_with_these_options(step: Step) -> None:
+    module, *words = step.command[1:]
+    stem = module.rpartition(".")[2]
+    name = words[0] if words and stem != words[0] and not words[0].startswith("-") else stem
+    said = command(getattr(importlib.import_module(module), name), "--help").stdout
+    assert not [word for word in words if word.startswith("--") and word not in said]
 
 
 def test_the_command_writes_states_and_fails_with_a_step(
