@@ -164,7 +164,7 @@ class ReplayEngine:
         def numbered(timer: StepTimer, record: dict[str, int], active: Any) -> None:
             finish(timer, record | {"step": len(self._took)}, active)
 
-        StepTimer.finish = numbered  # type: ignore[method-assign]
+        StepTimer.finish = numbered  # type: ignore[method-assign, assignment]
 
     def warm(self, prompts: Sequence[list[int]]) -> None:
         """Bring the prompts' KV blocks into the prefix cache."""

@@ -101,13 +101,15 @@ class EldrIngress:
         self._tokens = PromptTokens(tokenizer)
         self._whole = engines.whole
         self._tokenising: asyncio.Task[None] | None = None
-        path = RequestPath(engines=engines, client=self._client, options=path_options, tokens=self._tokens)
+        self._path = RequestPath(
+            engines=engines, client=self._client, options=path_options, tokens=self._tokens
+        )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
         self._watch = LoopWatch("ingress")
         self.openai = OpenAIEndpoints(
-            path=path,
+            path=self._path,
             client=self._client,
             decode=self._decode,
             log=self._log,
@@ -119,7 +121,7 @@ class EldrIngress:
             gate=self.gate,
             client=self._client,
             engines=engines,
-            path=path,
+            path=self._path,
             warmup=self._warmup,
             tokens=self._tokens,
             pool=PoolControl(application),

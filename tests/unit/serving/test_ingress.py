@@ -166,7 +166,7 @@ async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_ke
     async with running_app(keys_file=keys) as app:
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
             assert (await app.client.request(method, path)).status_code == 503  # no engine is warm
-        app.ingress._warmup = SimpleNamespace(awaited=None)
+        app.ingress.admin._warmup = SimpleNamespace(awaited=None)
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
             answer = await app.client.request(method, path)
             assert (answer.status_code, answer.content) == (200, b"")
