@@ -89,9 +89,7 @@ def captured(
         arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.harness.capture", *map(str, arguments)],
-            env=os.environ
-            | ENGINE_ENV
-            | ({} if device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+            env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
             check=False,
         )
         if done.returncode:

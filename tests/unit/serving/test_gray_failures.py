@@ -108,7 +108,7 @@ async def test_a_replica_that_is_full_is_not_set_aside() -> None:
 
 async def test_a_call_is_late_once_and_tells_its_engine() -> None:
     said: list[bytes] = []
-    channel: Any = type("Channel", (), {"say": lambda self, frame: said.append(frame)})()
+    channel: Any = type("Channel", (), {"send": lambda self, frame: said.append(frame)})()
     call = Call(channel, 1)
     call.expect(0.01, 0.02)
     with pytest.raises(CallLate, match="first token"):
