@@ -148,20 +148,14 @@ class AdminEndpoints:
 
     async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""
-        try:
-            change = PolicyChange.model_validate(parse_json(await request.body()))
-        except ValidationError as error:
-            raise BadRequest(sentence(error)) from error
+        change = await _policy_change(request)
         return await self._administer("set_policy", change.name, change.parameters)
 
     async def set_shadow(self, request: Request) -> Response:
         """Start to compare the live policy with another one; a DELETE ends the comparison."""
         if request.method == "DELETE":
             return await self._administer("set_shadow", None)
-        try:
-            change = PolicyChange.model_validate(parse_json(await request.body()))
-        except ValidationError as error:
-            raise BadRequest(sentence(error)) from error
+        change = await _policy_change(request)
         return await self._administer("set_shadow", NamedPolicy(change.name, change.parameters))
 
     async def table(self, request: Request) -> Response:
@@ -225,3 +219,11 @@ class AdminEndpoints:
                 "predictor_version": settings.predictor_version,
             }
         )
+
+
+async def _policy_change(request: Request) -> PolicyChange:
+    """Return the policy in a request's body; raise BadRequest if it is invalid."""
+    try:
+        return PolicyChange.model_validate(parse_json(await request.body()))
+    except ValidationError as error:
+        raise BadRequest(sentence(error)) from error
