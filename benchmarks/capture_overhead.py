@@ -31,7 +31,7 @@ import torch
 import typer
 
 from benchmarks.harness import options
-from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
+from benchmarks.harness.cluster import python_path, unwind_on_sigterm
 from benchmarks.harness.engines import ENGINE_ENV, check_device
 from benchmarks.harness.synthetic import (
     DUMMY,
@@ -148,8 +148,7 @@ class _Engine:
 
     def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {"PYTHONPATH": path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        env = {"PYTHONPATH": python_path(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.harness.prefill_engine", json.dumps(job)],
             env=os.environ | ENGINE_ENV | env, text=True,

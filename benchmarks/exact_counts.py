@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from benchmarks.harness import options
-from benchmarks.harness.cluster import ROOT
+from benchmarks.harness.cluster import ROOT, python_path
 from benchmarks.harness.exact import Cells, against_reference, against_report, reference
 from tools.cli import run
 from tools.results import publish
@@ -86,12 +86,10 @@ def exact_counts(
 def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> dict[str, Any]:
     """Report of an engine in a process of its own."""
     device, batches, graphs = how
-    folders = [ROOT, *([ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else [])]
+    folders = [ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else []
     environment = _ENV[device] | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(
-            os.pathsep
-        ),
+        "PYTHONPATH": python_path(*folders),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]),
         "VLLM_LOGGING_LEVEL": "WARNING",
     }

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from benchmarks.harness.cluster import ROOT, unwind_on_sigterm
+from benchmarks.harness.cluster import ROOT, python_path, unwind_on_sigterm
 from tools.cli import BadInput, run
 from tools.results import print_table, publish
 
@@ -134,12 +134,11 @@ def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
     """State and seconds of a step; all processes that it started have ended then."""
     result, log, start = out / f"{step.name}.json", out / f"{step.name}.log", time.monotonic()
     _say(f"{step.name}: starts, at most {limit_s:.0f} s; log in {log}")
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *step.command, "--out", str(result)], stdin=subprocess.DEVNULL, stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()},
         )  # fmt: skip
     others = {child.pid for child in psutil.Process().children()} - {process.pid}
     try:

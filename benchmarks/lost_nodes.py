@@ -27,7 +27,7 @@ import typer
 
 from benchmarks.harness import options
 from benchmarks.harness.client import Answer, allow_open_files, complete, errors, session
-from benchmarks.harness.cluster import ROOT, wait_ready
+from benchmarks.harness.cluster import python_path, wait_ready
 from tools.cli import run
 from tools.results import publish
 
@@ -198,7 +198,7 @@ def lost_nodes(
     """Lose nodes under load; status 1 if a request failed that another node could have answered."""
     allow_open_files(65536)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = python_path()
     with _store(redis_server) as store:
         os.environ |= store
         import ray

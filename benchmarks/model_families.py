@@ -29,7 +29,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.harness import options
-from benchmarks.harness.cluster import ROOT
+from benchmarks.harness.cluster import ROOT, python_path
 from benchmarks.harness.engines import ENGINE_ENV
 from benchmarks.harness.families import FAMILIES, Reference
 from benchmarks.harness.family_engine import CHUNK
@@ -50,9 +50,8 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         names = [name for name in checkpoints if FAMILIES[name].torchvision == torchvision]
         if not names:
             continue
-        folders = [ROOT, *([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
-        given = os.environ.get("PYTHONPATH")
-        environment = {"PYTHONPATH": os.pathsep.join([*map(str, folders), *([given] if given else [])])}
+        folders = [*([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
+        environment = {"PYTHONPATH": python_path(*folders)}
         if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
             environment["TRITON_INTERPRET"] = "1"
         folder = work / f"{runner}{'_torchvision' * torchvision}"

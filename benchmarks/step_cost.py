@@ -1,4 +1,4 @@
-"""What a decode step of Qwen3-30B-A3B takes by its batch and by the experts that the batch activates.
+"""Measure the time of a decode step of Qwen3-30B-A3B by batch size and number of active experts.
 
     python -m benchmarks.step_cost --device cuda
 
@@ -191,12 +191,6 @@ def package_rows(batches: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _numbers(option: str, value: str) -> list[int]:
-    if not all(part.isdigit() and int(part) for part in value.split(",")):
-        raise BadInput(f"{option} is {value!r}, it must be numbers with commas")
-    return sorted({int(part) for part in value.split(",")})
-
-
 def step_cost(
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "8,16,32,64",
     active: Annotated[
@@ -214,7 +208,8 @@ def step_cost(
 ) -> None:
     """Time decode steps of composed batches, and fit what a request and an active expert cost."""
     check_device(device)
-    sizes, wanted = _numbers("--batches", batches), _numbers("--active", active)
+    given = (("--batches", batches), ("--active", active))
+    sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
     points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
     if impossible := [b for b, possible in points.items() if not possible]:
         raise BadInput(

@@ -6,6 +6,7 @@ The output of each part is also in out/suite.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ PARTS = {
     "engine": [*PARALLEL, "tests/engine"],
     "end-to-end": ["tests/e2e"],
 }
+SHOWN = 10  # failed tests of a part in the last lines, so that those of every part are near the end
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,15 @@ class Result:
             return []
         start = max((n for n, line in enumerate(self.lines) if "test summary info" in line), default=0)
         found = [line for line in self.lines[start:] if line.startswith(("FAILED ", "ERROR "))]
+        found.sort(key=lambda line: line.startswith("ERROR "))
+        if more := found[SHOWN:]:
+            found[SHOWN:] = [f"... and {len(more)} more in {OUT / self.name}.txt"]
         return found or [f"FAILED no test by name: pytest ended with status {self.status}"]
+
+    def summary(self) -> str:
+        """Return pytest's last line, which counts the tests; other processes may print after it."""
+        counts = (line for line in reversed(self.lines) if re.search(r"\d \w+.* in [\d.]+s\b", line))
+        return next(counts, "no summary of pytest")
 
 
 def run(parts: dict[str, list[str]], folder: Path) -> int:
@@ -56,7 +66,7 @@ def run(parts: dict[str, list[str]], folder: Path) -> int:
     print("\n##### all parts")
     for result in results:
         print(f"{result.name}: {'failed' if result.status else 'passed'} in {result.seconds:.0f} s")
-        print(*result.failed(), *result.lines[-1:], sep="\n")
+        print(*result.failed(), result.summary(), sep="\n")
     return int(any(result.status for result in results))
 
 

@@ -26,6 +26,11 @@ def unwind_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def python_path(*folders: Path) -> str:
+    """Return PYTHONPATH for processes that import this checkout and `folders`, then what it has now."""
+    return os.pathsep.join(filter(None, [*map(str, (ROOT, *folders)), os.environ.get("PYTHONPATH")]))
+
+
 @contextmanager
 def local_ray(
     *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
@@ -40,7 +45,7 @@ def local_ray(
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     before = dict(os.environ)
     os.environ |= environment
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = python_path()
     import ray
     from ray import serve
 

@@ -30,7 +30,7 @@ class Replays(Protocol):
 
 
 class EnginePool:
-    """As many engines as `engines`, with the model at `model`, each on a core; or one on a GPU; a context.
+    """A context with `engines` replay engines of one model, each on a core of its own, or one on a GPU.
 
     Raises:
         BadInput: fewer cores than engines, or several for a GPU; or, on leaving, that an engine's process has

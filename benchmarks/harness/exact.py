@@ -1,4 +1,4 @@
-"""What an engine's connector counted against what another implementation chooses, integer by integer.
+"""Compare an engine's expert counts with those of another implementation, integer by integer.
 
 Reports are those of `tests/engine/engine_script.py`.
 """

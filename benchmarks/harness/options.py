@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from tools.cli import BadInput
+
 Prompts = Annotated[Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")]
 PROMPTS = Path("demo_model/prompts")
 PerWorker = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
@@ -45,3 +47,11 @@ Deployment = Annotated[Path, typer.Option(help="Deployment YAML.")]
 Interval = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
 BurnIn = Annotated[int, typer.Option(min=0, help="Load on engines that have just started, in no figure, s.")]
 Longest = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
+
+
+def numbers(option: str, value: str) -> list[int]:
+    """Return an option's positive numbers, which commas separate; raise BadInput if it has anything else."""
+    parts = value.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise BadInput(f"{option} is {value!r}, it must be numbers with commas")
+    return [int(part) for part in parts]

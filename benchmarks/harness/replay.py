@@ -26,6 +26,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from benchmarks.harness import options
 from benchmarks.harness.capture import Captured, captured, groups_of
 from benchmarks.harness.engine_pool import Replays
 from benchmarks.harness.engines import weights_name
@@ -365,15 +366,8 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
         BadInput: an unknown workload, or a number that is none.
     """
     chosen = groups_of(groups)
-    for option, value in (("--workers", workers), ("--batch", batch)):
-        if not all(k.isdigit() and int(k) for k in value.split(",")):
-            raise BadInput(f"{option} is {value!r}, it must be numbers with commas")
-    return [
-        Load(g, int(k), int(b), per_worker)
-        for g in chosen
-        for k in workers.split(",")
-        for b in batch.split(",")
-    ]
+    counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
+    return [Load(g, k, b, per_worker) for g in chosen for k in counts for b in sizes]
 
 
 def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:

@@ -132,7 +132,7 @@ class ReplayEngine:
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
-        """What CpuSpeed takes on this core now, s; 1 where a GPU does the work."""
+        """Return the present time of CpuSpeed's product on this core, s; 1 on a GPU, which needs no probe."""
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:

@@ -53,7 +53,7 @@ def _table(arguments: str) -> str:
 
 
 def there(name: str) -> bool:
-    """Whether the result is there; only those of a GPU may be missing."""
+    """Return whether to fill a table: only a GPU's result may be missing."""
     return not name.startswith("gpu_") or (RESULTS / f"{name}.json").exists()
 
 

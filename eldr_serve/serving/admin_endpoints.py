@@ -149,20 +149,14 @@ class AdminEndpoints:
 
     async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""
-        try:
-            change = PolicyChange.model_validate(parse_json(await request.body()))
-        except ValidationError as error:
-            raise BadRequest(sentence(error)) from error
+        change = await _policy_change(request)
         return await self._administer("set_policy", change.name, change.parameters)
 
     async def set_shadow(self, request: Request) -> Response:
         """Start a shadow comparison of the live policy with another one; DELETE ends it."""
         if request.method == "DELETE":
             return await self._administer("set_shadow", None)
-        try:
-            change = PolicyChange.model_validate(parse_json(await request.body()))
-        except ValidationError as error:
-            raise BadRequest(sentence(error)) from error
+        change = await _policy_change(request)
         return await self._administer("set_shadow", NamedPolicy(change.name, change.parameters))
 
     async def table(self, request: Request) -> Response:
@@ -226,3 +220,11 @@ class AdminEndpoints:
                 "predictor_version": settings.predictor_version,
             }
         )
+
+
+async def _policy_change(request: Request) -> PolicyChange:
+    """Return the policy in a request's body; raise BadRequest if it is invalid."""
+    try:
+        return PolicyChange.model_validate(parse_json(await request.body()))
+    except ValidationError as error:
+        raise BadRequest(sentence(error)) from error

@@ -32,12 +32,10 @@ class DecodeTurns:
 
     def wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free seat of any replica, s."""
-        return min((self._wait_s(replica) for replica in self._fleet.live), default=0.0)
-
-    def _wait_s(self, replica: str) -> float:
-        if not self._is_full(replica):
+        live = self._fleet.live
+        if not all(map(self._is_full, live)):  # most often the first replica has a seat
             return 0.0
-        return self._waits[replica].wait_s(self._turns.waiting(replica) + 1)
+        return min((self._waits[name].wait_s(self._turns.waiting(name) + 1) for name in live), default=0.0)
 
     def since_s(self, turn: Turn) -> float:
         """Return the time at which the replica is assumed to have started on a call without a token yet."""

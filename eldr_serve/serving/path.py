@@ -180,8 +180,10 @@ class RequestPath:
 
     def _check_seats(self, run: Run) -> None:
         """Raise Overloaded if a new request would wait too long for a seat of a decode engine."""
+        if run.is_retry:
+            return
         wait_s, bound_s = self._decode_turns.wait_s(), self._options.seat_wait_s
-        if wait_s > bound_s and not run.is_retry:
+        if wait_s > bound_s:
             self._client.count("refused_decode_backlog")
             why = f"a request would wait {wait_s:.0f} s for a decode engine's seat; {bound_s:g} s are allowed"
             # Spread over the time in which that many seats become free.

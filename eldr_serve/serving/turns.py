@@ -39,7 +39,7 @@ class Turns:
         return turn
 
     def waiting(self, replica: str) -> int:
-        """Return how many calls the replica has not answered yet."""
+        """Return the number of unanswered calls to a replica."""
         return len(self._waiting.get(replica, {}))
 
     def leave(self, turn: Turn, *, answered: bool) -> None:

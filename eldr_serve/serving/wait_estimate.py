@@ -12,7 +12,9 @@ _FEWEST = 4  # departures needed for a prediction
 
 
 class WaitEstimate:
-    """The mean time between the last departures from a line that has not been empty since.
+    """A predictor of waits in one line, by the mean time between its recent departures.
+
+    Departures from before the line was last empty do not count.
 
     Args:
         clock: returns the time, s.

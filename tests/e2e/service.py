@@ -48,7 +48,10 @@ class Demo:
             f"the demo says {words!r}",
             600,
         )
-        assert self.process.poll() is None, self.said.read_text()[-5000:]
+        if self.process.poll() is not None:
+            said = self.said.read_text()[-5000:]
+            last = (said.strip().splitlines() or ["nothing was printed"])[-1]  # pytest's summary has one line
+            raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{said}")
 
     def stop(self) -> None:
         """As Ctrl-C does it."""

@@ -56,7 +56,10 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
 
 
 def _in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
-    """Whether the engine has one rank, and on a CPU no executor was asked for, on a GPU "uni" was."""
+    """Return whether an engine of one rank runs in one process.
+
+    It does on a CPU unless the arguments name an executor, and on a GPU if they name "uni".
+    """
     ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
     asked = kwargs.get("distributed_executor_backend")
     return bool(ranks == 1 and asked == (None if accelerator == "cpu" else "uni"))

@@ -32,7 +32,7 @@ def histogram(chosen: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def report() -> dict[str, Any]:
-    """Of an engine that counts right: two batches of one request."""
+    """Return the report of an engine that counts correctly, with two batches of one request."""
     records, steps = [], []
     for number in range(2):
         prompt, output = [number + 1, *range(PROMPT - 1)], list(range(TOKENS))

@@ -1,4 +1,4 @@
-"""What is made of composed steps, without an engine."""
+"""Rows of composed steps, without an engine."""
 
 from __future__ import annotations
 
