@@ -44,9 +44,13 @@ def test_all_parts_run_and_the_last_lines_name_what_failed(
 
 def test_many_failures_are_counted_and_what_other_processes_print_last_is_no_summary() -> None:
     lines = ["== short test summary info ==", *(f"ERROR t.py::test_{n} - same" for n in range(30))]
-    lines += ["FAILED t.py::test_x - a reason", "=== 1 failed, 30 errors in 12.34s (0:00:12) ===", "a warning"]
+    lines += [
+        "FAILED t.py::test_x - a reason",
+        "=== 1 failed, 30 errors in 12.34s (0:00:12) ===",
+        "a warning",
+    ]
     result = suite.Result("many", 1, lines, 12.3)
-    assert result.failed()[0] == "FAILED t.py::test_x - a reason"
+    assert result.failed()[0] == "FAILED t.py::test_x - reason"
     assert result.failed()[-1].startswith("... and 21 more in ")
     assert len(result.failed()) == suite.SHOWN + 1
     assert result.summary() == lines[-2]
