@@ -28,6 +28,7 @@ from benchmarks.harness.replay_engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATUR
 from demo_model import WEIGHTS
 from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.engine.protocol import Sampling
+from eldr_serve.engine.vllm.config import ONE_PROCESS
 from eldr_serve.files import write_whole
 from loadgen.workload import balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
