@@ -211,9 +211,7 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
         if live:
             break
     else:
-        raise BadInput(
-            f"no routing table was live after {_STRETCHES} times {plan.table_load_s} s of load: {note}"
-        )
+        raise BadInput(f"no routing table after {_STRETCHES} times {plan.table_load_s} s of load: {note}")
     trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
     write_whole(trace, service.trace())
     write_whole(table, service.table())
