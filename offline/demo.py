@@ -49,9 +49,8 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
-_WARM_UP_S = 8  # load before the first round, s; repeated until there are enough samples for a table
-_STRETCHES = 6
-_TABLE_S = 60.0  # time limit for the routing table once there are enough samples
+_STRETCHES = 6  # of load for the routing table, at most
+_TABLE_S = 30.0  # time limit for the routing table once there are enough samples
 _CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
     "active_experts", "experts_per_token", "engine_ms_per_token", "batch_size", "tpot_p50_ms", "tpot_p99_ms",
@@ -69,6 +68,7 @@ class _Plan:
     greedy: int
     out: Path
     seed: int
+    table_load_s: int = 8
 
     @property
     def clock(self) -> str:
@@ -177,6 +177,19 @@ def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int
         drive(service, trial, shape, seed=seed, scratch=plan.out, tick=tick)
 
 
+def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool, str]:
+    """Wait for a routing table if there are enough samples for one; return whether it is live, and a note."""
+    deadline = time.monotonic() + _TABLE_S
+    while True:
+        status = service.status()
+        pool = status["signatures"]
+        hopeless = pool["samples"] < pool["needed"] or pool["last_refusal"] or time.monotonic() > deadline
+        if status["table"] or hopeless:
+            return bool(status["table"]), pool["note"]
+        tell(pool["note"])
+        time.sleep(0.5)
+
+
 def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     """Warm up the engines, placing by queue length, until the service has fitted a routing table.
 
@@ -185,7 +198,7 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     """
     shape = replace(
         plan.shape,
-        seconds=_WARM_UP_S,
+        seconds=plan.table_load_s,
         warm_up_s=0,
         max_tokens=max(1, plan.shape.max_tokens // 2),  # with shorter answers more requests end
         min_tokens=max(1, plan.shape.min_tokens // 2),
@@ -193,17 +206,12 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     what = "load, of which the service makes its routing table"
     for number in range(_STRETCHES):
         _load(service, plan, Trial(POLICIES[0], 0), shape, seed=number, what=what)
-        pool = service.status()["signatures"]
-        if pool["samples"] >= pool["needed"]:
+        with _step("waiting for the routing table") as tell:
+            live, note = _wait_for_table(service, tell)
+        if live:
             break
-    with _step("waiting for the routing table") as tell:
-        deadline = time.monotonic() + _TABLE_S
-        while not (status := service.status())["table"]:
-            note = status["signatures"]["note"]
-            if time.monotonic() > deadline:
-                raise BadInput(f"no routing table was live after {_TABLE_S:.0f} s: {note}")
-            tell(note)
-            time.sleep(0.5)
+    else:
+        raise BadInput(f"no routing table after {_STRETCHES} times {plan.table_load_s} s of load: {note}")
     trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
     write_whole(trace, service.trace())
     write_whole(table, service.table())
@@ -317,6 +325,9 @@ def demo(
     first_table: Annotated[
         int, typer.Option(min=16, help="Requests from which the service makes its routing table.")
     ] = 120,
+    table_seconds: Annotated[
+        int, typer.Option(min=1, help="Load for that table, s; repeated until the table is live.")
+    ] = 8,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,
     out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes.")] = Path("out/demo"),
@@ -336,7 +347,7 @@ def demo(
         min_tokens=max(1, max_tokens // 2), abandon=True,
     )  # fmt: skip
     arguments = demo_arguments(deployment, model, decode_engines, first_table, gpu=gpu)
-    plan = _Plan(arguments, shape, rounds, greedy, out, seed)
+    plan = _Plan(arguments, shape, rounds, greedy, out, seed, table_seconds)
     with _application(plan, port, keep, model_ready) as service:
         trace, fitted = _make_table(service, plan)
         equal = _compare_greedy(service, plan)

@@ -50,7 +50,7 @@ def test_many_failures_are_counted_and_what_other_processes_print_last_is_no_sum
         "a warning",
     ]
     result = suite.Result("many", 1, lines, 12.3)
-    assert result.failed()[0] == "FAILED t.py::test_x - reason"
+    assert result.failed()[0] == "FAILED t.py::test_x - a reason"
     assert result.failed()[-1].startswith("... and 21 more in ")
     assert len(result.failed()) == suite.SHOWN + 1
     assert result.summary() == lines[-2]

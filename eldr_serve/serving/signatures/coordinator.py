@@ -16,6 +16,7 @@ from eldr_serve.serving.signatures.settings import PoolSettings
 logger = logging.getLogger(__name__)
 
 MIN_REQUESTS_PER_WORKER = 8  # as in eldr_serve.fitting.refit, which is imported late
+_GROWTH = 1.5  # after a refused first table, the next one has so many times the samples, or waits every_s
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Coordinator:
         self._working = asyncio.Lock()
         self._before: int | None = None  # number of decode replicas at the last look
         self._not_before = 0.0
+        self._tried = 0  # samples at the last attempt
         self._table: dict[str, Any] | None = None
         self._last_refusal: dict[str, Any] | None = None
         self._refits = self._refused = 0
@@ -124,16 +126,19 @@ class Coordinator:
         if view.workers != self._before:  # replicas may still be starting or stopping
             self._before, self._not_before = view.workers, 0.0
             return view
-        if not view.clients or view.workers < 2 or self._clock() < self._not_before:
-            return view
-        if self.samples < self.needed or self._working.locked():
+        if not view.clients or view.workers < 2 or self._working.locked() or not self._due(view):
             return view
         self._not_before = self._clock() + self.settings.options.every_s
+        self._tried = self.samples
         try:
             await self._make(view, requested=False)
         except SwapRefused as error:
             logger.warning("no table was swapped in: %s", error)
         return view
+
+    def _due(self, view: RouterView) -> bool:
+        grown = not view.has_table and self.samples >= _GROWTH * self._tried
+        return self.samples >= self.needed and (grown or self._clock() >= self._not_before)
 
     async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
         """Fit IDF, mask and centroids to the pool's samples now; return the new table's entry in the status.

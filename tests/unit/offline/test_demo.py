@@ -126,3 +126,35 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     told = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
     assert told.clock == "engine time"
     assert told.hardware.startswith("one GPU and ")
+
+
+class _Service:
+    """A service whose pool refuses a number of tables; each load brings samples for a further one."""
+
+    def __init__(self, refusals: int) -> None:
+        self.loads = 0
+        self._refusals = refusals
+
+    def status(self) -> dict[str, Any]:
+        refusal = {"why": "a reason"} if self._refusals else None
+        pool = {"samples": 30 * self.loads, "needed": 24, "last_refusal": refusal, "note": "a note"}
+        return {"table": None if self.loads <= self._refusals else {"version": 1}, "signatures": pool}
+
+    def trace(self) -> bytes:
+        return b"trace"
+
+    table = trace
+
+
+@pytest.mark.parametrize(("refusals", "loads"), [(0, 1), (2, 3), (100, demo._STRETCHES)])
+def test_load_goes_on_until_the_service_has_a_routing_table(
+    refusals: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = _Service(refusals)
+    monkeypatch.setattr(demo, "_load", lambda *_, **__: setattr(service, "loads", service.loads + 1))
+    if refusals < loads:
+        demo._make_table(service, plan(tmp_path))
+    else:
+        with pytest.raises(BadInput, match="no routing table after 6 times 8 s of load: a note"):
+            demo._make_table(service, plan(tmp_path))
+    assert service.loads == loads

@@ -134,6 +134,19 @@ async def test_a_table_that_is_worse_than_load_is_refused_and_the_status_says_wh
     assert sorted(serves(found.live)) == [0, 3]
 
 
+async def test_a_refused_first_table_is_tried_again_once_there_are_half_as_many_samples_more() -> None:
+    found = Pool()
+    await found.serve(2)
+    found.window.add(traffic([None], 60))
+    await found.looks()
+    found.window.add(traffic([0, 3], 29, begin=500))
+    await found.looks()
+    assert found.coordinator.status()["tables_refused"] == 1
+    found.window.add(traffic([0, 3], 121, begin=600))
+    await found.looks(1)
+    assert sorted(serves(found.live)) == [0, 3]  # before every_s
+
+
 async def test_drift_leads_to_a_refit() -> None:
     found = Pool()
     await found.serve(2)
